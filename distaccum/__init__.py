@@ -1,0 +1,10 @@
+"""Gradient accumulation that is exact, and costs one reduction per update."""
+
+from .accumulator import Accumulator
+from .batches import count_samples, count_tokens
+from .shares import DistaccumError
+from .update import Update
+from .window import Window
+
+__all__ = ["Accumulator", "DistaccumError", "Update", "Window", "count_samples", "count_tokens"]
+__version__ = "0.1.0"

@@ -1,0 +1,147 @@
+"""Cutting nested batches along their batch dimension, and counting samples and tokens in them."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any, TypeGuard
+
+from torch import Tensor
+
+Count = Callable[[Any], "float | Tensor"]
+
+
+def count_samples(batch: Any) -> int:
+    """The number of samples: the length of the batch dimension.
+
+    >>> import torch
+    >>> count_samples({"image": torch.zeros(8, 3, 32, 32), "label": torch.zeros(8)})
+    8
+    """
+    return batch_length(batch)
+
+
+def count_tokens(
+    labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False
+) -> Callable[[Any], Tensor]:
+    """A function that counts the labels that a token loss keeps.
+
+    `labels` is the key, attribute or position of the labels in a batch. `shift=True` leaves out the first
+    of each row, as losses on the next token do.
+
+    >>> import torch
+    >>> batch = {"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])}
+    >>> int(count_tokens("labels")(batch)), int(count_tokens("labels", shift=True)(batch))
+    (3, 1)
+    """
+
+    def tokens(batch: Any) -> Tensor:
+        try:
+            found = batch[labels]
+        except (TypeError, KeyError, IndexError):
+            found = getattr(batch, labels, None) if isinstance(labels, str) else None
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"count_tokens({labels!r}) found {type(found).__name__} in a {type(batch).__name__}, "
+                "expected a tensor; name the key, attribute or position of the labels"
+            )
+        return (found[..., 1:] if shift else found).ne(ignore_index).sum()
+
+    return tokens
+
+
+def batch_length(batch: Any) -> int:
+    """The length of the first dimension that most tensors of `batch` share."""
+    lengths = [array.shape[0] for array in _arrays(batch) if len(array.shape)]
+    if not lengths:
+        raise TypeError(
+            f"a {type(batch).__name__} without tensors has no batch dimension that can be seen; "
+            "pass count= to the Accumulator, and length= to split"
+        )
+    if lengths.count(lengths[0]) < len(lengths):
+        (most, votes), (_, runner_up) = Counter(lengths).most_common(2)
+        if votes == runner_up:
+            raise ValueError(
+                f"the tensors of the batch have first dimensions {sorted(lengths)}, a tie; say which is "
+                "the batch dimension: split(batch, length=n), or count= for the Accumulator"
+            )
+        return int(most)
+    return int(lengths[0])
+
+
+def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
+    """The parts of `batch`, `sizes` samples each, in order. Tensors are views, not copies.
+
+    >>> import torch
+    >>> [part["x"].tolist() for part in cut_batch({"x": torch.arange(3), "lr": 0.1}, [1, 2], length=3)]
+    [[0], [1, 2]]
+    """
+    if not _has_columns(batch, length):
+        raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
+    for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
+        yield _cut(batch, start, start + size, length)
+
+
+def _cut(item: Any, start: int, stop: int, length: int) -> Any:
+    if _is_array(item):
+        along = len(item.shape) and item.shape[0] == length
+        return item[start:stop] if along else item
+    if isinstance(item, MutableMapping):
+        parts = copy.copy(item)  # keeps the type, also of an OrderedDict, defaultdict or UserDict
+        for key in item:
+            parts[key] = _cut(item[key], start, stop, length)
+        return parts
+    if isinstance(item, Mapping):
+        return {key: _cut(value, start, stop, length) for key, value in item.items()}
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        fresh = copy.copy(item)
+        for field in dataclasses.fields(item):
+            # A frozen dataclass refuses setattr; this is a fresh copy that nobody else has seen.
+            object.__setattr__(fresh, field.name, _cut(getattr(item, field.name), start, stop, length))
+        return fresh
+    if isinstance(item, list | tuple):
+        if _is_column(item, length):
+            return item[start:stop]
+        cut = [_cut(value, start, stop, length) for value in item]
+        return type(item)(*cut) if hasattr(item, "_fields") else type(item)(cut)
+    return item
+
+
+def _has_columns(item: Any, length: int) -> bool:
+    """Whether cutting would cut anything; otherwise each part would be the whole batch."""
+    if isinstance(item, list | tuple) and _is_column(item, length):
+        return True
+    if _is_array(item):
+        return len(item.shape) > 0 and item.shape[0] == length
+    return any(_has_columns(child, length) for child in _children(item))
+
+
+def _is_column(item: list[Any] | tuple[Any, ...], length: int) -> bool:
+    """One value per sample: a list without tensors; of tuples only texts, as collating makes them."""
+    if len(item) != length or _arrays(item):
+        return False
+    return isinstance(item, list) or (
+        not hasattr(item, "_fields") and all(isinstance(value, str | bytes) for value in item)
+    )
+
+
+def _arrays(item: Any) -> list[Any]:
+    return [item] if _is_array(item) else [array for child in _children(item) for array in _arrays(child)]
+
+
+def _children(item: Any) -> Iterable[Any]:
+    if isinstance(item, list | tuple):
+        return item
+    if isinstance(item, Mapping):
+        return item.values()
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return [getattr(item, field.name) for field in dataclasses.fields(item)]
+    return ()
+
+
+def _is_array(item: Any) -> TypeGuard[Any]:
+    """A tensor, or what looks like one (numpy)."""
+    return isinstance(item, Tensor) or (hasattr(item, "shape") and hasattr(item, "__getitem__"))

@@ -1,0 +1,349 @@
+"""DistributedDataParallel, as the model itself or anywhere inside it.
+
+DDP decides in forward whether its next backward reduces. Here every forward of a window runs with the
+reduction off, and it is armed right before the backward that shall reduce, with the call that DDP's own
+forward makes. So it does not matter where the caller's forward stands, nor how many backwards follow it.
+
+Three kinds of window do not leave the reduction to DDP's last backward, and are averaged by hand after it
+(same result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a loss term out
+(unless DDP looks for unused parameters), and the first window of a static graph (whose first backward DDP
+must see, pytorch#143580).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from collections.abc import Iterator, Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..shares import DistaccumError, Plan, listed
+from .base import Engine
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+Mark = tuple[Tensor | None, int]
+
+
+@final
+class DDPEngine(Engine):
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        super().__init__(models)
+        self.wrappers = list(_wrappers(models))
+        for wrapper in self.wrappers:
+            _refuse_what_cannot_accumulate(wrapper)
+        self.group: dist.ProcessGroup = self.wrappers[0].process_group
+        ranks = dist.get_process_group_ranks(self.group)
+        for wrapper in self.wrappers:
+            others = dist.get_process_group_ranks(wrapper.process_group)
+            if others != ranks:
+                raise ValueError(
+                    f"the model holds DDP modules over ranks {ranks} and over ranks {others}, expected one "
+                    "data-parallel group; wrap them with the same process_group, or use an Accumulator each"
+                )
+        self.divisor = self.num_ranks = len(ranks)
+        self.rank = dist.get_rank(self.group)
+        self._host_group = host_group(self.group)
+        self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
+        # Set to None, views of the buckets would lose the memory that they save. Where DDP looks for unused
+        # parameters they are set to None all the same: a zero would pass for a gradient in the next window.
+        self._zero_in_place = {
+            id(parameter)
+            for wrapper, reduced in self._covered.items()
+            if wrapper.gradient_as_bucket_view and not wrapper.find_unused_parameters
+            for parameter in reduced.values()
+        }
+        self._zeroed: dict[int, Mark] = {}
+        self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
+        self._found: list[bool] = []  # flags as they were before the window
+        self._armed: list[DistributedDataParallel] = []
+        self._by_hand: list[nn.Parameter] = []
+        self._reduces = False
+
+    def gather(self, row: list[float]) -> list[list[float]]:
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, mine, group=self._host_group)
+        return [row.tolist() for row in rows]
+
+    def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
+        return dist.all_reduce(values, group=self.group, async_op=True)
+
+    def check(self, plan: Plan) -> None:
+        for wrapper, reduced in self._covered.items():
+            frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
+            if frozen and not wrapper.find_unused_parameters:
+                raise DistaccumError(
+                    f"{listed(frozen)} was frozen after DDP wrapped the model, which then waits for its "
+                    "gradient and leaves ranks apart; freeze first and wrap then, or pass "
+                    "find_unused_parameters=True to DDP"
+                )
+            if sum(p.requires_grad for p in wrapper.parameters()) > len(reduced) - len(frozen):
+                known = {id(parameter) for parameter in reduced.values()}
+                thawed = [n for n, p in wrapper.named_parameters() if p.requires_grad and id(p) not in known]
+                raise DistaccumError(
+                    f"{listed(thawed)} is trained but was frozen or absent when DDP wrapped the model, which "
+                    "does not reduce it; wrap the model anew"
+                )
+        if plan.uneven and any(_synchronises_forward(model) for model in self.models):
+            raise DistaccumError(
+                f"ranks have {list(plan.kept)} micro-batches, and SyncBatchNorm communicates in each forward: "
+                "the longer ranks would wait for ever; give all ranks as many micro-batches, or freeze its "
+                "statistics with eval()"
+            )
+        if plan.some_rank_is_dry and self._unseen_graphs:
+            raise DistaccumError(
+                f"ranks have {list(plan.kept)} micro-batches, and DDP with static_graph=True must see a backward "
+                "on every rank in its first window; give each rank a micro-batch there"
+            )
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
+        self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
+        whole = plan.whole or all(wrapper.find_unused_parameters for wrapper in self.wrappers)
+        self._reduces = whole and not plan.some_rank_is_dry and not self._unseen_graphs
+        if not self._reduces:
+            self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
+            if self._zeroed:
+                # Who takes part must show: a zeroed view of a bucket looks like a gradient.
+                for parameter in self._by_hand:
+                    parameter.grad = None
+        self._found = [wrapper.require_backward_grad_sync for wrapper in self.wrappers]
+        for wrapper in self.wrappers:
+            wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
+            if plan.some_rank_is_dry:
+                # A dry rank runs no forward, so none may communicate: neither broadcast buffers nor agree
+                # on rebuilt buckets (once, in the forward after the first reduction; private, as in Join).
+                wrapper.require_forward_param_sync = False
+                if wrapper.reducer._rebuild_buckets():
+                    wrapper._has_rebuilt_buckets = True
+
+    def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        if self._unseen_graphs:
+            self._armed = self._unseen_graphs  # by DDP itself, in the forward
+            torch.autograd.backward(losses, seeds)
+            for wrapper in self._unseen_graphs:
+                wrapper.require_backward_grad_sync = False
+            self._armed, self._unseen_graphs = [], []
+        elif reduce and self._reduces:
+            before = [self._marks(wrapper) for wrapper in self.wrappers]
+            self._arm(losses)
+            torch.autograd.backward(losses, seeds)
+            self._settle(before)
+        else:
+            torch.autograd.backward(losses, seeds)
+
+    def _arm(self, losses: Sequence[Tensor]) -> None:
+        self._armed = self.wrappers
+        for wrapper in self.wrappers:
+            searches = wrapper.find_unused_parameters and not wrapper.static_graph
+            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+            wrapper.reducer.prepare_for_backward(list(losses) if searches else [])
+
+    def _settle(self, before: Sequence[list[Mark]]) -> None:
+        for wrapper, marks in zip(self.wrappers, before, strict=True):
+            try:
+                # Without this a missing gradient leaves ranks apart in silence, until the next window.
+                wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch's
+            except RuntimeError as error:
+                raise DistaccumError(self._what_is_missing(wrapper, str(error))) from error
+            wrapper.require_backward_grad_sync = False
+            if all(_same(mark, now) for mark, now in zip(marks, self._marks(wrapper), strict=True)):
+                # Not one of its parameters was in this backward (that of another part, or model).
+                _disarm(wrapper)
+                self._by_hand += self._covered[wrapper].values()
+        self._armed = []
+
+    def _marks(self, wrapper: DistributedDataParallel) -> list[Mark]:
+        """What changes when DDP reduces: of one parameter where all must take part, else of all."""
+        parameters = list(self._covered[wrapper].values())
+        optional = wrapper.find_unused_parameters or wrapper.static_graph
+        return [_mark(parameter) for parameter in (parameters if optional else parameters[:1])]
+
+    def _what_is_missing(self, wrapper: DistributedDataParallel, message: str) -> str:
+        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
+        names = list(self._covered[wrapper])
+        missing = [names[int(i)] for i in found[1].split()] if found else ["a parameter"]
+        return (
+            f"{listed(missing)} took no part in the last backward of the window, which is the one that "
+            "reduces, so DDP did not reduce it; pass find_unused_parameters=True to DDP (parameters that a "
+            "micro-batch may leave out are then exact), or use all of them in each micro-batch"
+        )
+
+    def finish(self) -> None:
+        if self._by_hand:
+            average_by_hand(self._by_hand, self._is_zeroed, self.group, self._host_group)
+
+    def release(self) -> None:
+        for wrapper in self._armed:
+            _disarm(wrapper)
+        for wrapper, found in zip(self.wrappers, self._found, strict=False):
+            wrapper.require_backward_grad_sync = found
+            wrapper.require_forward_param_sync = True
+        self._armed, self._by_hand, self._found = [], [], []
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        views: dict[int, Tensor] = {}
+        for parameter in parameters:
+            if id(parameter) not in self._zero_in_place:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                views[id(parameter)] = parameter.grad
+        if views:
+            torch._foreach_zero_(list(views.values()))  # as Optimizer.zero_grad does
+        self._zeroed = {of: (view, view._version) for of, view in views.items()}
+
+    def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
+        return any(p.grad is not None and not self._is_zeroed(p) for p in parameters)
+
+    def _is_zeroed(self, parameter: nn.Parameter) -> bool:
+        return id(parameter) in self._zeroed and _same(self._zeroed[id(parameter)], _mark(parameter))
+
+
+def _wrappers(models: Sequence[nn.Module]) -> Iterator[DistributedDataParallel]:
+    seen = set()
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, DistributedDataParallel) and module not in seen:
+                seen.add(module)
+                yield module
+
+
+def _refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
+    if wrapper._delay_all_reduce_params:
+        raise ValueError(
+            "DDP with delay_all_reduce_named_params reduces them on each micro-step, also those that it has "
+            "reduced already; wrap the model without it"
+        )
+    hooks = [getattr(hook, "__qualname__", "") for hook, _ in wrapper._comm_hooks]
+    if any("hook_then_optimizer" in name for name in hooks) or any(
+        hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters()
+    ):
+        raise ValueError(
+            "an optimizer that steps inside backward (_apply_optimizer_in_backward, _register_fused_optim) would "
+            "step on each micro-step; give the Accumulator an ordinary optimizer"
+        )
+
+
+def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
+    """The parameters that DDP reduces, in the order of its indices."""
+    ignored = wrapper.parameters_to_ignore
+    reduced = {
+        name.replace("_orig_mod.", ""): parameter
+        for name, parameter in wrapper.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+    # DDP fixed its list when it wrapped, and shows of it only how many there are (private; without it, what
+    # is frozen late is still found when a reduction stays unfinished).
+    logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
+    wrapped = logged.get("num_parameter_tensors", len(reduced))
+    if wrapped != len(reduced):
+        raise ValueError(
+            f"DDP wrapped {wrapped} trainable parameters and the model has {len(reduced)} now, which leaves "
+            "ranks apart; freeze and unfreeze parameters before DDP wraps the model"
+        )
+    return reduced
+
+
+def _synchronises_forward(model: nn.Module) -> bool:
+    return any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules())
+
+
+def _disarm(wrapper: DistributedDataParallel) -> None:
+    """DDP would reduce in the next backward, or refuse the next forward, after one that did not end."""
+    wrapper.reducer._reset_state()  # private: what DDP._update_process_group does to start afresh
+    wrapper._has_rebuilt_buckets = False
+
+
+def _mark(parameter: nn.Parameter) -> Mark:
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else gradient._version
+
+
+def _same(one: Mark, other: Mark) -> bool:
+    return one[0] is other[0] and one[1] == other[1]
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks whose collectives run on the host, made without asking other ranks."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+UNUSED, DENSE, SPARSE = range(3)
+
+
+def average_by_hand(
+    parameters: Sequence[nn.Parameter],
+    is_zeroed: Any,
+    group: dist.ProcessGroup,
+    hosts: dist.ProcessGroup,
+) -> None:
+    """Averages gradients over `group`, a bucket at a time; those that no rank has stay None.
+
+    Costs one reduction per bucket, and one small collective on the host: what each rank has.
+    """
+    kinds = torch.tensor([_kind(p, is_zeroed) for p in parameters], dtype=torch.uint8)
+    dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
+    dense: list[nn.Parameter] = []
+    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+        if kind == UNUSED:
+            parameter.grad = None
+        elif kind == SPARSE:
+            _average_sparse(parameter, group)
+        else:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dense.append(parameter)
+
+    flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+    for gradients in _in_buckets([parameter.grad for parameter in dense if parameter.grad is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
+        flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
+            _land(*flying.popleft())
+    while flying:
+        _land(*flying.popleft())
+
+
+def _kind(parameter: nn.Parameter, is_zeroed: Any) -> int:
+    if parameter.grad is None or is_zeroed(parameter):
+        return UNUSED
+    return SPARSE if parameter.grad.is_sparse else DENSE
+
+
+def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        bucket = by_kind.setdefault((gradient.device, gradient.dtype), [])
+        bucket.append(gradient)
+        if sum(g.numel() for g in bucket) * gradient.element_size() >= BUCKET_BYTES:
+            yield by_kind.pop((gradient.device, gradient.dtype))
+    yield from by_kind.values()
+
+
+def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view(gradient.shape))
+
+
+def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
+    """An embedding's gradient: rows that were looked up."""
+    gradient = parameter.grad
+    if gradient is None:
+        rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[1:]))
+        gradient = torch.sparse_coo_tensor(rows, values, parameter.shape)
+    gradient = (gradient / group.size()).coalesce()
+    dist.all_reduce(gradient, group=group)
+    parameter.grad = gradient

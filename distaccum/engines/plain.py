@@ -1,0 +1,40 @@
+"""A module in a single process: there is nothing to postpone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from ..shares import Plan
+from .base import Engine
+
+
+@final
+class PlainEngine(Engine):
+    def gather(self, row: list[float]) -> list[list[float]]:
+        return [row]
+
+    def sum_over_ranks(self, values: Tensor) -> None:
+        return None
+
+    def check(self, plan: Plan) -> None:
+        pass
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        pass
+
+    def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        torch.autograd.backward(losses, seeds)
+
+    def finish(self) -> None:
+        pass
+
+    def release(self) -> None:
+        pass
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None

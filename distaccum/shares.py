@@ -1,0 +1,176 @@
+"""A window's plan: arithmetic without torch.
+
+Every rank says what it has for the next window in one row of numbers (`Offer`), the rows are gathered
+once, and every rank makes the same `Plan` of them. After that each micro-loss has one known factor, its
+`share`, and nothing has to be corrected later.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Reduction = Literal["mean", "sum", "sum_to_mean"]
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+
+class DistaccumError(RuntimeError):
+    """A broken protocol: what was seen, what was expected, and the cure."""
+
+
+def share_of(reduction: Reduction, count: float, total: float, divisor: int) -> float:
+    """The factor that makes a micro-loss its part of the big batch's loss.
+
+    `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` what the
+    engine's reduction divides by.
+
+    >>> share_of("mean", count=2, total=8, divisor=1)
+    0.25
+    """
+    if reduction == "mean":
+        return divisor * count / total
+    if reduction == "sum_to_mean":
+        return divisor / total
+    return float(divisor)
+
+
+def whole_number(name: str, value: object, cure: str = "") -> int:
+    """`value` as an int of at least 1, or an error that says what it was.
+
+    >>> whole_number("steps", 8)
+    8
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]  # this is the check
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a whole number{cure}") from None
+    if number < 1:
+        raise ValueError(f"{name}={number}, expected at least 1")
+    return number
+
+
+def steps_for(batch_size: int, micro_batch_size: int, ranks: int) -> int:
+    """The fewest micro-batches per rank that hold `batch_size` samples.
+
+    >>> steps_for(batch_size=100, micro_batch_size=16, ranks=2)
+    4
+    """
+    return -(-batch_size // (ranks * micro_batch_size))
+
+
+def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = None) -> list[int]:
+    """Sizes of the parts of `length` samples: as even as can be, the larger ones last.
+
+    Either `parts` of them (fewer where there are not as many samples), or the fewest of at most `largest`.
+    The largest comes last because its backward hides more of the reduction.
+
+    >>> cut_evenly(101, largest=50)
+    [33, 34, 34]
+    >>> cut_evenly(3, parts=8)
+    [1, 1, 1]
+    """
+    if parts is None:
+        assert largest is not None
+        parts = -(-length // largest)
+    parts = min(parts, length)
+    if not parts:
+        return []
+    size, larger = divmod(length, parts)
+    return [size] * (parts - larger) + [size + 1] * larger
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What one rank has for a window. Travels as a row of floats (exact up to 2**53)."""
+
+    steps: int  # micro-batches per rank and update that this rank was told; 0: whatever comes
+    drawn: int  # micro-batches that the loader gave
+    kept: int  # those with a count above 0
+    exhausted: bool  # the loader has no more
+    whole: bool  # the last micro-batch kept has every named count above 0
+    totals: tuple[float, ...]  # by name
+    failed: bool = False  # this rank could not plan, and will raise
+
+    def to_row(self) -> list[float]:
+        flags = (self.steps, self.drawn, self.kept, self.exhausted, self.whole, self.failed)
+        return [float(number) for number in (*flags, *self.totals)]
+
+    @classmethod
+    def from_row(cls, row: Sequence[float]) -> Offer:
+        steps, drawn, kept, exhausted, whole, failed, *totals = row
+        return cls(int(steps), int(drawn), int(kept), bool(exhausted), bool(whole), tuple(totals), bool(failed))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks know of a window before its first backward."""
+
+    counts: dict[str, float]  # the global denominators
+    kept: tuple[int, ...]  # micro-batches by rank
+    whole: bool  # no rank leaves a term out of its last backward
+    empty: bool  # no rank drew anything: the epoch is over
+    exhausted: bool  # no rank has more
+
+    @property
+    def uneven(self) -> bool:
+        return min(self.kept) != max(self.kept)
+
+    @property
+    def nothing(self) -> bool:
+        """No micro-batch has anything that counts, so there is no update."""
+        return max(self.kept) == 0
+
+    @property
+    def some_rank_is_dry(self) -> bool:
+        return min(self.kept) == 0
+
+
+def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
+    """The plan that follows from all ranks' offers; an error where they contradict each other."""
+    failed = [rank for rank, offer in enumerate(offers) if offer.failed]
+    if failed:
+        raise DistaccumError(
+            f"rank {', '.join(map(str, failed))} could not plan this window (its own error says why); "
+            "no rank has spent anything on it"
+        )
+    if len({offer.steps for offer in offers}) > 1:
+        seen = ", ".join(f"rank {rank}: {offer.steps or 'any'}" for rank, offer in enumerate(offers))
+        raise DistaccumError(
+            f"ranks disagree on steps ({seen}), expected one number everywhere; "
+            "give every rank the same steps, batch_size and kind of window"
+        )
+    return Plan(
+        counts={name: _tidy(sum(offer.totals[i] for offer in offers)) for i, name in enumerate(names)},
+        kept=tuple(offer.kept for offer in offers),
+        whole=all(offer.whole for offer in offers),
+        empty=not any(offer.drawn for offer in offers),
+        exhausted=all(offer.exhausted for offer in offers),
+    )
+
+
+def _tidy(number: float) -> float:
+    """Whole numbers as int, so that a count prints as one."""
+    return int(number) if number == int(number) else number
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    >>> listed(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+Schedule = int | Callable[[int], int]
+
+
+def at_update(name: str, schedule: Schedule, index: int, cure: str = "") -> int:
+    """The value of an int or of a ramp (a callable of the update's index) at update `index`."""
+    if callable(schedule):
+        return whole_number(f"{name}({index})", schedule(index), cure)
+    return schedule

@@ -1,0 +1,62 @@
+"""Update: the record of what a window did."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Waitable(Protocol):
+    def wait(self) -> Any: ...
+
+
+@dataclass(frozen=True, repr=False)
+class Update:
+    """What a window did. The numbers that live on the device are read when they are asked for.
+
+    `loss` and `losses` are the same on all ranks; `grad_norm` is the norm before clipping.
+    """
+
+    index: int
+    counts: Mapping[str, float]  # the global denominators
+    micro_batches: int  # on this rank
+    stepped: bool
+    reason: str | None  # why not
+    seconds: float  # from the window's plan to the end of its step, on this rank's host
+    noise_scale: float | None = None  # None: not measured
+    _terms: Tensor | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
+    _divisor: int = field(default=1, compare=False)
+    _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
+    _norm: Tensor | None = field(default=None, compare=False)
+
+    @cached_property
+    def losses(self) -> dict[str, float]:
+        """The loss of each name over all ranks: a mean or a sum, as its reduction says."""
+        if self._terms is None:
+            return dict.fromkeys(self.counts, 0.0)
+        if self._reduction is not None:
+            self._reduction.wait()
+        return dict(zip(self.counts, (self._terms / self._divisor).tolist(), strict=True))
+
+    @cached_property
+    def loss(self) -> float:
+        """The number whose gradient was taken, over all ranks and names."""
+        return sum(self.losses.values())
+
+    @cached_property
+    def grad_norm(self) -> float | None:
+        """The gradient's norm before clipping; None if nothing asked for it (`max_norm` does)."""
+        return None if self._norm is None else float(self._norm)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain numbers, as for a line of a log."""
+        public = ("index", "loss", "losses", "grad_norm", "counts", "micro_batches")
+        more = ("stepped", "reason", "seconds", "noise_scale")
+        return {name: getattr(self, name) for name in public + more}
+
+    def __repr__(self) -> str:
+        return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"

@@ -1,0 +1,407 @@
+"""Window: the micro-batches of one update, as a transaction. The only place that scales a loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
+from .engines import Engine
+from .precision import HALF
+from .shares import DistaccumError, Plan, Reduction, share_of
+from .update import Update
+
+Item = TypeVar("Item")
+Counts = Sequence[float]  # of one micro-batch, by name
+
+
+@dataclass(slots=True)
+class _Weight:
+    """A share as tensors on the losses' device: a fill each, which nobody waits for."""
+
+    share: Tensor
+    seed: Tensor  # times the scaler's scale: the same for all losses of a window
+    dtype: torch.dtype
+    device: int
+    losses: list[Tensor]  # that went backward with it
+
+
+@dataclass(slots=True)
+class _Mark:
+    """What a parameter's gradient looked like after the last backward."""
+
+    parameter: nn.Parameter
+    gradient: Tensor | None = None
+    version: int = -1
+
+
+Term = tuple[Tensor, _Weight]
+
+DONE, WAITING, TORN = range(3)  # the backward of the micro-batch at hand (or of a part of it): TORN did not end
+
+
+class Stage(Enum):
+    PLANNED = auto()
+    RUNNING = auto()
+    COMPLETE = auto()  # after the loop: gradients are final
+    STEPPED = auto()
+    LEFT = auto()  # discarded
+
+
+class Window:
+    """This rank's micro-batches of one update.
+
+    Equivalent to, for the mean over all samples on all ranks,
+
+        for micro_batch in window:
+            loss = criterion(model(micro_batch))
+            (loss * ranks * count(micro_batch) / window.counts["samples"]).backward()  # the last one reduces
+        optimizer.step()
+        optimizer.zero_grad()
+
+    without a multiplication in the graph: the factor goes in as backward's seed.
+    """
+
+    stand_in: bool = False
+    """True while the micro-batch at hand only keeps this rank in step with the others. A plain module and
+    DDP never need one: a rank that has nothing joins when the library reduces."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        micro_batches: list[Any],
+        counts: Sequence[tuple[float, ...]],
+        reductions: Mapping[str, Reduction],
+        *,
+        index: int,
+        num_early: int,
+        parameters: Sequence[nn.Parameter],
+        watched: Sequence[Sequence[nn.Parameter]],
+        scaler: GradScaler | None,
+        warn: Callable[[str, str], None],
+        begin: Callable[[Window], None],
+        complete: Callable[[Window], None],
+        commit: Callable[[Window], Update],
+    ) -> None:
+        self.index = index
+        self.counts = dict(plan.counts)
+        self.plan = plan
+        self.started = time.perf_counter()
+        self._engine = engine
+        self._micro_batches = micro_batches
+        self._num = len(micro_batches)
+        self._names = tuple(reductions)
+        self._several = len(self._names) > 1
+        shares = {ns: self._shares_of(ns, plan, reductions) for ns in set(counts)}
+        self._shares = [shares[ns] for ns in counts]
+        self.parameters = parameters
+        self._num_early = num_early  # so many first micro-steps reduce too
+        self._watched = watched
+        self._scaler = scaler
+        self._warn = warn
+        self._begin = begin
+        self._complete = complete
+        self._commit = commit
+
+        self.stage = Stage.PLANNED
+        self._position = -1
+        self._turn = DONE
+        self._more_parts = False
+        self._given: set[str] = set()  # names that this micro-batch's backwards were given
+        self._weights: dict[str, dict[float, _Weight]] = {name: {} for name in self._names}  # by share
+        self._marks: list[_Mark] = []
+        self._asked_for_next = False
+        self._device = parameters[0].device
+        self._wide = torch.float32 if self._device.type == "mps" else torch.float64  # which Apple's GPUs lack
+
+    def __len__(self) -> int:
+        return self._num
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yields this rank's micro-batches in order; only the last one's backward reduces.
+
+        Left early, by `break` or an exception, the window is discarded.
+        """
+        if self.stage is not Stage.PLANNED:
+            raise DistaccumError(f"this window is {self._describe()}; a window is iterated once")
+        self.stage = Stage.RUNNING
+        try:
+            if not self.plan.nothing:
+                self._begin(self)
+            micro_batches, self._micro_batches = self._micro_batches, []
+            micro_batches.reverse()
+            while micro_batches:
+                self._position += 1
+                self._turn = WAITING
+                yield micro_batches.pop()  # not kept: what is done with can be freed
+                if self._turn or self._more_parts or self._several or self.stage is Stage.LEFT:
+                    self._end_of_micro_batch()
+            self._check_gradients()
+            if not self.plan.nothing:
+                self._complete(self)
+                self._engine.release()
+            self.stage = Stage.COMPLETE
+        finally:
+            if self.stage is not Stage.COMPLETE:
+                self.discard()
+
+    def parts(self, items: Iterable[Item]) -> Iterator[Item]:
+        """Yields `items`; each gets a backward of its own, so that one graph lives at a time.
+
+        The gradients add up. Where this is the last micro-batch, only the last item's backward reduces.
+        """
+        if self._turn != WAITING:
+            raise DistaccumError(f"parts() {self._where()}, expected it in a micro-batch that had no backward yet")
+        sequence = iter(items)
+        try:
+            item = next(sequence)
+        except StopIteration:
+            raise ValueError("parts() got nothing, expected an item for each backward") from None
+        self._more_parts = True
+        while self._more_parts:
+            try:
+                following = next(sequence)
+            except StopIteration:
+                self._more_parts = False
+            self._turn = WAITING
+            yield item
+            if self._turn:
+                raise DistaccumError(self._without_backward("a part"))
+            if self._more_parts:
+                item = following
+
+    def backward(self, loss: Tensor | None = None, **named: Tensor | None) -> None:
+        """Runs backward for this micro-batch, weighted so that the window adds up to the big batch.
+
+        With several named denominators, one loss for each: `window.backward(tokens=a, samples=b)`. A term
+        whose denominator is 0 in this micro-batch is left out.
+        """
+        # Every micro-step comes through here, and shall cost less than the division that the seed saves.
+        if self._turn != WAITING:
+            self._refuse_backward()
+        for mark in self._marks:
+            if mark.parameter.grad is not mark.gradient or mark.version != (
+                -1 if mark.gradient is None else mark.gradient._version
+            ):
+                self._check_gradients()
+        reduce = (self._position == self._num - 1 or self._position < self._num_early) and not self._more_parts
+        if named or self._several:
+            terms = self._by_name(loss, named)
+            self._turn = TORN
+            if terms:
+                self._engine.backward([loss for loss, _ in terms], [weight.seed for _, weight in terms], reduce)
+            for one, weight in terms:
+                weight.losses.append(one.detach())
+        else:
+            loss, weight = self._weighted(self._names[0], loss, self._shares[self._position][0])
+            self._turn = TORN
+            self._engine.backward((loss,), (weight.seed,), reduce)
+            weight.losses.append(loss.detach())
+        self._turn = DONE
+        for mark in self._marks or self._mark_gradients():
+            mark.gradient = gradient = mark.parameter.grad
+            mark.version = gradient._version if gradient is not None else -1
+
+    def _weighted(self, name: str, loss: Tensor | None, share: float) -> Term:
+        """The loss, ready for backward, and what weighs it."""
+        if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
+            _refuse_loss(loss)
+        weight = self._weights[name].get(share)
+        if weight is None or weight.dtype is not loss.dtype or weight.device != loss.get_device():
+            if loss.dtype in HALF:
+                if torch.tensor(share, dtype=loss.dtype).item() != share:
+                    self._warn(
+                        "half",
+                        f"a loss in {loss.dtype} rounds its share, {share:.6g}, to that dtype on the way back (up to "
+                        "0.2% in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
+                    )
+                return self._weighted(name, loss.float(), share)
+            tensor = torch.full((), share, dtype=loss.dtype, device=loss.device)
+            seed = self._scaler.scale(tensor) if self._scaler is not None else tensor
+            weight = _Weight(tensor, seed, loss.dtype, loss.get_device(), weight.losses if weight is not None else [])
+            self._weights[name][share] = weight
+        return loss, weight
+
+    def _by_name(self, loss: Tensor | None, named: dict[str, Tensor | None]) -> Sequence[Term]:
+        if loss is not None:  # positional, or a name that happens to be "loss"
+            if "loss" not in self._names and (self._several or named):
+                raise ValueError(
+                    f"backward() got a loss without a name, expected one for each of {list(self._names)}: "
+                    f"window.backward({', '.join(f'{name}=...' for name in self._names)})"
+                )
+            named = {"loss" if "loss" in self._names else self._names[0]: loss, **named}
+        given = {name: value for name, value in named.items() if value is not None}
+        unknown = sorted(given.keys() - set(self._names))
+        if unknown or not given:
+            raise ValueError(f"backward() got {unknown or 'no loss'}, expected losses by name, of {list(self._names)}")
+        # Share 0 is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
+        shares = zip(self._names, self._shares[self._position], strict=True)
+        terms = [self._weighted(name, given[name], share) for name, share in shares if name in given and share]
+        self._given.update(given)
+        return terms
+
+    def step(self) -> Update:
+        """Clips, steps, updates the scaler, steps the schedule, clears the gradients, and says what it did."""
+        if self.stage is not Stage.COMPLETE:
+            raise DistaccumError(
+                f"step() on a window that is {self._describe()}; step once, after the loop over its micro-batches"
+            )
+        return self._commit(self)
+
+    def discard(self) -> None:
+        """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
+        if self.stage in (Stage.STEPPED, Stage.LEFT):
+            return
+        touched = self.stage is not Stage.PLANNED
+        self.stage, self._turn = Stage.LEFT, DONE
+        if touched:
+            self._engine.release()
+            self._engine.clear(self.parameters)
+            if self._scaler is not None and any(self._weights.values()):
+                # The caller may have unscaled; without this the scaler would not do it in the next window.
+                self._scaler.update(self._scaler.get_scale())
+        self._forget()
+
+    def orphan(self) -> None:
+        """Nobody will ask whether this window was stepped: it still can be, and goes when another comes."""
+        self._asked_for_next = True
+
+    def close(self) -> None:
+        """The window has been stepped."""
+        self.stage = Stage.STEPPED
+        self._engine.clear(self.parameters)
+        self._forget()
+
+    def make_way(self) -> None:
+        """Another window is wanted: an error, once, while this one holds gradients. Asked again, it goes."""
+        if self.stage in (Stage.RUNNING, Stage.COMPLETE) and not self._asked_for_next:
+            self._asked_for_next = True
+            raise DistaccumError(
+                f"another window was asked for while one is {self._describe()}; finish its loop and call its "
+                "step(), or discard() it (asking once more discards it)"
+            )
+        self.discard()
+
+    def terms(self) -> Tensor:
+        """The losses by name, weighted, on the device: what the ranks add up for the record."""
+        return torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
+
+    def _weighted_sum(self, weights: Iterable[_Weight]) -> Tensor:
+        used = [weight for weight in weights if weight.losses]
+        if not used:
+            return torch.zeros((), dtype=self._wide, device=self._device)
+        losses = torch.stack([loss for weight in used for loss in weight.losses]).to(self._wide)
+        if len(used) == 1:
+            return losses.sum() * used[0].share
+        shares = torch.stack([weight.share for weight in used for _ in weight.losses])
+        return torch.dot(losses, shares.to(self._wide))
+
+    def _shares_of(self, counts: Counts, plan: Plan, reductions: Mapping[str, Reduction]) -> Counts:
+        totals, divisor = plan.counts, self._engine.divisor
+        return [
+            share_of(reductions[name], n, totals[name], divisor) if n else 0.0
+            for name, n in zip(self._names, counts, strict=True)
+        ]
+
+    def _end_of_micro_batch(self) -> None:
+        if self.stage is Stage.LEFT:
+            raise DistaccumError(f"this window is {self._describe()}")
+        if self._more_parts:
+            raise DistaccumError("parts() was left before its last item; go through all of them")
+        if self._turn:
+            raise DistaccumError(self._without_backward("a micro-batch"))
+        shares = zip(self._names, self._shares[self._position], strict=True)
+        forgotten = [name for name, share in shares if share and name not in self._given]
+        if forgotten:
+            raise DistaccumError(
+                f"micro-batch {self._position} got no loss for {forgotten}, although its count is above 0; give each "
+                "name its loss, or let count give 0 where there is none"
+            )
+        self._given.clear()
+
+    def _without_backward(self, what: str) -> str:
+        return (
+            f"{what} without window.backward(loss) ({self._where()}); call it for each one (to leave a micro-batch "
+            "out, let count give 0 for it)"
+        )
+
+    def _mark_gradients(self) -> list[_Mark]:
+        """Of each optimizer one parameter that has a gradient: tampering in mid-window shows there."""
+        first = (next((p for p in group if p.grad is not None), None) for group in self._watched)
+        self._marks = [_Mark(parameter) for parameter in first if parameter is not None]
+        return self._marks
+
+    def _check_gradients(self) -> None:
+        for mark in self._marks:
+            gradient = mark.parameter.grad
+            # Another tensor is all right: DDP moves gradients when it rebuilds its buckets.
+            if gradient is None or (gradient is mark.gradient and gradient._version != mark.version):
+                self._lose(
+                    "gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)"
+                )
+
+    def refuse_cleared_gradients(self) -> None:
+        """After the loop the caller may change gradients, but not throw them away."""
+        if any(mark.parameter.grad is None for mark in self._marks):
+            self._lose("gradients were cleared between the window's loop and its step()")
+
+    def _lose(self, what: str) -> NoReturn:
+        self.discard()
+        raise DistaccumError(
+            f"{what}, so what had added up is lost and the window is discarded; leave gradients alone in the loop, and "
+            "their clearing to window.step()"
+        )
+
+    def _refuse_backward(self) -> NoReturn:
+        if self.stage is not Stage.RUNNING:
+            raise DistaccumError(
+                f"backward() on a window that is {self._describe()}; call it in the loop over its micro-batches"
+            )
+        if self._turn == TORN:
+            raise DistaccumError(
+                f"backward() after one that failed {self._where()}: gradients are half added up; leave the loop, "
+                "which discards the window, and go on with the next"
+            )
+        raise DistaccumError(
+            f"a second backward() {self._where()}, which would count its samples twice; add the losses up, or go "
+            "through window.parts(items), which gives each item a backward of its own"
+        )
+
+    def _where(self) -> str:
+        return f"in micro-batch {self._position} of {self._num}" if self._position >= 0 else "outside the loop"
+
+    def _describe(self) -> str:
+        return {
+            Stage.PLANNED: "not begun",
+            Stage.RUNNING: f"in its loop ({self._where()})",
+            Stage.COMPLETE: "complete but not stepped",
+            Stage.STEPPED: "stepped already",
+            Stage.LEFT: "discarded (its loop was left, or another window was asked for)",
+        }[self.stage]
+
+    def _forget(self) -> None:
+        self._micro_batches, self._weights, self._marks = [], {}, []
+
+
+def _refuse_loss(loss: object) -> NoReturn:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"backward() got {loss!r}, a {type(loss).__name__}, expected the loss as a tensor "
+            "(without .item() or float())"
+        )
+    if loss.ndim:
+        raise ValueError(
+            f"backward() got a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum() "
+            "and say which to the Accumulator: reduction="
+        )
+    raise ValueError(
+        "backward() got a loss without a graph, which depends on no trainable parameter; compute it from the "
+        "model's outputs (not from its inputs), outside torch.no_grad and without detach()"
+    )

@@ -1,0 +1,33 @@
+"""Counting what the dispatcher does: collectives, and values read on the host."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero"}
+
+
+class Counting(TorchDispatchMode):
+    """Sees also what C++ starts (DDP's reducer), which patching torch.distributed would not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.collectives: list[tuple[str, int]] = []  # name, and number of elements
+        self.host_reads: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).rsplit(".", 1)[0]
+        if func.namespace == "c10d":
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            self.collectives.append((name.removeprefix("c10d."), sum(t.numel() for t in tensors)))
+        elif name in HOST_READS:
+            self.host_reads[name] += 1
+        return func(*args, **(kwargs or {}))
+
+    def take(self) -> list[tuple[str, int]]:
+        seen, self.collectives = self.collectives, []
+        return seen

@@ -1,0 +1,97 @@
+"""Small problems with a known answer: the gradient of one big batch, in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from distaccum import count_samples, count_tokens
+
+IGNORED = -100
+
+
+class Net(nn.Module):
+    """Two layers and a head for each of two losses."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
+        self.head = nn.Linear(8, 4)
+        self.router = nn.Linear(8, 1)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x))
+
+
+def make_net(dtype: torch.dtype = torch.float64) -> Net:
+    torch.manual_seed(7)
+    return Net(dtype)
+
+
+Batch = dict[str, Tensor]
+
+
+def make_batch(size: int, *, seed: int, dtype: torch.dtype = torch.float64, kept: float = 0.6) -> Batch:
+    """Rows of 6 labelled tokens, some of which do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(size, 6, 5, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, 4, (size, 6), generator=generator)
+    labels[torch.rand(size, 6, generator=generator) > kept] = IGNORED
+    return {"x": x, "labels": labels}
+
+
+def join(batches: Sequence[Batch]) -> Batch:
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def token_loss(net: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
+    logits = net(batch["x"])
+    return cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED, reduction=how)
+
+
+def sample_loss(net: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
+    per_sample = net(batch["x"]).square().mean(dim=(1, 2))
+    return per_sample.mean() if how == "mean" else per_sample.sum()
+
+
+# What a run is told, and what the one big batch must give: (loss, its reduction, reduction=, count=)
+CASES: dict[str, tuple[Callable[..., Tensor], str, str, Any]] = {
+    "samples mean": (sample_loss, "mean", "mean", count_samples),
+    "samples sum": (sample_loss, "sum", "sum", count_samples),
+    "samples sum_to_mean": (sample_loss, "sum", "sum_to_mean", count_samples),
+    "tokens mean": (token_loss, "mean", "mean", count_tokens("labels", ignore_index=IGNORED)),
+    "tokens sum": (token_loss, "sum", "sum", count_tokens("labels", ignore_index=IGNORED)),
+    "tokens sum_to_mean": (token_loss, "sum", "sum_to_mean", count_tokens("labels", ignore_index=IGNORED)),
+}
+
+
+def big_batch(case: str, micro_batches: Sequence[Batch]) -> tuple[float, Tensor]:
+    """Loss and gradient of one call of the criterion on all samples, in float64."""
+    loss_fn, how, reduction, _ = CASES[case]
+    net = make_net(micro_batches[0]["x"].dtype).double()  # the same rounded weights
+    batch = join(micro_batches)
+    batch["x"] = batch["x"].double()
+    loss = loss_fn(net, batch, "mean" if reduction == "sum_to_mean" else how)
+    loss.backward()
+    return loss.item(), gradient(net)
+
+
+def gradient(module: nn.Module) -> Tensor:
+    """All of it in one vector; None counts as zeros."""
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()]
+    )
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+def error(seen: Tensor, exact: Tensor) -> float:
+    """Relative, in the 2-norm."""
+    return float((seen.double() - exact.double()).norm() / exact.double().norm())

@@ -1,0 +1,123 @@
+"""Real ranks: processes with a gloo group, started once and given one function after the other."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+SECONDS = 40  # for one function; what takes longer hangs
+
+
+class Ranks:
+    """`Ranks(2).run(function, *args)` gives `[function(*args) on rank 0, on rank 1]`.
+
+    An error on a rank, its death or a hang is an error here, with that rank's traceback; the processes are
+    then thrown away and started anew for the next function.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+        if not self._processes:
+            self._start()
+        try:
+            for pipe in self._pipes:
+                pipe.send((function, args, seconds))
+            return self._collect(time.monotonic() + seconds + 5)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for pipe in self._pipes:
+            pipe.close()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")  # fork after threads were started is not safe
+        self._folder = Path(tempfile.mkdtemp())
+        for rank in range(self.num):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, self.num, str(self._folder), theirs), daemon=True, name=f"rank {rank}"
+            )
+            process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+
+    def _collect(self, until: float) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        while len(results) + len(errors) < self.num and time.monotonic() < until:
+            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results | errors]
+            for pipe in wait(waiting, timeout=max(0.0, until - time.monotonic())):
+                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+                try:
+                    good, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    good, value = False, f"died\n{self._last_words(rank)}"
+                if good:
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+                    until = min(until, time.monotonic() + 3)  # the others may wait for it for ever
+        for rank in range(self.num):
+            if rank not in results | errors:
+                errors[rank] = f"did not end\n{self._last_words(rank)}"
+        if errors:
+            raise RankError("\n".join(f"rank {rank} {text}" for rank, text in sorted(errors.items())))
+        return [results[rank] for rank in range(self.num)]
+
+    def _last_words(self, rank: int) -> str:
+        path = self._folder / f"{rank}.log"
+        return path.read_text()[-4000:] if path.exists() else ""
+
+
+class RankError(AssertionError):
+    pass
+
+
+def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    log = (Path(folder) / f"{rank}.log").open("w")
+    faulthandler.enable(log)
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=num,
+        timeout=timedelta(seconds=SECONDS),
+    )
+    warnings.simplefilter("error")
+    while True:
+        try:
+            function, args, seconds = pipe.recv()
+        except EOFError:
+            return
+        faulthandler.dump_traceback_later(seconds, file=log, exit=True)
+        torch.manual_seed(0)
+        try:
+            answer = (True, function(*args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        faulthandler.cancel_dump_traceback_later()
+        pipe.send(answer)

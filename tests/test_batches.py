@@ -1,0 +1,154 @@
+"""Cutting batches, and counting what is in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.shares import cut_evenly
+
+Pair = namedtuple("Pair", "image label")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    image: torch.Tensor
+    name: list
+    scale: float = 1.0
+
+
+def split(batch, length=None, **sizes):
+    model = nn.Linear(1, 1)
+    window = Accumulator(model, SGD(model.parameters(), lr=0.1), **sizes).split(batch, length)
+    parts = []
+    for part in window:
+        window.backward(model.weight.sum())
+        parts.append(part)
+    return parts
+
+
+def test_101_samples_of_which_50_fit_make_three_parts_the_last_the_largest():
+    parts = split(torch.arange(101.0).unsqueeze(1), micro_batch_size=50)
+    assert [len(part) for part in parts] == [33, 34, 34]
+    assert torch.equal(torch.cat(parts).squeeze(1), torch.arange(101.0))
+
+
+def test_steps_cut_into_as_many_parts():
+    assert [len(part) for part in split(torch.zeros(10, 2), steps=4)] == [2, 2, 3, 3]
+
+
+def test_fewer_samples_than_steps_make_a_part_each():
+    assert [len(part) for part in split(torch.zeros(3, 2), steps=8)] == [1, 1, 1]
+
+
+def test_an_empty_batch_has_no_parts():
+    assert split(torch.zeros(0, 2), steps=8) == []
+
+
+@given(length=st.integers(0, 500), largest=st.integers(1, 60))
+def test_any_cut_loses_nothing_and_is_as_short_as_can_be(length, largest):
+    sizes = cut_evenly(length, largest=largest)
+    assert sum(sizes) == length
+    assert all(0 < size <= largest for size in sizes)
+    assert len(sizes) == -(-length // largest)
+    assert sizes == sorted(sizes)
+
+
+def test_parts_are_views_of_the_batch():
+    batch = torch.zeros(4, 2)
+    for part in split(batch, steps=2):
+        part += 1
+    assert batch.sum() == 8
+
+
+def test_every_kind_of_nesting_is_cut_along_the_batch_dimension():
+    x = torch.arange(5.0)
+    batch = {
+        "x": x,
+        "pair": Pair(x, x),
+        "tuple": (x, None),
+        "list": [x, torch.zeros(1, 7)],
+        "data": Sample(x, list("abcde")),
+        "array": np.arange(5),
+        "texts": ["a", "b", "c", "d", "e"],
+        "collated texts": ("a", "b", "c", "d", "e"),
+        "other list": [1, 2],
+        "size": (224, 224),
+        "positions": torch.arange(3).unsqueeze(0),
+        "scalar": torch.tensor(3.0),
+        "number": 5,
+        "text": "hello",
+        "ordered": OrderedDict(x=x),
+        "default": defaultdict(list, x=x),
+        "user": UserDict(x=x),
+    }
+    first, second = split(batch, steps=2)
+    assert first["x"].tolist() == [0, 1]
+    assert second["x"].tolist() == [2, 3, 4]
+    assert isinstance(second["pair"], Pair)
+    assert second["pair"].label.tolist() == [2, 3, 4]
+    assert second["tuple"][0].tolist() == [2, 3, 4]
+    assert second["tuple"][1] is None
+    assert second["list"][0].tolist() == [2, 3, 4]
+    assert second["list"][1].shape == (1, 7)
+    assert (second["data"].image.tolist(), second["data"].name) == ([2, 3, 4], ["c", "d", "e"])
+    assert second["data"].scale == 1.0
+    assert second["array"].tolist() == [2, 3, 4]
+    assert second["texts"] == ["c", "d", "e"]
+    assert second["collated texts"] == ("c", "d", "e")
+    assert (second["other list"], second["size"], second["number"]) == ([1, 2], (224, 224), 5)
+    assert second["positions"].shape == (1, 3)
+    assert second["scalar"] == 3
+    assert second["text"] == "hello"
+    for kind in ("ordered", "default", "user"):
+        assert type(second[kind]) is type(batch[kind])
+        assert second[kind]["x"].tolist() == [2, 3, 4]
+    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_tie_is_an_error_that_says_how_to_break_it():
+    batch = {"a": torch.zeros(4, 2), "b": torch.zeros(6, 2)}
+    with pytest.raises(ValueError, match=r"\[4, 6\], a tie.*length=n"):
+        split(batch, steps=2)
+    first, second = split(batch, length=6, steps=2)
+    assert (len(first["a"]), len(first["b"]), len(second["b"])) == (4, 3, 3)
+
+
+def test_a_length_that_nothing_has_is_an_error():
+    with pytest.raises(ValueError, match=r"length=3.*nothing"):
+        split({"a": torch.zeros(4, 2)}, length=3, steps=2)
+
+
+def test_a_batch_without_tensors_asks_for_its_length():
+    with pytest.raises(TypeError, match="length="):
+        split(["a", "b", "c"], steps=2)
+    assert split(["a", "b", "c"], length=3, steps=2) == [["a"], ["b", "c"]]
+
+
+def test_count_samples_takes_the_dimension_that_most_tensors_share():
+    batch = {"ids": torch.zeros(4, 16), "labels": torch.zeros(4, 16), "positions": torch.zeros(1, 16)}
+    assert count_samples(batch) == 4
+    assert count_samples((torch.zeros(3, 2), torch.zeros(3))) == 3
+
+
+def test_count_tokens_finds_labels_by_key_position_or_attribute():
+    labels = torch.tensor([[1, -100, 2], [3, -100, -100]])
+    assert count_tokens("labels")({"labels": labels}) == 3
+    assert count_tokens(1)((None, labels)) == 3
+    assert count_tokens("image")(Sample(labels, [])) == 3
+    assert count_tokens("labels", shift=True)({"labels": labels}) == 1
+    assert count_tokens("labels", ignore_index=2)({"labels": labels}) == 5
+
+
+def test_count_tokens_says_what_it_found_instead():
+    with pytest.raises(TypeError, match=r"count_tokens\('labels'\) found NoneType in a dict"):
+        count_tokens("labels")({"x": 1})

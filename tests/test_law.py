@@ -1,0 +1,261 @@
+"""The law, against one big batch: on a plain module here, on gloo ranks in test_ddp.py."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import CASES, IGNORED, big_batch, error, gradient, make_batch, make_net, sample_loss, token_loss, weights
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
+LAYOUTS = {
+    "even": [4, 4, 4],
+    "one": [5],
+    "uneven": [1, 7, 2],
+    "short last": [4, 4, 1],
+    "with an empty one": [3, 0, 2],
+}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("case", CASES)
+def test_window_equals_one_big_batch(case, sizes, dtype):
+    loss_fn, how, reduction, count = CASES[case]
+    micro_batches = [make_batch(size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
+    net = make_net(dtype)
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
+    window = accumulator.window(micro_batches)
+    for micro_batch in window:
+        window.backward(loss_fn(net, micro_batch, how))
+    loss, exact = big_batch(case, micro_batches)
+    assert error(gradient(net), exact) <= BOUNDS[dtype]
+    assert window.step().loss == pytest.approx(loss, rel=BOUNDS[dtype])
+
+
+def test_short_last_window_equals_one_big_batch():
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), steps=4)
+    loader = [make_batch(3, seed=i) for i in range(6)]
+    seen = []
+    for window in accumulator.windows(loader):
+        first = len(seen) * 4
+        for micro_batch in window:
+            window.backward(sample_loss(net, micro_batch))
+        assert error(gradient(net), big_batch("samples mean", loader[first : first + 4])[1]) <= 1e-12
+        seen.append((len(window), window.step().counts))
+    assert seen == [(4, {"samples": 12}), (2, {"samples": 6})]
+
+
+def test_micro_batch_whose_labels_are_all_masked_is_left_out():
+    masked = make_batch(2, seed=1, kept=0.0)
+    micro_batches = [make_batch(2, seed=0), masked, make_batch(2, seed=2)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))
+    window = accumulator.window(micro_batches)
+    for micro_batch in window:
+        assert (micro_batch["labels"] != IGNORED).any()
+        window.backward(token_loss(net, micro_batch))  # the mean over nothing is NaN
+    assert len(window) == 2
+    assert error(gradient(net), big_batch("tokens mean", micro_batches)[1]) <= 1e-12
+
+
+def test_window_in_which_nothing_counts_makes_no_update_and_says_why():
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=1.0, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accumulator = Accumulator(net, optimizer, steps=2, count=count_tokens("labels"), scheduler=schedule)
+    before = weights(net)
+    loader = [make_batch(2, seed=i, kept=0.0) for i in range(2)]
+    updates = []
+    for window in accumulator.windows(loader):
+        assert list(window) == []
+        updates.append(window.step())
+    (update,) = updates
+    assert (update.stepped, update.micro_batches, update.counts, update.loss) == (False, 0, {"tokens": 0}, 0.0)
+    assert "no tokens" in update.reason
+    assert schedule.last_epoch == 0
+    assert torch.equal(weights(net), before)
+    assert accumulator.index == 1
+
+
+def two_losses(net, batch):
+    """A token loss over the head, and a router's loss over the samples: different parameters, different means."""
+    hidden = net.body(batch["x"])
+    tokens = torch.nn.functional.cross_entropy(
+        net.head(hidden).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
+    )
+    return tokens, net.router(hidden).square().mean()
+
+
+def two_losses_of_the_big_batch(batches):
+    net = make_net()
+    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    tokens, samples = two_losses(net, joined)
+    (tokens + 0.1 * samples).backward()
+    return gradient(net), tokens.item(), 0.1 * samples.item()
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one backward", "parts"])
+def test_named_denominators_give_each_loss_its_own_mean(together):
+    batches = [make_batch(size, seed=i) for i, size in enumerate([2, 5, 1])]
+    net = make_net()
+    accumulator = Accumulator(
+        net, SGD(net.parameters(), lr=0.0), count={"tokens": count_tokens("labels"), "samples": count_samples}
+    )
+    window = accumulator.window(batches)
+    for batch in window:
+        if together:
+            tokens, samples = two_losses(net, batch)
+            window.backward(tokens=tokens, samples=0.1 * samples)
+        else:
+            for name in window.parts(["tokens", "samples"]):
+                tokens, samples = two_losses(net, batch)
+                window.backward(**{name: tokens if name == "tokens" else 0.1 * samples})
+    exact, tokens, samples = two_losses_of_the_big_batch(batches)
+    assert error(gradient(net), exact) <= 1e-12
+    update = window.step()
+    assert update.losses == pytest.approx({"tokens": tokens, "samples": samples}, rel=1e-12)
+    assert update.loss == pytest.approx(tokens + samples, rel=1e-12)
+
+
+def test_named_losses_may_have_different_reductions_and_leave_out_what_has_no_count():
+    batches = [make_batch(3, seed=0), make_batch(2, seed=1, kept=0.0), make_batch(1, seed=2)]
+    net = make_net()
+    accumulator = Accumulator(
+        net,
+        SGD(net.parameters(), lr=0.0),
+        reduction={"tokens": "mean", "samples": "sum"},
+        count={"tokens": count_tokens("labels"), "samples": count_samples},
+    )
+    window = accumulator.window(batches)
+    for batch in window:
+        hidden = net(batch["x"])
+        window.backward(tokens=token_loss(net, batch), samples=hidden.square().sum())  # one of them is NaN
+    reference = make_net()
+    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    (token_loss(reference, joined) + reference(joined["x"]).square().sum()).backward()
+    assert error(gradient(net), gradient(reference)) <= 1e-12
+    assert set(window.counts) == {"tokens", "samples"}
+    assert window.step().stepped
+
+
+def test_one_count_serves_several_reductions():
+    batches = [make_batch(3, seed=0), make_batch(2, seed=1)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction={"a": "mean", "b": "sum_to_mean"})
+    window = accumulator.window(batches)
+    for batch in window:
+        window.backward(a=sample_loss(net, batch), b=2 * sample_loss(net, batch, "sum"))
+    assert error(gradient(net), 3 * big_batch("samples mean", batches)[1]) <= 1e-12
+
+
+def scaled_by(weight, micro_batch, dtype):
+    return (weight * micro_batch.mean()).to(dtype)
+
+
+def test_a_loss_in_half_precision_rounds_its_share_and_warns():
+    x = torch.linspace(1, 2, 3)
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(()))})
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
+    with pytest.warns(UserWarning, match=r"bfloat16.*criterion\(outputs.float\(\)"):
+        window = accumulator.window(x.split(1))
+        for micro_batch in window:
+            window.backward(scaled_by(model["weight"], micro_batch, torch.bfloat16))
+    assert model["weight"].grad.item() == pytest.approx(1.5, rel=2e-3)  # a third in bf16 is 0.33398
+    window.step()
+    for dtype, num in [(torch.float32, 3), (torch.bfloat16, 2)]:  # a half is exact, and no warning comes
+        window = accumulator.window(x[:num].split(1))
+        for micro_batch in window:
+            window.backward(scaled_by(model["weight"], micro_batch, dtype))
+        assert model["weight"].grad.item() == pytest.approx(x[:num].mean().item(), rel=1e-6)
+        window.step()
+
+
+def test_parts_give_each_item_a_graph_of_its_own():
+    batches = [make_batch(4, seed=i) for i in range(2)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    window = accumulator.window(batches)
+    for batch in window:
+        for factor in window.parts(iter([1.0, 2.0, 3.0])):  # any iterable
+            window.backward(factor * sample_loss(net, batch))
+    loss, exact = big_batch("samples mean", batches)
+    assert error(gradient(net), 6 * exact) <= 1e-12
+    assert window.step().loss == pytest.approx(6 * loss, rel=1e-12)
+
+
+def test_several_models_and_optimizers_are_trained_together():
+    one, two = make_net(), make_net()
+    optimizers = [SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.2)]
+    accumulator = Accumulator([one, two], optimizers, steps=2)
+    batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
+    before = weights(one)
+    for window in accumulator.windows(batches):
+        for batch in window:
+            window.backward(sample_loss(one, batch) + sample_loss(two, batch))
+        assert error(gradient(two), big_batch("samples mean", batches)[1]) <= 1e-12
+        window.step()
+    assert error(before - weights(one), 0.1 * big_batch("samples mean", batches)[1]) <= 1e-12
+    assert error(before - weights(two), 0.2 * big_batch("samples mean", batches)[1]) <= 1e-12
+    assert all(p.grad is None for p in [*one.parameters(), *two.parameters()])
+
+
+def test_the_optimizer_may_hold_parameters_of_the_loss_alone():
+    net, temperature = make_net(), torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
+    batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
+    accumulator = Accumulator(net, SGD([*net.parameters(), temperature], lr=0.0))
+    window = accumulator.window(batches)
+    for batch in window:
+        window.backward(temperature * sample_loss(net, batch))
+    assert temperature.grad.item() == pytest.approx(big_batch("samples mean", batches)[0], rel=1e-12)
+    window.step()
+    assert temperature.grad is None
+
+
+def test_counts_that_are_tensors_are_read_together():
+    batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
+    net = make_net()
+    count = {"tokens": count_tokens("labels"), "rows": lambda batch: len(batch["x"]) / 2}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count)
+    window = accumulator.window(batches)
+    kept = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    assert window.counts == {"tokens": kept, "rows": 2.0}
+
+
+windows = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 1.0])), max_size=6),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=int(os.environ.get("WINDOWS", "300")), deadline=None, derandomize="WINDOWS" not in os.environ)
+@given(drawn=windows, case=st.sampled_from(sorted(CASES)), dtype=st.sampled_from(list(BOUNDS)))
+def test_any_window_equals_one_big_batch(drawn, case, dtype):
+    """Any sizes, empty ones too, any masking, one window after the other on the same accumulator."""
+    loss_fn, how, reduction, count = CASES[case]
+    net = make_net(dtype)
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
+    for sizes in drawn:
+        batches = [make_batch(size, seed=seed, kept=kept, dtype=dtype) for size, seed, kept in sizes]
+        window = accumulator.window(batches)
+        for batch in window:
+            window.backward(loss_fn(net, batch, how))
+        total = sum(float(count(batch)) for batch in batches)
+        assert window.counts == {next(iter(window.counts)): total}
+        if total:
+            loss, exact = big_batch(case, batches)
+            assert error(gradient(net), exact) <= BOUNDS[dtype]
+            update = window.step()
+            assert update.loss == pytest.approx(loss, rel=BOUNDS[dtype])
+            assert update.stepped
+        else:
+            assert gradient(net).count_nonzero() == 0
+            assert not window.step().stepped
