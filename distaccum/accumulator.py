@@ -115,6 +115,7 @@ class Accumulator:
         self._index = 0
         self._warned: set[str] = set()
         self._stepping = False
+        self._unfinished = False
         self._window: weakref.ref[Window] | None = None
         for one in self._optimizers:
             _guard(one, self)
@@ -254,7 +255,9 @@ class Accumulator:
     def _begin(self, window: Window) -> None:
         if self._engine.stale(window.parameters):
             self._engine.clear(window.parameters)
-            self._warn("stale", "gradients that stood before the window were cleared: they are not part of it")
+            if not self._unfinished:  # else they are of a window that was dropped between its loop and its step
+                self._warn("stale", "gradients that stood before the window were cleared: they are not part of it")
+        self._unfinished = True
         self._engine.begin(window.plan, window.parameters)
 
     def _complete(self, window: Window) -> None:
@@ -276,6 +279,7 @@ class Accumulator:
                 for schedule in self._schedulers:
                     schedule.step()
         window.close()
+        self._unfinished = False
         self._index += 1
         return Update(
             index=window.index,

@@ -95,3 +95,39 @@ def weights(module: nn.Module) -> Tensor:
 def error(seen: Tensor, exact: Tensor) -> float:
     """Relative, in the 2-norm."""
     return float((seen.double() - exact.double()).norm() / exact.double().norm())
+
+
+def trunk() -> nn.Module:
+    """A net whose every parameter takes part in every loss."""
+    net = make_net()
+    return nn.Sequential(net.body, net.head)
+
+
+def make_net_without_router() -> nn.Module:
+    net = make_net()
+    del net.router
+    return net
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return model(batch["x"]).square().mean()
+
+
+def micro_batches_of(
+    layout: Sequence[Sequence[int]], index: int, rank: int, dtype: torch.dtype = torch.float64
+) -> list[Batch]:
+    """The micro-batches of one rank in window `index`; `layout` has their sizes by rank."""
+    return [make_batch(size, seed=100 * index + 10 * rank + i, dtype=dtype) for i, size in enumerate(layout[rank])]
+
+
+def gradient_of_trunk(micro_batches: Sequence[Batch]) -> Tensor:
+    """The one big batch's."""
+    plain = trunk()
+    loss_of(plain, join(micro_batches)).backward()
+    return gradient(plain)
+
+
+def run_window(window: Any, model: nn.Module) -> Any:
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+    return window

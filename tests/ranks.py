@@ -70,7 +70,7 @@ class Ranks:
                 rank = self._pipes.index(pipe)  # type: ignore[arg-type]
                 try:
                     good, value = pipe.recv()  # type: ignore[union-attr]
-                except EOFError:
+                except (EOFError, OSError):
                     good, value = False, f"died\n{self._last_words(rank)}"
                 if good:
                     results[rank] = value

@@ -1,0 +1,622 @@
+"""A window commits, or leaves no trace: what goes wrong in it, and what misuse gets."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+
+BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
+
+
+def make(**options):
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Accumulator(model, optimizer, **options)
+
+
+def next_is_exact(accumulator, model):
+    """The next window, on the weights that every model here starts with."""
+    run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+# Leaving a window
+
+
+def leave_by_break(accumulator, model):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        break
+
+
+def leave_by_exception(accumulator, model):
+    window = accumulator.window(BATCHES)
+    with contextlib.suppress(KeyboardInterrupt):
+        for micro_batch in window:
+            window.backward(loss_of(model, micro_batch))
+            raise KeyboardInterrupt
+
+
+def leave_by_failing_backward(accumulator, model):
+    window = accumulator.window(BATCHES)
+    with contextlib.suppress(ZeroDivisionError):
+        for micro_batch in window:
+            outputs = model(micro_batch["x"])
+            if micro_batch is BATCHES[-1]:  # in the backward that reduces, after some gradients came
+                outputs = model[1](Failing.apply(model[0](micro_batch["x"])))
+            window.backward(outputs.square().mean())
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def leave_by_closing(accumulator, model):
+    window = accumulator.window(BATCHES)
+    iterator = iter(window)
+    next(iterator)
+    window.backward(loss_of(model, BATCHES[0]))
+    iterator.close()
+
+
+def leave_in_the_epoch(accumulator, model):
+    with contextlib.suppress(ValueError):
+        for window in accumulator.windows(BATCHES):
+            run_window(window, model)
+            raise ValueError("in the caller's code, between the loop and step()")
+
+
+def leave_parts(accumulator, model):
+    window = accumulator.window(BATCHES)
+    with contextlib.suppress(DistaccumError):
+        for micro_batch in window:
+            for _ in window.parts([1, 2]):
+                window.backward(loss_of(model, micro_batch))
+                break
+
+
+LEAVINGS = [
+    leave_by_break,
+    leave_by_exception,
+    leave_by_failing_backward,
+    leave_by_closing,
+    leave_in_the_epoch,
+    leave_parts,
+]
+
+
+@pytest.mark.parametrize("leave", LEAVINGS)
+def test_a_window_that_is_left_leaves_no_trace(leave):
+    model, _, accumulator = make(steps=3)
+    before = weights(model)
+    leave(accumulator, model)
+    if leave is not leave_in_the_epoch:
+        assert all(parameter.grad is None for parameter in model.parameters())
+    next_is_exact(accumulator, model)
+    assert torch.equal(weights(model), before)
+    assert accumulator.index == 0
+
+
+def left_on_ranks(leave, view):
+    ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=view)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
+    run_window(accumulator.window(BATCHES), ddp).step()  # views and rebuilt buckets come with the first one
+    leave(accumulator, Unwrapped(ddp))
+    flag = ddp.require_backward_grad_sync
+    wrongs = []
+    for _ in range(2):
+        window = run_window(accumulator.window(BATCHES), ddp)
+        wrongs.append(error(gradient(ddp), gradient_of_trunk(BATCHES)))
+        window.step()
+    return flag, wrongs
+
+
+class Unwrapped(nn.Module):
+    """Calls DDP, and shows the layers inside."""
+
+    def __init__(self, ddp):
+        super().__init__()
+        self.ddp = ddp
+
+    def forward(self, x):
+        return self.ddp(x)
+
+    def __getitem__(self, index):
+        return self.ddp.module[index]
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
+@pytest.mark.parametrize("leave", LEAVINGS)
+def test_a_window_that_is_left_leaves_no_trace_on_ddp(ranks, leave, view):
+    for flag, wrongs in ranks(2).run(left_on_ranks, leave, view):
+        assert flag
+        assert max(wrongs) <= 1e-12
+
+
+def flags_that_the_caller_set():
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
+    with ddp.no_sync():
+        window = run_window(accumulator.window(BATCHES), ddp)
+        found = ddp.require_backward_grad_sync
+        wrong = error(gradient(ddp), gradient_of_trunk(BATCHES))
+        window.step()
+    return found, ddp.require_backward_grad_sync, wrong
+
+
+def test_flags_are_put_back_as_found(ranks):
+    for inside, outside, wrong in ranks(2).run(flags_that_the_caller_set):
+        assert (inside, outside) == (False, True)
+        assert wrong <= 1e-12
+
+
+def test_breaking_out_of_the_epoch_after_the_loop_still_allows_the_step():
+    model, _, accumulator = make(steps=3)
+    for window in accumulator.windows(BATCHES):
+        run_window(window, model)
+        break
+    assert window.step().stepped
+
+
+def test_the_first_window_may_be_taken_with_next():
+    model, _, accumulator = make(steps=2)
+    window = next(accumulator.windows(BATCHES))
+    gc.collect()
+    run_window(window, model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES[:2])) <= 1e-12
+
+
+def test_windows_may_be_skipped():
+    model, _, accumulator = make(steps=1)
+    done = [run_window(w, model).step().index for i, w in enumerate(accumulator.windows(BATCHES)) if i != 1]
+    assert done == [0, 1]
+
+
+# Misuse: the message, no weight changed, and the next window exact
+
+
+def forget_backward(accumulator, model, optimizer):
+    for _ in accumulator.window(BATCHES):
+        pass
+
+
+def backward_twice(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        window.backward(loss_of(model, micro_batch))
+
+
+def backward_outside(accumulator, model, optimizer):
+    accumulator.window(BATCHES).backward(loss_of(model, BATCHES[0]))
+
+
+def step_in_the_loop(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        window.step()
+
+
+def step_after_break(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        break
+    window.step()
+
+
+def step_before_the_loop(accumulator, model, optimizer):
+    accumulator.window(BATCHES).step()
+
+
+def own_step(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        optimizer.step()
+
+
+def own_step_after_the_loop(accumulator, model, optimizer):
+    window = run_window(accumulator.window(BATCHES), model)
+    try:
+        optimizer.step()
+    finally:
+        window.discard()
+
+
+def zero_grad(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        optimizer.zero_grad()
+
+
+def zero_grad_in_place(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        optimizer.zero_grad(set_to_none=False)
+
+
+def clip_in_the_loop(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+
+
+def zero_grad_before_step(accumulator, model, optimizer):
+    window = run_window(accumulator.window(BATCHES), model)
+    optimizer.zero_grad()
+    window.step()
+
+
+def two_at_once(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        accumulator.window(BATCHES)
+
+
+def never_step(accumulator, model, optimizer):
+    windows = accumulator.windows(BATCHES * 2)
+    run_window(next(windows), model)
+    next(windows)
+
+
+def iterate_twice(accumulator, model, optimizer):
+    window = run_window(accumulator.window(BATCHES), model)
+    try:
+        list(window)
+    finally:
+        window.discard()
+
+
+def loss_is_a_float(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch).item())
+
+
+def loss_is_no_scalar(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(model(micro_batch["x"]).square())
+
+
+def loss_has_no_graph(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(micro_batch["x"].square().mean())
+
+
+def no_loss(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for _ in window:
+        window.backward()
+
+
+def parts_of_nothing(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for _ in window:
+        list(window.parts([]))
+
+
+def part_without_backward(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for _ in window:
+        list(window.parts([1, 2]))
+
+
+def parts_after_backward(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        list(window.parts([1]))
+
+
+def parts_left_early(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        for _ in window.parts([1, 2]):
+            window.backward(loss_of(model, micro_batch))
+            break
+
+
+def retry_a_failed_backward(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        with contextlib.suppress(ZeroDivisionError):
+            window.backward(Failing.apply(model(micro_batch["x"])).square().mean())
+        window.backward(loss_of(model, micro_batch))
+
+
+def unknown_name(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(tokens=loss_of(model, micro_batch))
+
+
+def state_in_mid_window(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        accumulator.state_dict()
+
+
+MISUSES = {
+    forget_backward: (DistaccumError, r"without window.backward\(loss\) \(in micro-batch 0 of 3\)"),
+    backward_twice: (DistaccumError, r"a second backward\(\) in micro-batch 0 of 3.*window.parts"),
+    backward_outside: (DistaccumError, "window that is not begun; call it in the loop"),
+    step_in_the_loop: (DistaccumError, r"step\(\) on a window that is in its loop"),
+    step_after_break: (DistaccumError, r"step\(\) on a window that is discarded"),
+    step_before_the_loop: (DistaccumError, r"step\(\) on a window that is not begun"),
+    own_step: (DistaccumError, r"optimizer.step\(\) before the window's own"),
+    own_step_after_the_loop: (DistaccumError, r"optimizer.step\(\) before the window's own"),
+    zero_grad: (DistaccumError, "cleared or changed in mid-window"),
+    zero_grad_in_place: (DistaccumError, "cleared or changed in mid-window"),
+    clip_in_the_loop: (DistaccumError, "cleared or changed in mid-window"),
+    zero_grad_before_step: (DistaccumError, r"cleared between the window's loop and its step\(\)"),
+    two_at_once: (DistaccumError, "another window was asked for while one is in its loop"),
+    never_step: (DistaccumError, "while one is complete but not stepped"),
+    iterate_twice: (DistaccumError, "iterated once"),
+    loss_is_a_float: (TypeError, r"a float, expected the loss as a tensor \(without .item"),
+    loss_is_no_scalar: (ValueError, r"shape \[2, 6, 4\], expected a scalar; reduce it with mean\(\) or sum\(\)"),
+    loss_has_no_graph: (ValueError, r"without a graph.*not from its inputs"),
+    no_loss: (TypeError, "got None"),
+    parts_of_nothing: (ValueError, r"parts\(\) got nothing"),
+    part_without_backward: (DistaccumError, "a part without window.backward"),
+    parts_after_backward: (DistaccumError, "had no backward yet"),
+    parts_left_early: (DistaccumError, "left before its last item"),
+    retry_a_failed_backward: (DistaccumError, "half added up; leave the loop"),
+    unknown_name: (ValueError, r"\['tokens'\], expected losses by name, of \['samples'\]"),
+    state_in_mid_window: (DistaccumError, r"state_dict\(\) in mid-window"),
+}
+
+
+@pytest.mark.parametrize("misuse", MISUSES)
+def test_misuse_gets_a_clear_error_and_costs_nothing(misuse):
+    kind, message = MISUSES[misuse]
+    model, optimizer, accumulator = make(steps=3)
+    before = weights(model)
+    with pytest.raises(kind, match=message):
+        misuse(accumulator, model, optimizer)
+    assert torch.equal(weights(model), before)
+    next_is_exact(accumulator, model)
+
+
+def test_an_unstepped_window_can_still_be_stepped_after_the_error():
+    model, _, accumulator = make(steps=3)
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(DistaccumError, match="complete but not stepped"):
+        accumulator.window(BATCHES)
+    assert window.step().stepped
+
+
+def test_an_open_window_goes_on_after_the_error():
+    model, _, accumulator = make(steps=3)
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        with contextlib.suppress(DistaccumError):
+            if micro_batch is BATCHES[0]:
+                accumulator.window(BATCHES)
+        window.backward(loss_of(model, micro_batch))
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_asking_again_discards_the_open_window():
+    model, _, accumulator = make(steps=3)
+    window = accumulator.window(BATCHES)
+    iterator = iter(window)
+    window.backward(loss_of(model, next(iterator)))
+    with pytest.raises(DistaccumError, match="in its loop"):
+        accumulator.window(BATCHES)
+    next_is_exact(accumulator, model)
+    with pytest.raises(DistaccumError, match="discarded"):
+        next(iterator)
+
+
+def test_gradients_that_stood_before_are_cleared_with_a_warning():
+    model, _, accumulator = make()
+    loss_of(model, BATCHES[0]).backward()
+    with pytest.warns(UserWarning, match="stood before the window were cleared"):
+        run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_named_losses_must_all_come():
+    model = trunk()
+    count = {"tokens": count_tokens("labels"), "samples": count_samples}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), count=count)
+    window = accumulator.window(BATCHES)
+    with pytest.raises(DistaccumError, match=r"micro-batch 0 got no loss for \['samples'\]"):
+        for micro_batch in window:
+            window.backward(tokens=loss_of(model, micro_batch))
+    window = accumulator.window(BATCHES)
+    with pytest.raises(ValueError, match=r"without a name.*window.backward\(tokens=..., samples=...\)"):
+        run_window(window, model)
+
+
+# Arguments
+
+
+def schedule(optimizer):
+    return ReduceLROnPlateau(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"steps": 100 / 50}, TypeError, r"steps=2.0 is a float, expected a whole number; write 100 // 50"),
+        ({"steps": 0}, ValueError, "steps=0, expected at least 1"),
+        ({"steps": True}, TypeError, "steps=True is a bool"),
+        ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
+        ({"batch_size": 4}, ValueError, "without micro_batch_size"),
+        ({"batch_size": 4.5, "micro_batch_size": 2}, TypeError, "batch_size=4.5 is a float"),
+        ({"micro_batch_size": "auto"}, TypeError, "micro_batch_size='auto' is a str"),
+        ({"reduction": "avg"}, ValueError, "reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'"),
+        ({"reduction": {"a": "mean"}, "count": {"b": count_samples}}, ValueError, "the same losses in both"),
+        ({"count": 5}, TypeError, "count=5.*expected a callable"),
+        ({"max_norm": 0}, ValueError, "max_norm=0, expected a number above 0"),
+        ({"max_norm": math.nan}, ValueError, "max_norm=nan"),
+        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop'"),
+        ({"batchnorm": "fix"}, ValueError, "batchnorm='fix'"),
+        ({"sync": "gathered"}, ValueError, "sync='gathered', expected one of 'last', 'every'"),
+        ({"scheduler": schedule}, TypeError, "ReduceLROnPlateau needs a metric"),
+        ({"optimizer": []}, ValueError, "optimizer=\\[\\], expected"),
+        ({"optimizer": SGD}, TypeError, "expected a optimizer"),
+        ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
+        ({"model": []}, ValueError, "model=\\[\\], expected"),
+        ({"model": "net"}, TypeError, "model='net' is a str"),
+    ],
+)
+def test_a_wrong_argument_is_told_at_once(options, kind, message):
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    options = {"model": model, "optimizer": optimizer, **options}
+    if callable(options.get("scheduler")):
+        options["scheduler"] = options["scheduler"](optimizer)
+    with pytest.raises(kind, match=message):
+        Accumulator(options.pop("model"), options.pop("optimizer"), **options)
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        Accumulator(trunk(), SGD(trunk().parameters(), lr=0.1))
+
+
+def test_windows_needs_a_number_and_split_a_size():
+    _, _, accumulator = make()
+    with pytest.raises(ValueError, match="pass steps="):
+        accumulator.windows(BATCHES)
+    with pytest.raises(ValueError, match="pass micro_batch_size= or steps="):
+        accumulator.split(BATCHES[0])
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf])
+def test_a_count_must_be_a_number_of_things(value):
+    _, _, accumulator = make(count=lambda batch: value)
+    with pytest.raises(ValueError, match=f"count gave {float(value)} for 'count' in micro-batch 0"):
+        accumulator.window(BATCHES)
+
+
+def test_a_ramp_that_gives_no_whole_number_says_where():
+    _, _, accumulator = make(steps=lambda index: 1.5)
+    with pytest.raises(TypeError, match=r"steps\(0\)=1.5 is a float"):
+        next(accumulator.windows(BATCHES))
+
+
+# Ranks
+
+
+def planning_fails(what):
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    before = weights(ddp)
+    accumulator = Accumulator(
+        ddp, SGD(ddp.parameters(), lr=0.1), steps=2 + rank if what == "steps" else 2, count=bad_count(what)
+    )
+
+    def loader():
+        yield BATCHES[0]
+        if what == "loader" and rank == 1:
+            raise OSError("the disk is gone")
+        yield BATCHES[1]
+
+    try:
+        next(accumulator.windows(loader()))
+    except Exception as caught:
+        message = f"{type(caught).__name__}: {caught}"
+    other = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+    run_window(other.window(BATCHES), ddp)
+    return message, torch.equal(weights(ddp), before), error(gradient(ddp), gradient_of_trunk(BATCHES))
+
+
+def bad_count(what):
+    def count(batch):
+        if what == "count" and dist.get_rank() == 1:
+            raise KeyError("labels")
+        return len(batch["x"])
+
+    return count
+
+
+@pytest.mark.parametrize(
+    ("what", "zero", "one"),
+    [
+        ("loader", "DistaccumError: rank 1 could not plan", "OSError: the disk is gone"),
+        ("count", "DistaccumError: rank 1 could not plan", "KeyError: 'labels'"),
+        ("steps", "DistaccumError: ranks disagree on steps (rank 0: 2, rank 1: 3)", "DistaccumError: ranks disagree"),
+    ],
+)
+def test_all_ranks_hear_of_a_failure_before_anything_is_spent(ranks, what, zero, one):
+    for (message, unchanged, wrong), expected in zip(ranks(2).run(planning_fails, what), [zero, one], strict=True):
+        assert message.startswith(expected)
+        assert unchanged
+        assert wrong <= 1e-12
+
+
+# The edge of a window
+
+
+def test_schedulers_step_once_per_update_and_ramps_change_at_edges():
+    model = trunk()
+    optimizer = Adam(model.parameters(), lr=1.0)
+    schedules = [LambdaLR(optimizer, lambda n: 1 / (1 + n)), LambdaLR(optimizer, lambda n: 1.0)]
+    accumulator = Accumulator(model, optimizer, steps=lambda index: index + 1, scheduler=schedules)
+    lengths = [(len(window), run_window(window, model).step().index) for window in accumulator.windows(BATCHES * 2)]
+    assert lengths == [(1, 0), (2, 1), (3, 2)]
+    assert [schedule.last_epoch for schedule in schedules] == [3, 3]
+
+
+def test_the_caller_may_own_the_optimizer():
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, steps=3)
+    before = weights(model)
+    for window in accumulator.windows(BATCHES):
+        run_window(window, model)
+        optimizer.step()
+        update = window.step()
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+    assert update.stepped
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_batch_size_gives_the_steps_and_says_what_an_update_really_holds():
+    model, _, accumulator = make(batch_size=100, micro_batch_size=50)
+    loader = [{"x": batch["x"][:1].expand(50, -1, -1)} for batch in BATCHES]
+    assert [run_window(w, model).step().counts["samples"] for w in accumulator.windows(loader)] == [100, 50]
+    _, _, accumulator = make(batch_size=100, micro_batch_size=30)
+    with pytest.warns(UserWarning, match=r"batch_size=100 .* each full update holds 120 \(4 micro-batches per rank\)"):
+        assert len(next(accumulator.windows(loader * 2))) == 4
+
+
+def test_the_state_goes_on_at_a_window_edge():
+    model, _, accumulator = make(steps=lambda index: index + 1)
+    for window in accumulator.windows(BATCHES):
+        run_window(window, model).step()
+    _, _, other = make(steps=lambda index: index + 1)
+    other.load_state_dict(accumulator.state_dict())
+    assert other.index == 2
+    assert len(next(other.windows(BATCHES * 2))) == 3
