@@ -1,0 +1,293 @@
+"""Loss scaling, clipping, and gradients that are not finite."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import error, gradient, gradient_of_trunk, join, loss_of, make_batch, run_window, trunk, weights
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from distaccum import Accumulator, DistaccumError
+
+BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
+
+
+def scaled(**options):
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    return model, scaler, Accumulator(model, optimizer, scaler=scaler, **options)
+
+
+def test_the_scaler_changes_no_gradient():
+    model, scaler, accumulator = scaled()
+    before = weights(model)
+    window = run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), 2.0**10 * gradient_of_trunk(BATCHES)) <= 1e-12
+    update = window.step()
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+    assert update.loss == pytest.approx(loss_of(trunk(), join(BATCHES)).item(), rel=1e-12)
+    assert scaler.get_scale() == 2.0**10
+    run_window(accumulator.window(BATCHES), model).step()
+    assert scaler.get_scale() == 2.0**11, "one update() per window"
+
+
+def test_the_caller_may_unscale_to_look_at_the_gradient():
+    model, scaler, accumulator = scaled()
+    (optimizer,) = accumulator._optimizers
+    before = weights(model)
+    for _ in range(2):  # the second time after a window that was given up
+        window = run_window(accumulator.window(BATCHES), model)
+        scaler.unscale_(optimizer)
+        assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+        window.discard()
+    run_window(accumulator.window(BATCHES), model).step()
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def poison(batch, value=math.nan):
+    return {**batch, "x": batch["x"] * value}
+
+
+def test_an_overflow_skips_the_update_and_says_so():
+    model, scaler, accumulator = scaled(on_nonfinite="skip")
+    schedule = StepLR(accumulator._optimizers[0], 1)
+    accumulator._schedulers.append(schedule)
+    before = weights(model)
+    update = run_window(accumulator.window([*BATCHES, poison(BATCHES[0])]), model).step()
+    assert (update.stepped, update.reason) == (False, "the scaled gradients overflowed")
+    assert torch.equal(weights(model), before)
+    assert (scaler.get_scale(), schedule.last_epoch) == (2.0**9, 0)
+    update = run_window(accumulator.window(BATCHES), model).step()
+    assert update.stepped
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+class Overflowing(torch.autograd.Function):
+    """Finite forward, infinite backward: what a loss scale does in float16."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.inf
+
+
+def test_with_a_scaler_raise_is_for_the_loss():
+    model, scaler, accumulator = scaled()
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(Overflowing.apply(model(batch["x"])).square().mean())
+    assert window.step().reason == "the scaled gradients overflowed"
+    before = weights(model)
+    with pytest.raises(DistaccumError, match="the loss of this window is not finite"):
+        run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    scale = scaler.get_scale()
+    assert run_window(accumulator.window(BATCHES), model).step().stepped
+    assert scaler.get_scale() == scale, "an error leaves the scaler as it was"
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_several_optimizers_share_a_scaler_each_unscaled_once():
+    one, two = trunk(), trunk()
+    optimizers = [SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.2)]
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    accumulator = Accumulator([one, two], optimizers, scaler=scaler)
+    before = weights(one)
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(loss_of(one, batch) + loss_of(two, batch))
+    assert window.step().stepped
+    assert error(before - weights(one), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+    assert error(before - weights(two), 0.2 * gradient_of_trunk(BATCHES)) <= 1e-12
+    assert scaler.get_scale() == 2.0**11
+    kept = weights(one), weights(two)
+    window = accumulator.window(BATCHES)
+    for batch in window:  # only the second overflows, and neither steps
+        window.backward(loss_of(one, batch) + Overflowing.apply(two(batch["x"])).square().mean())
+    assert not window.step().stepped
+    assert torch.equal(weights(one), kept[0])
+    assert torch.equal(weights(two), kept[1])
+    assert scaler.get_scale() == 2.0**10
+
+
+def test_a_disabled_scaler_is_no_scaler():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), scaler=GradScaler("cpu", enabled=False))
+    before = weights(model)
+    assert run_window(accumulator.window(BATCHES), model).step().stepped
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_the_scaler_goes_with_the_state():
+    model, _, accumulator = scaled(on_nonfinite="skip")
+    run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    _, other_scaler, other = scaled()
+    other.load_state_dict(accumulator.state_dict())
+    assert (other.index, other_scaler.get_scale()) == (1, 2.0**9)
+    plain = Accumulator(model, SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="the state holds a scaler and this accumulator has none"):
+        plain.load_state_dict(accumulator.state_dict())
+
+
+def scaler_on_ranks(layout):
+    ddp = DistributedDataParallel(trunk())
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler, on_nonfinite="skip")
+    before = weights(ddp)
+    rank = dist.get_rank()
+    mine = [[poison(BATCHES[0])], [BATCHES[1]]] if layout == "one overflows" else [[], BATCHES]
+    update = run_window(accumulator.window(mine[rank]), ddp).step()
+    step = before - weights(ddp)
+    return update.stepped, scaler.get_scale(), error(step, 0.1 * gradient_of_trunk(BATCHES)), float(step.norm())
+
+
+def test_an_overflow_on_one_rank_skips_on_all(ranks):
+    for stepped, scale, _, moved in ranks(2).run(scaler_on_ranks, "one overflows"):
+        assert (stepped, scale, moved) == (False, 2.0**9, 0.0)
+
+
+def test_a_rank_that_never_had_a_loss_keeps_its_scaler_in_step(ranks):
+    for stepped, scale, wrong, _ in ranks(2).run(scaler_on_ranks, "dry from the start"):
+        assert (stepped, scale) == (True, 2.0**10)
+        assert wrong <= 1e-12
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("max_norm", [1e-3, 1e3, math.inf])
+def test_the_whole_gradient_is_clipped_once(max_norm):
+    one, two = trunk(), trunk()
+    optimizers = [SGD(one.parameters(), lr=1.0), SGD(two.parameters(), lr=1.0)]
+    accumulator = Accumulator([one, two], optimizers, max_norm=max_norm)
+    before = torch.cat([weights(one), weights(two)])
+    reference = nn.ModuleList([copy.deepcopy(one), copy.deepcopy(two)])
+    big = join(BATCHES)
+    (loss_of(reference[0], big) + 2 * loss_of(reference[1], big)).backward()
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(loss_of(one, batch) + 2 * loss_of(two, batch))
+    update = window.step()
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    assert error(before - torch.cat([weights(one), weights(two)]), gradient(reference)) <= 1e-12
+
+
+def test_the_norm_is_not_taken_unless_asked_for():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1))
+    assert run_window(accumulator.window(BATCHES), model).step().grad_norm is None
+
+
+def test_clipping_comes_after_unscaling():
+    model, _, accumulator = scaled(max_norm=1e-3)
+    before = weights(model)
+    update = run_window(accumulator.window(BATCHES), model).step()
+    assert update.grad_norm == pytest.approx(float(gradient_of_trunk(BATCHES).norm()), rel=1e-12)
+    assert float((before - weights(model)).norm()) == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+# Not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_raise_names_it_and_changes_nothing(value):
+    model = trunk()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer)
+    before = weights(model)
+    window = run_window(accumulator.window([*BATCHES, poison(BATCHES[0], value)]), model)
+    with pytest.raises(DistaccumError, match="the gradient of this window is not finite"):
+        window.step()
+    assert torch.equal(weights(model), before)
+    assert not optimizer.state
+    run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_skip_leaves_weights_and_optimizer_alone():
+    model = trunk()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    accumulator = Accumulator(model, optimizer, on_nonfinite="skip", scheduler=schedule, max_norm=1.0)
+    run_window(accumulator.window(BATCHES), model).step()
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    update = run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    assert (update.index, update.stepped, update.reason) == (1, False, "a gradient is not finite")
+    assert torch.equal(weights(model), before)
+    for mine, theirs in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert schedule.last_epoch == 1
+
+
+def test_ignore_steps_all_the_same():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite="ignore")
+    assert run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
+    assert weights(model).isnan().any()
+
+
+def test_a_caller_who_steps_is_told_before_the_step():
+    model = trunk()
+    accumulator = Accumulator(model)
+    with pytest.raises(DistaccumError, match="not finite"):
+        run_window(accumulator.window([poison(BATCHES[0])]), model)
+
+
+def test_large_finite_gradients_are_finite():
+    """Their sum of squares overflows, and they do not."""
+    model = nn.Linear(4, 1, bias=False)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), max_norm=math.inf)
+    window = accumulator.window([torch.full((2, 4), 1e30)])
+    for batch in window:
+        window.backward(model(batch).mean())
+    assert window.step().stepped
+
+
+def one_rank_is_poisoned(on_nonfinite):
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
+    before = weights(ddp)
+    mine = [poison(batch) if dist.get_rank() == 1 and i == 1 else batch for i, batch in enumerate(BATCHES)]
+    window = run_window(accumulator.window(mine), ddp)
+    try:
+        seen = window.step().reason
+    except DistaccumError as caught:
+        seen = str(caught)[:45]
+    unchanged = torch.equal(weights(ddp), before)
+    run_window(accumulator.window(BATCHES), ddp)
+    return seen, unchanged, error(gradient(ddp), gradient_of_trunk(BATCHES))
+
+
+@pytest.mark.parametrize(
+    ("on_nonfinite", "expected"),
+    [("raise", "the gradient of this window is not finite (a N"[:45]), ("skip", "a gradient is not finite")],
+)
+def test_all_ranks_decide_alike(ranks, on_nonfinite, expected):
+    for seen, unchanged, wrong in ranks(2).run(one_rank_is_poisoned, on_nonfinite):
+        assert seen == expected
+        assert unchanged
+        assert wrong <= 1e-12
+
+
+def test_sparse_gradients_are_normed_and_clipped():
+    model = nn.Embedding(10, 3, sparse=True)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1e-2)
+    before = model.weight.detach().clone()
+    window = accumulator.window([torch.tensor([1, 2, 2]), torch.tensor([5])])
+    for batch in window:
+        window.backward(model(batch).square().sum(1).mean())
+    update = window.step()
+    assert update.grad_norm > 1e-2
+    assert float((before - model.weight.detach()).norm()) == pytest.approx(1e-2, rel=1e-3)
