@@ -1,0 +1,239 @@
+"""The loops that people write: each one's wrong number beside the right one, from this library.
+
+One weight, its gradient the mean (or sum) of what it saw: for samples 1 to 5 the mean is 3, the sum 15.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_tokens
+
+SAMPLES = torch.arange(1.0, 6.0)  # 1 2 3 4 5
+
+
+def one_weight():
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    return model, SGD(model.parameters(), lr=1.0)
+
+
+def mean_of(model, samples):
+    return model(samples.unsqueeze(1)).mean()
+
+
+def right(model, optimizer, micro_batches, loss=mean_of, **options):
+    """The gradient of each window, from this library."""
+    options = options or {"steps": len(micro_batches)}
+    accumulator = Accumulator(model, optimizer, **options)
+    gradients = []
+    for window in accumulator.windows(micro_batches):
+        for micro_batch in window:
+            window.backward(loss(model, micro_batch))
+        gradients.append(model.weight.grad.item())
+        window.step()
+    return gradients
+
+
+def test_the_steps_as_a_float():
+    model, optimizer = one_weight()
+    steps, updates = 100 / 30, 0
+    for i, sample in enumerate(SAMPLES.split(1) * 4):
+        (mean_of(model, sample) / steps).backward()
+        if (i + 1) % steps == 0:  # 3.33: never in these 20
+            updates += 1
+    assert updates == 0
+    with pytest.raises(TypeError, match="100 // 50"):
+        Accumulator(model, optimizer, steps=100 / 50)
+
+
+def test_the_tail_that_is_never_stepped():
+    model, _ = one_weight()
+    gradients = []
+    for i, sample in enumerate(SAMPLES.split(1)):
+        (mean_of(model, sample) / 2).backward()
+        if (i + 1) % 2 == 0:
+            gradients.append(model.weight.grad.item())
+            model.zero_grad()
+    assert gradients == [1.5, 3.5]  # the 5 is lost, or leaks into the next epoch
+    assert right(*one_weight(), SAMPLES.split(1), steps=2) == [1.5, 3.5, 5.0]
+
+
+def test_the_tail_divided_by_the_full_count():
+    model, _ = one_weight()
+    gradients, last = [], 4
+    for i, sample in enumerate(SAMPLES.split(1)):
+        (mean_of(model, sample) / 2).backward()
+        if (i + 1) % 2 == 0 or i == last:
+            gradients.append(model.weight.grad.item())
+            model.zero_grad()
+    assert gradients == [1.5, 3.5, 2.5]
+    assert right(*one_weight(), SAMPLES.split(1), steps=2) == [1.5, 3.5, 5.0]
+
+
+def test_a_batch_cut_with_int_that_drops_the_remainder():
+    model, _ = one_weight()
+    k = 2
+    size = int(len(SAMPLES) / k)
+    for i in range(k):
+        (mean_of(model, SAMPLES[i * size : (i + 1) * size]) / k).backward()
+    assert model.weight.grad.item() == 2.5  # of 1 2 3 4
+    model, optimizer = one_weight()
+    window = Accumulator(model, optimizer, steps=k).split(SAMPLES)
+    for part in window:
+        window.backward(mean_of(model, part))
+    assert model.weight.grad.item() == pytest.approx(3.0)
+
+
+def test_the_mean_of_means():
+    model, _ = one_weight()
+    parts = SAMPLES.split(2)  # 1 2, 3 4, 5
+    for part in parts:
+        (mean_of(model, part) / len(parts)).backward()
+    assert model.weight.grad.item() == pytest.approx(10 / 3)
+    assert right(*one_weight(), parts) == pytest.approx([3.0])
+
+
+def test_the_same_batch_replayed():
+    model, _ = one_weight()
+    batch = SAMPLES[:2]
+    for _ in range(4):
+        (mean_of(model, batch) / 4).backward()
+    assert model.weight.grad.item() == 1.5  # that of the one batch, at four times the price
+    assert right(*one_weight(), SAMPLES.split(2)) == pytest.approx([3.0])
+
+
+def test_the_criterion_given_inputs_for_outputs():
+    model, optimizer = one_weight()
+    inputs = torch.ones(2, 1, requires_grad=True)
+    (nn.functional.mse_loss(inputs, torch.zeros(2, 1)) / 4).backward()
+    assert model.weight.grad is None  # and torch says nothing
+    accumulator = Accumulator(model, optimizer)
+    window = accumulator.window([torch.ones(2, 1)])
+    with pytest.raises(ValueError, match="from the model's outputs"):
+        for batch in window:
+            window.backward(nn.functional.mse_loss(batch, torch.zeros(2, 1)))
+
+
+def tokens_of(model, batch):
+    kept = batch["labels"] != -100
+    return model(batch["x"].unsqueeze(-1)).squeeze(-1)[kept].mean()
+
+
+def test_tokens_averaged_per_micro_batch():
+    rows = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 0.0, 0.0, 0.0]])
+    labels = torch.tensor([[0, 0, 0, 0], [0, -100, -100, -100]])
+    micro_batches = [{"x": rows[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)]
+    model, _ = one_weight()
+    for micro_batch in micro_batches:
+        (tokens_of(model, micro_batch) / 2).backward()
+    assert model.weight.grad.item() == 3.75
+    options = {"steps": 2, "count": count_tokens("labels")}
+    assert right(*one_weight(), micro_batches, tokens_of, **options) == pytest.approx([3.0])
+
+
+def forward_outside_no_sync():
+    model, optimizer = one_weight()
+    ddp = DistributedDataParallel(model)
+    parts = SAMPLES[:4].split(1)
+    for _ in range(2):  # the first window also rebuilds DDP's buckets
+        with Counting() as wrong:
+            for i, part in enumerate(parts):
+                loss = mean_of(ddp, part) / len(parts)
+                if i < len(parts) - 1:
+                    with ddp.no_sync():  # too late: DDP decided in forward
+                        loss.backward()
+                else:
+                    loss.backward()
+        ddp.zero_grad()
+    accumulator = Accumulator(ddp, optimizer, steps=len(parts))
+    for window in accumulator.windows(parts):
+        with Counting() as here:
+            for part in window:
+                window.backward(mean_of(ddp, part))
+        window.step()
+    return [sum(name == "allreduce_" for name, _ in count.collectives) for count in (wrong, here)]
+
+
+def test_the_forward_outside_no_sync(ranks):
+    assert ranks(2).run(forward_outside_no_sync) == [[4, 1]] * 2
+
+
+def sum_of(model, samples):
+    return model(samples.unsqueeze(1)).sum()
+
+
+def world_size_forgotten():
+    mine = SAMPLES[dist.get_rank() :: 2]  # 1 3 5 and 2 4
+    model, _ = one_weight()
+    ddp = DistributedDataParallel(model)
+    sum_of(ddp, mine).backward()
+    wrong = model.weight.grad.item()
+    model, optimizer = one_weight()
+    ddp = DistributedDataParallel(model)
+    accumulator = Accumulator(ddp, optimizer, steps=3, reduction="sum")
+    for window in accumulator.windows(mine.split(1)):
+        for part in window:
+            window.backward(sum_of(ddp, part))
+        return wrong, model.weight.grad.item()
+    return None
+
+
+def test_the_world_size_forgotten_with_a_sum(ranks):
+    assert ranks(2).run(world_size_forgotten) == [(7.5, 15.0)] * 2
+
+
+# The right forms
+
+
+def test_desired_100_with_50_tolerable():
+    model = nn.Linear(3, 2)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    x, y = torch.randn(100, 3), torch.randint(0, 2, (100,))
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), batch_size=100, micro_batch_size=50)
+    window = accumulator.split((x, y))
+    for inputs, labels in window:
+        assert len(inputs) == 50
+        window.backward(cross_entropy(model(inputs), labels))
+    seen = model.weight.grad.clone()
+    window.step()
+    exact = nn.Linear(3, 2)
+    exact.load_state_dict(before)
+    cross_entropy(exact(x), y).backward()
+    assert torch.allclose(seen, exact.weight.grad, rtol=1e-5)
+
+
+def test_no_value_is_read_on_the_host_within_a_window():
+    model = nn.Linear(3, 2)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4)
+    for window in accumulator.windows([torch.randn(n, 3) for n in (1, 2, 3, 4)]):
+        with Counting() as count:
+            for inputs in window:
+                window.backward(model(inputs).square().mean())
+        assert not count.host_reads
+        with Counting() as count:
+            update = window.step()
+        assert sum(count.host_reads.values()) == 1, "the flag of on_nonfinite"
+        with Counting() as count:
+            assert update.loss > 0
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, on_nonfinite="ignore")
+    for window in accumulator.windows([torch.randn(n, 3) for n in (1, 2, 3, 4)]):
+        with Counting() as count:
+            for inputs in window:
+                window.backward(model(inputs).square().mean())
+            window.step()
+        assert not count.host_reads
+
+
+def test_counting_sees_host_reads():
+    with Counting() as count:
+        torch.ones(()).item()
+        bool(torch.ones(()))
+    assert sum(count.host_reads.values()) == 2
