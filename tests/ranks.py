@@ -30,9 +30,9 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
-        if not self._processes:
-            self._start()
         try:
+            if not self._processes:
+                self._start()
             for pipe in self._pipes:
                 pipe.send((function, args, seconds))
             return self._collect(time.monotonic() + seconds + 5)
@@ -49,7 +49,9 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")  # fork after threads were started is not safe
+        # Forking this process is not safe once it has threads; the server has none, and torch already.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "torch.testing", "distaccum"])
         self._folder = Path(tempfile.mkdtemp())
         for rank in range(self.num):
             ours, theirs = context.Pipe()
@@ -60,6 +62,7 @@ class Ranks:
             theirs.close()
             self._processes.append(process)
             self._pipes.append(ours)
+        self._collect(time.monotonic() + SECONDS)  # importing torch may take its time, which is no function's
 
     def _collect(self, until: float) -> list[Any]:
         results: dict[int, Any] = {}
@@ -108,6 +111,7 @@ def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
         timeout=timedelta(seconds=SECONDS),
     )
     warnings.simplefilter("error")
+    pipe.send((True, None))
     while True:
         try:
             function, args, seconds = pipe.recv()
