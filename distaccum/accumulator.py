@@ -99,18 +99,15 @@ class Accumulator:
             )
         self._engine = choose_engine(self._models)
         self._sync = _choice("sync", sync, self._engine.policies)
-        self._trained = [parameter for _, parameter in self._engine.named_parameters()]
+        self._trained = _unique(parameter for model in self._models for parameter in model.parameters())
+        if not self._trained:
+            raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         if self._optimizers and not {*map(id, self._trained)} & {*map(id, self._owned())}:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
             )
-        self._batchnorms = [
-            (name, module)
-            for model in self._models
-            for name, module in model.named_modules()
-            if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm)
-        ]
+        self._batchnorms = [named for model in self._models for named in _batchnorms(model)]
         self._known: tuple[int, list[nn.Parameter]] = (-1, [])
         self._index = 0
         self._warned: set[str] = set()
@@ -216,6 +213,7 @@ class Accumulator:
             self._engine.check(plan)
             self._look_at_batchnorm(plan)
         window = Window(
+            self,
             self._engine,
             plan,
             [drawn.micro_batches[i] for i in kept],
@@ -226,10 +224,6 @@ class Accumulator:
             parameters=self._parameters(),
             watched=[_owned_by(one) for one in self._optimizers] or [self._trained],
             scaler=self._scaler,
-            warn=self._warn,
-            begin=self._begin,
-            complete=self._complete,
-            commit=self._commit,
         )
         self._window = weakref.ref(window)
         return window
@@ -438,6 +432,11 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
 
 def _owned_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -54,6 +54,15 @@ class Stage(Enum):
     LEFT = auto()  # discarded
 
 
+class Owner(Protocol):
+    """The accumulator, as its windows see it."""
+
+    def _begin(self, window: Window) -> None: ...
+    def _complete(self, window: Window) -> None: ...
+    def _commit(self, window: Window) -> Update: ...
+    def _warn(self, key: str, message: str) -> None: ...
+
+
 class Window:
     """This rank's micro-batches of one update.
 
@@ -74,6 +83,7 @@ class Window:
 
     def __init__(
         self,
+        owner: Owner,
         engine: Engine,
         plan: Plan,
         micro_batches: list[Any],
@@ -85,15 +95,12 @@ class Window:
         parameters: Sequence[nn.Parameter],
         watched: Sequence[Sequence[nn.Parameter]],
         scaler: GradScaler | None,
-        warn: Callable[[str, str], None],
-        begin: Callable[[Window], None],
-        complete: Callable[[Window], None],
-        commit: Callable[[Window], Update],
     ) -> None:
         self.index = index
         self.counts = dict(plan.counts)
         self.plan = plan
         self.started = time.perf_counter()
+        self._owner = owner
         self._engine = engine
         self._micro_batches = micro_batches
         self._num = len(micro_batches)
@@ -105,10 +112,6 @@ class Window:
         self._num_early = num_early  # so many first micro-steps reduce too
         self._watched = watched
         self._scaler = scaler
-        self._warn = warn
-        self._begin = begin
-        self._complete = complete
-        self._commit = commit
 
         self.stage = Stage.PLANNED
         self._position = -1
@@ -134,7 +137,7 @@ class Window:
         self.stage = Stage.RUNNING
         try:
             if not self.plan.nothing:
-                self._begin(self)
+                self._owner._begin(self)
             micro_batches, self._micro_batches = self._micro_batches, []
             micro_batches.reverse()
             while micro_batches:
@@ -145,7 +148,7 @@ class Window:
                     self._end_of_micro_batch()
             self._check_gradients()
             if not self.plan.nothing:
-                self._complete(self)
+                self._owner._complete(self)
                 self._engine.release()
             self.stage = Stage.COMPLETE
         finally:
@@ -217,7 +220,7 @@ class Window:
         if weight is None or weight.dtype is not loss.dtype or weight.device != loss.get_device():
             if loss.dtype in HALF:
                 if torch.tensor(share, dtype=loss.dtype).item() != share:
-                    self._warn(
+                    self._owner._warn(
                         "half",
                         f"a loss in {loss.dtype} rounds its share, {share:.6g}, to that dtype on the way back (up to "
                         "0.2% in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
@@ -253,7 +256,7 @@ class Window:
             raise DistaccumError(
                 f"step() on a window that is {self._describe()}; step once, after the loop over its micro-batches"
             )
-        return self._commit(self)
+        return self._owner._commit(self)
 
     def discard(self) -> None:
         """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""

@@ -7,7 +7,7 @@ clears; a window tells it when.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -29,13 +29,6 @@ class Engine(ABC):
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self.models = tuple(models)
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Every parameter once, by the name that its owner knows (without the wrappers' prefixes)."""
-        for i, model in enumerate(self.models):
-            prefix = f"models[{i}]." if len(self.models) > 1 else ""
-            for name, parameter in model.named_parameters():
-                yield prefix + name.replace("_orig_mod.", "").replace("module.", ""), parameter
 
     @abstractmethod
     def gather(self, row: list[float]) -> list[list[float]]:
