@@ -10,17 +10,18 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch
 from .engines import Sync, choose_engine
-from .precision import clip, is_finite, total_norm, unscale
+from .precision import clip, look_at, total_norm, unscale
 from .shares import (
     REDUCTIONS,
     DistaccumError,
@@ -86,6 +87,10 @@ class Accumulator:
         self._schedulers: list[LRScheduler] = _several("scheduler", scheduler, "step")
         if any(isinstance(schedule, ReduceLROnPlateau) for schedule in self._schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
+        if any(isinstance(one, LBFGS) for one in self._optimizers):
+            raise TypeError(
+                "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
+            )
         self._steps, self._batch_size, self._micro_batch_size = _sizes(steps, batch_size, micro_batch_size)
         self._reductions, self._counts = _by_name(reduction, count)
         self._max_norm = _positive("max_norm", max_norm)
@@ -97,9 +102,14 @@ class Accumulator:
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
                 "it, or clip and skip yourself before window.step()"
             )
+        if not self._optimizers and self._scaler is not None and self._schedulers:
+            raise ValueError(
+                "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
+                "schedule yourself, or pass the optimizer"
+            )
         self._engine = choose_engine(self._models)
         self._sync = _choice("sync", sync, self._engine.policies)
-        self._trained = _unique(parameter for model in self._models for parameter in model.parameters())
+        self._trained = _unique(self._of_models())
         if not self._trained:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         if self._optimizers and not {*map(id, self._trained)} & {*map(id, self._owned())}:
@@ -108,7 +118,6 @@ class Accumulator:
                 "model is moved, wrapped and complete"
             )
         self._batchnorms = [named for model in self._models for named in _batchnorms(model)]
-        self._known: tuple[int, list[nn.Parameter]] = (-1, [])
         self._index = 0
         self._warned: set[str] = set()
         self._stepping = False
@@ -138,19 +147,28 @@ class Accumulator:
         return self._windows(loader)
 
     def _windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        iterator = iter(loader)
-        over = False
-        while not over:
+        iterator: Iterator[Any] | None = None
+        exhausted = False
+
+        def draw() -> _Drawn:
+            nonlocal iterator, exhausted
             steps = self._steps_now()
-            window = self._plan(lambda: _draw(iterator, steps), steps)  # noqa: B023  # called at once
-            if window.plan.empty:
+            iterator = iter(loader) if iterator is None else iterator
+            micro_batches = [] if exhausted else list(islice(iterator, steps))  # asked once more, some start anew
+            exhausted = len(micro_batches) < steps
+            return _Drawn(micro_batches, steps=steps, exhausted=exhausted)
+
+        while True:
+            window = self._plan(draw)
+            if window._plan.empty:
                 return
-            over = window.plan.exhausted
             try:
                 yield window
             except GeneratorExit:
-                window.orphan()
+                window._let_go()
                 raise
+            if window._plan.exhausted:
+                return
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -161,12 +179,18 @@ class Accumulator:
         """
         if self._steps is None and self._micro_batch_size is None:
             raise ValueError("split() cuts a batch and no size was given; pass micro_batch_size= or steps=")
-        parts = None if self._steps is None else at_update("steps", self._steps, self._index, WHOLE)
-        return self._plan(lambda: _cut(batch, length, parts, self._micro_batch_size), steps=0)
+
+        def cut() -> _Drawn:
+            total = batch_length(batch) if length is None else operator.index(length)
+            parts = None if self._steps is None else at_update("steps", self._steps, self._index, WHOLE)
+            sizes = cut_evenly(total, parts=parts, largest=self._micro_batch_size)
+            return _Drawn(list(cut_batch(batch, sizes, total)), lengths=sizes)
+
+        return self._plan(cut)
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
         """One window of the micro-batches that the caller made; ranks may have different numbers of them."""
-        return self._plan(lambda: _Drawn(list(micro_batches)), steps=0)
+        return self._plan(lambda: _Drawn(list(micro_batches)))
 
     def _steps_now(self) -> int:
         if self._steps is not None:
@@ -183,11 +207,11 @@ class Accumulator:
             )
         return steps
 
-    def _plan(self, draw: Callable[[], _Drawn], steps: int) -> Window:
+    def _plan(self, draw: Callable[[], _Drawn]) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
         standing = self._window() if self._window is not None else None
         if standing is not None:
-            standing.make_way()
+            standing._make_way()
         names = tuple(self._reductions)
         drawn, counts, error = _Drawn([]), list[tuple[float, ...]](), None
         try:
@@ -197,17 +221,20 @@ class Accumulator:
             error = caught
         kept = [i for i, numbers in enumerate(counts) if any(numbers)]
         offer = Offer(
-            steps=steps,
+            steps=drawn.steps,
             drawn=len(drawn.micro_batches),
             kept=len(kept),
             exhausted=drawn.exhausted,
-            whole=not kept or all(counts[kept[-1]]),
-            totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
+            whole=all(all(counts[i]) for i in (kept if self._sync == "every" else kept[-1:])),
             failed=error is not None,
+            totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
         )
         rows = self._engine.gather(offer.to_row())
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error, drawn  # or the traceback would keep what was drawn, and itself
         plan = make_plan(names, [Offer.from_row(row) for row in rows])
         if not plan.nothing:
             self._engine.check(plan)
@@ -230,58 +257,60 @@ class Accumulator:
 
     def _count(self, drawn: _Drawn) -> list[tuple[float, ...]]:
         """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
-        columns = []
+        values: list[Any] = []
         for count in self._counts.values():
             known = drawn.lengths if count is count_samples else None  # split knows what it cut
-            columns.append(known or [count(micro_batch) for micro_batch in drawn.micro_batches])
-        numbers = _to_numbers([number for column in columns for number in column])
+            values += known or [count(micro_batch) for micro_batch in drawn.micro_batches]
+        if any(isinstance(value, Tensor) for value in values):
+            values = _read(values)
         rows = len(drawn.micro_batches)
-        if not all(0 <= number < math.inf for number in numbers):
-            i = next(i for i, number in enumerate(numbers) if not 0 <= number < math.inf)
-            raise ValueError(
-                f"count gave {numbers[i]} for {list(self._counts)[i // rows]!r} in micro-batch {i % rows}, expected a "
-                "finite number of at least 0"
-            )
+        for i, value in enumerate(values):
+            if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
+                raise ValueError(
+                    f"count gave {value!r} for {list(self._counts)[i // rows]!r} in micro-batch {i % rows}, expected a "
+                    "finite number of at least 0"
+                )
+        numbers = [float(value) for value in values]
         return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
 
     # One update
 
     def _begin(self, window: Window) -> None:
-        if self._engine.stale(window.parameters):
-            self._engine.clear(window.parameters)
+        if self._engine.stale(window._parameters):
+            self._engine.clear(window._parameters)
             if not self._unfinished:  # else they are of a window that was dropped between its loop and its step
                 self._warn("stale", "gradients that stood before the window were cleared: they are not part of it")
         self._unfinished = True
-        self._engine.begin(window.plan, window.parameters)
+        self._engine.begin(window._plan, window._parameters)
 
     def _complete(self, window: Window) -> None:
         self._engine.finish()
         if not self._optimizers and self._scaler is None and self._on_nonfinite == "raise":
-            gradients = [p.grad for p in window.parameters if p.grad is not None]  # the caller steps next
-            if not is_finite(gradients, None):
+            gradients = [p.grad for p in window._parameters if p.grad is not None]  # the caller steps next
+            if not look_at(gradients, None)[0]:
                 raise DistaccumError(_nonfinite("gradient"))
 
     def _commit(self, window: Window) -> Update:
-        if window.plan.nothing:
+        if window._plan.nothing:
             reason: str | None = f"no {' and no '.join(window.counts)} in any micro-batch of any rank"
             terms, reduction, norm = None, None, None
         else:
-            terms = window.terms()
+            terms = window._terms()
             reduction = self._engine.sum_over_ranks(terms)
             reason, norm = self._step(window, terms, reduction)
-            if reason is None:
-                for schedule in self._schedulers:
-                    schedule.step()
-        window.close()
+        window._close()
         self._unfinished = False
         self._index += 1
+        if reason is None:
+            for schedule in self._schedulers:
+                schedule.step()
         return Update(
             index=window.index,
             counts=window.counts,
             micro_batches=len(window),
             stepped=reason is None,
             reason=reason,
-            seconds=time.perf_counter() - window.started,
+            seconds=time.perf_counter() - window._started,
             _terms=terms,
             _divisor=self._engine.divisor,
             _reduction=reduction,
@@ -292,13 +321,13 @@ class Accumulator:
         """Steps every optimizer, or none and says why. Gives the norm before clipping, where it was asked for."""
         if not self._optimizers:
             return None, None
-        window.refuse_cleared_gradients()
+        window._refuse_cleared_gradients()
         stepped = [parameter for parameter in self._owned() if parameter.grad is not None]
         gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
         overflows = None
         if self._scaler is not None:
             if not len(window):
-                self._scaler.scale(terms.new_zeros(()))  # makes its scale, which other ranks' losses made
+                self._scaler.scale(terms.new_zeros(()))  # makes its scale, which on other ranks the losses made
             overflows = unscale(self._scaler, self._optimizers)
         norm = None
         if self._max_norm is not None:
@@ -314,11 +343,12 @@ class Accumulator:
                     if not bool(terms.isfinite().all()):
                         window.discard()
                         raise DistaccumError(_nonfinite("loss"))
-        elif self._on_nonfinite != "ignore" and not is_finite(gradients, norm):
-            if self._on_nonfinite == "raise":
+        elif self._on_nonfinite != "ignore":
+            finite, norm = look_at(gradients, norm)
+            if not finite and self._on_nonfinite == "raise":
                 window.discard()
                 raise DistaccumError(_nonfinite("gradient"))
-            reason = "a gradient is not finite"
+            reason = None if finite else "a gradient is not finite"
 
         if reason is None:
             if norm is not None and self._max_norm is not None and self._max_norm < math.inf:
@@ -327,6 +357,9 @@ class Accumulator:
             try:
                 for optimizer in self._optimizers:
                     optimizer.step()
+            except BaseException:
+                window.discard()  # some weights may have changed: not to be stepped again
+                raise
             finally:
                 self._stepping = False
         if self._scaler is not None and overflows is not None:
@@ -338,7 +371,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """The update's index and the scaler's state, between two windows."""
         window = self._window() if self._window is not None else None
-        if window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE):
+        if window is not None and window._stage in (Stage.RUNNING, Stage.COMPLETE):
             raise DistaccumError("state_dict() in mid-window, expected it between two; call window.step() first")
         return {"index": self._index, "scaler": self._scaler.state_dict() if self._scaler else None}
 
@@ -358,11 +391,11 @@ class Accumulator:
         return _unique(parameter for one in self._optimizers for parameter in _owned_by(one))
 
     def _parameters(self) -> list[nn.Parameter]:
-        """The models' and the optimizers', each once; looked up again when an optimizer got more."""
-        size = sum(len(group["params"]) for one in self._optimizers for group in one.param_groups)
-        if self._known[0] != size:
-            self._known = (size, _unique([*self._trained, *self._owned()]))
-        return self._known[1]
+        """The models' and the optimizers', each once."""
+        return _unique([*self._trained, *self._owned()] if self._optimizers else self._of_models())
+
+    def _of_models(self) -> Iterator[nn.Parameter]:
+        return (parameter for model in self._models for parameter in model.parameters())
 
     def _look_at_batchnorm(self, plan: Plan) -> None:
         if self._batchnorm == "warn" and sum(plan.kept) > 1 and "batchnorm" not in self._warned:
@@ -386,27 +419,19 @@ class Accumulator:
 class _Drawn:
     micro_batches: list[Any]
     lengths: list[int] | None = None  # in samples, where they were cut
+    steps: int = 0  # that were wanted; 0: as many as there are
     exhausted: bool = False
 
 
-def _draw(iterator: Iterator[Any], steps: int) -> _Drawn:
-    micro_batches = list(islice(iterator, steps))
-    return _Drawn(micro_batches, exhausted=len(micro_batches) < steps)
-
-
-def _cut(batch: Any, length: int | None, parts: int | None, largest: int | None) -> _Drawn:
-    length = batch_length(batch) if length is None else operator.index(length)
-    sizes = cut_evenly(length, parts=parts, largest=largest)
-    return _Drawn(list(cut_batch(batch, sizes, length)), lengths=sizes)
-
-
-def _to_numbers(values: list[Any]) -> list[float]:
-    """Numbers of numbers and 0-d tensors, with one read for all tensors of a device."""
-    tensors = [value.detach().reshape(()) for value in values if isinstance(value, Tensor)]
-    if tensors:
-        read = iter(torch.stack([tensor.to(tensors[0].device) for tensor in tensors]).tolist())
-        values = [next(read) if isinstance(value, Tensor) else value for value in values]
-    return list(map(float, values))
+def _read(values: list[Any]) -> list[Any]:
+    """The values with numbers in the place of one-element tensors: one read for all of them."""
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
+    if not tensors:
+        return values
+    device = next(iter(tensors.values())).device
+    wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
+    read = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()]).tolist()
+    return [dict(zip(tensors, read, strict=True)).get(i, value) for i, value in enumerate(values)]
 
 
 def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
@@ -420,7 +445,7 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
         window = owner._window() if owner is not None and owner._window is not None else None
         if owner is None or owner._stepping or window is None:
             return
-        if window.stage in (Stage.RUNNING, Stage.COMPLETE):
+        if window._stage in (Stage.RUNNING, Stage.COMPLETE):
             raise DistaccumError(
                 "optimizer.step() before the window's own: the gradients in it belong to the window; call "
                 "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "

@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from torch import Tensor
 
-Count = Callable[[Any], "float | Tensor"]
+Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 
 
 def count_samples(batch: Any) -> int:
@@ -120,8 +120,8 @@ def _has_columns(item: Any, length: int) -> bool:
 
 
 def _is_column(item: list[Any] | tuple[Any, ...], length: int) -> bool:
-    """One value per sample: a list without tensors; of tuples only texts, as collating makes them."""
-    if len(item) != length or _arrays(item):
+    """One value per sample: a list without tensors of that length; of tuples only texts, as collating makes them."""
+    if len(item) != length or any(len(array.shape) and array.shape[0] == length for array in _arrays(item)):
         return False
     return isinstance(item, list) or (
         not hasattr(item, "_fields") and all(isinstance(value, str | bytes) for value in item)

@@ -20,6 +20,8 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> Tensor | Non
     """
     found: list[Tensor] = []
     for optimizer in optimizers:
+        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+            continue  # the scaler would take it for unscaled until the next update() that had something to look at
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as error:
@@ -45,9 +47,13 @@ def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> N
         gradient.mul_(factor.to(gradient.device))
 
 
-def is_finite(gradients: Sequence[Tensor], norm: Tensor | None) -> bool:
-    """Whether every element is finite; `norm` spares a pass, and this reads one flag on the host."""
-    if norm is not None and math.isfinite(norm.item()):
-        return True
-    # The largest element cannot overflow, as a sum of squares can.
-    return not gradients or math.isfinite(total_norm(gradients, math.inf).item())
+def look_at(gradients: Sequence[Tensor], norm: Tensor | None) -> tuple[bool, Tensor | None]:
+    """Whether every element is finite, and the norm. Where the norm is known one flag is read and no pass made."""
+    if not gradients or (norm is not None and math.isfinite(norm.item())):
+        return True, norm
+    largest = total_norm(gradients, math.inf)  # which cannot overflow, as a sum of squares can
+    if not math.isfinite(largest.item()):
+        return False, norm
+    if norm is not None:
+        norm = largest * total_norm([gradient / largest for gradient in gradients], 2.0)
+    return True, norm

@@ -91,9 +91,9 @@ class Offer:
     drawn: int  # micro-batches that the loader gave
     kept: int  # those with a count above 0
     exhausted: bool  # the loader has no more
-    whole: bool  # the last micro-batch kept has every named count above 0
+    whole: bool  # every micro-batch that reduces has every named count above 0
+    failed: bool  # this rank could not plan, and will raise
     totals: tuple[float, ...]  # by name
-    failed: bool = False  # this rank could not plan, and will raise
 
     def to_row(self) -> list[float]:
         flags = (self.steps, self.drawn, self.kept, self.exhausted, self.whole, self.failed)
@@ -101,8 +101,9 @@ class Offer:
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Offer:
-        steps, drawn, kept, exhausted, whole, failed, *totals = row
-        return cls(int(steps), int(drawn), int(kept), bool(exhausted), bool(whole), tuple(totals), bool(failed))
+        steps, drawn, kept, *flags = map(int, row[:6])
+        exhausted, whole, failed = map(bool, flags)
+        return cls(steps, drawn, kept, exhausted, whole, failed, totals=tuple(row[6:]))
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ class Plan:
 
     counts: dict[str, float]  # the global denominators
     kept: tuple[int, ...]  # micro-batches by rank
-    whole: bool  # no rank leaves a term out of its last backward
+    whole: bool  # no rank leaves a term out of a backward that reduces
     empty: bool  # no rank drew anything: the epoch is over
     exhausted: bool  # no rank has more
 

@@ -58,5 +58,10 @@ class Update:
         more = ("stepped", "reason", "seconds", "noise_scale")
         return {name: getattr(self, name) for name in public + more}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Read numbers travel; a running reduction does not."""
+        read = {"losses": self.losses, "loss": self.loss, "grad_norm": self.grad_norm}
+        return {**self.__dict__, **read, "_terms": None, "_reduction": None, "_norm": None}
+
     def __repr__(self) -> str:
         return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"

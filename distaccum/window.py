@@ -98,8 +98,8 @@ class Window:
     ) -> None:
         self.index = index
         self.counts = dict(plan.counts)
-        self.plan = plan
-        self.started = time.perf_counter()
+        self._plan = plan
+        self._started = time.perf_counter()
         self._owner = owner
         self._engine = engine
         self._micro_batches = micro_batches
@@ -108,19 +108,20 @@ class Window:
         self._several = len(self._names) > 1
         shares = {ns: self._shares_of(ns, plan, reductions) for ns in set(counts)}
         self._shares = [shares[ns] for ns in counts]
-        self.parameters = parameters
+        self._parameters = parameters
         self._num_early = num_early  # so many first micro-steps reduce too
         self._watched = watched
         self._scaler = scaler
 
-        self.stage = Stage.PLANNED
+        self._stage = Stage.PLANNED
         self._position = -1
         self._turn = DONE
         self._more_parts = False
+        self._is_first = True  # no backward came yet
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
         self._weights: dict[str, dict[float, _Weight]] = {name: {} for name in self._names}  # by share
         self._marks: list[_Mark] = []
-        self._asked_for_next = False
+        self._may_go = False  # without an error, when another window is asked for
         self._device = parameters[0].device
         self._wide = torch.float32 if self._device.type == "mps" else torch.float64  # which Apple's GPUs lack
 
@@ -132,11 +133,11 @@ class Window:
 
         Left early, by `break` or an exception, the window is discarded.
         """
-        if self.stage is not Stage.PLANNED:
+        if self._stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self._describe()}; a window is iterated once")
-        self.stage = Stage.RUNNING
+        self._stage = Stage.RUNNING
         try:
-            if not self.plan.nothing:
+            if not self._plan.nothing:
                 self._owner._begin(self)
             micro_batches, self._micro_batches = self._micro_batches, []
             micro_batches.reverse()
@@ -144,21 +145,22 @@ class Window:
                 self._position += 1
                 self._turn = WAITING
                 yield micro_batches.pop()  # not kept: what is done with can be freed
-                if self._turn or self._more_parts or self._several or self.stage is Stage.LEFT:
+                if self._turn or self._more_parts or self._several or self._stage is Stage.LEFT:
                     self._end_of_micro_batch()
             self._check_gradients()
-            if not self.plan.nothing:
+            if not self._plan.nothing:
                 self._owner._complete(self)
                 self._engine.release()
-            self.stage = Stage.COMPLETE
+            self._stage = Stage.COMPLETE
         finally:
-            if self.stage is not Stage.COMPLETE:
+            if self._stage is not Stage.COMPLETE:
                 self.discard()
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yields `items`; each gets a backward of its own, so that one graph lives at a time.
 
-        The gradients add up. Where this is the last micro-batch, only the last item's backward reduces.
+        The gradients add up. Where this is the last micro-batch, only the last item's backward reduces. Items are
+        drawn one ahead, so let them be names of tasks or slices, and compute the losses in the loop.
         """
         if self._turn != WAITING:
             raise DistaccumError(f"parts() {self._where()}, expected it in a micro-batch that had no backward yet")
@@ -189,6 +191,8 @@ class Window:
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
         if self._turn != WAITING:
             self._refuse_backward()
+        if self._is_first and self._engine.stale(self._parameters, in_window=True):
+            self._lose("gradients came into the window that its backward() did not make")
         for mark in self._marks:
             if mark.parameter.grad is not mark.gradient or mark.version != (
                 -1 if mark.gradient is None else mark.gradient._version
@@ -207,7 +211,7 @@ class Window:
             self._turn = TORN
             self._engine.backward((loss,), (weight.seed,), reduce)
             weight.losses.append(loss.detach())
-        self._turn = DONE
+        self._turn, self._is_first = DONE, False
         for mark in self._marks or self._mark_gradients():
             mark.gradient = gradient = mark.parameter.grad
             mark.version = gradient._version if gradient is not None else -1
@@ -218,6 +222,8 @@ class Window:
             _refuse_loss(loss)
         weight = self._weights[name].get(share)
         if weight is None or weight.dtype is not loss.dtype or weight.device != loss.get_device():
+            if loss.is_complex():
+                raise TypeError(f"backward() got a loss in {loss.dtype}, expected a real number; take .real or .abs()")
             if loss.dtype in HALF:
                 if torch.tensor(share, dtype=loss.dtype).item() != share:
                     self._owner._warn(
@@ -252,7 +258,7 @@ class Window:
 
     def step(self) -> Update:
         """Clips, steps, updates the scaler, steps the schedule, clears the gradients, and says what it did."""
-        if self.stage is not Stage.COMPLETE:
+        if self._stage is not Stage.COMPLETE:
             raise DistaccumError(
                 f"step() on a window that is {self._describe()}; step once, after the loop over its micro-batches"
             )
@@ -260,39 +266,39 @@ class Window:
 
     def discard(self) -> None:
         """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
-        if self.stage in (Stage.STEPPED, Stage.LEFT):
+        if self._stage in (Stage.STEPPED, Stage.LEFT):
             return
-        touched = self.stage is not Stage.PLANNED
-        self.stage, self._turn = Stage.LEFT, DONE
+        touched = self._stage is not Stage.PLANNED
+        self._stage, self._turn = Stage.LEFT, DONE
         if touched:
             self._engine.release()
-            self._engine.clear(self.parameters)
+            self._engine.clear(self._parameters)
             if self._scaler is not None and any(self._weights.values()):
                 # The caller may have unscaled; without this the scaler would not do it in the next window.
                 self._scaler.update(self._scaler.get_scale())
         self._forget()
 
-    def orphan(self) -> None:
+    def _let_go(self) -> None:
         """Nobody will ask whether this window was stepped: it still can be, and goes when another comes."""
-        self._asked_for_next = True
+        self._may_go = True
 
-    def close(self) -> None:
+    def _close(self) -> None:
         """The window has been stepped."""
-        self.stage = Stage.STEPPED
-        self._engine.clear(self.parameters)
+        self._stage = Stage.STEPPED
+        self._engine.clear(self._parameters)
         self._forget()
 
-    def make_way(self) -> None:
+    def _make_way(self) -> None:
         """Another window is wanted: an error, once, while this one holds gradients. Asked again, it goes."""
-        if self.stage in (Stage.RUNNING, Stage.COMPLETE) and not self._asked_for_next:
-            self._asked_for_next = True
+        if self._stage in (Stage.RUNNING, Stage.COMPLETE) and not self._may_go:
+            self._may_go = True
             raise DistaccumError(
                 f"another window was asked for while one is {self._describe()}; finish its loop and call its "
                 "step(), or discard() it (asking once more discards it)"
             )
         self.discard()
 
-    def terms(self) -> Tensor:
+    def _terms(self) -> Tensor:
         """The losses by name, weighted, on the device: what the ranks add up for the record."""
         return torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
 
@@ -300,11 +306,11 @@ class Window:
         used = [weight for weight in weights if weight.losses]
         if not used:
             return torch.zeros((), dtype=self._wide, device=self._device)
-        losses = torch.stack([loss for weight in used for loss in weight.losses]).to(self._wide)
+        losses = torch.stack([loss for weight in used for loss in weight.losses]).to(self._device, self._wide)
         if len(used) == 1:
-            return losses.sum() * used[0].share
+            return losses.sum() * used[0].share.to(self._device)
         shares = torch.stack([weight.share for weight in used for _ in weight.losses])
-        return torch.dot(losses, shares.to(self._wide))
+        return torch.dot(losses, shares.to(self._device, self._wide))
 
     def _shares_of(self, counts: Counts, plan: Plan, reductions: Mapping[str, Reduction]) -> Counts:
         totals, divisor = plan.counts, self._engine.divisor
@@ -314,7 +320,7 @@ class Window:
         ]
 
     def _end_of_micro_batch(self) -> None:
-        if self.stage is Stage.LEFT:
+        if self._stage is Stage.LEFT:
             raise DistaccumError(f"this window is {self._describe()}")
         if self._more_parts:
             raise DistaccumError("parts() was left before its last item; go through all of them")
@@ -350,7 +356,7 @@ class Window:
                     "gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)"
                 )
 
-    def refuse_cleared_gradients(self) -> None:
+    def _refuse_cleared_gradients(self) -> None:
         """After the loop the caller may change gradients, but not throw them away."""
         if any(mark.parameter.grad is None for mark in self._marks):
             self._lose("gradients were cleared between the window's loop and its step()")
@@ -363,7 +369,7 @@ class Window:
         )
 
     def _refuse_backward(self) -> NoReturn:
-        if self.stage is not Stage.RUNNING:
+        if self._stage is not Stage.RUNNING:
             raise DistaccumError(
                 f"backward() on a window that is {self._describe()}; call it in the loop over its micro-batches"
             )
@@ -387,7 +393,7 @@ class Window:
             Stage.COMPLETE: "complete but not stepped",
             Stage.STEPPED: "stepped already",
             Stage.LEFT: "discarded (its loop was left, or another window was asked for)",
-        }[self.stage]
+        }[self._stage]
 
     def _forget(self) -> None:
         self._micro_batches, self._weights, self._marks = [], {}, []

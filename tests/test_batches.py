@@ -123,6 +123,12 @@ def test_a_tie_is_an_error_that_says_how_to_break_it():
     assert (len(first["a"]), len(first["b"]), len(second["b"])) == (4, 3, 3)
 
 
+def test_a_list_of_one_tensor_per_sample_is_cut_where_the_length_is_said():
+    batch = {"images": [torch.zeros(3, 4, 4) for _ in range(5)], "labels": torch.arange(5)}
+    first, second = split(batch, length=5, steps=2)
+    assert (len(first["images"]), len(second["images"]), second["labels"].tolist()) == (2, 3, [2, 3, 4])
+
+
 def test_a_length_that_nothing_has_is_an_error():
     with pytest.raises(ValueError, match=r"length=3.*nothing"):
         split({"a": torch.zeros(4, 2)}, length=3, steps=2)

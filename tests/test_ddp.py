@@ -380,6 +380,47 @@ def test_parameters_that_some_or_no_ranks_use(ranks, view):
         assert [unchanged for _, unchanged in outcomes] == [False, False, True, False], "weight decay leaves it alone"
 
 
+def unused_after_a_window_that_ddp_did_not_reduce(kind, view):
+    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
+    rank, outcomes = dist.get_rank(), []
+    batches = [[make_batch(2, seed=2 * r + i) for i in range(2)] for r in range(2)]
+
+    def run(mine, used_by, *, leave=False):
+        window = accumulator.window(mine)
+        for batch in window:
+            window.backward(ddp(batch["x"], two=rank in used_by).square().mean())
+            if leave:
+                break
+        return window
+
+    if kind == "left":
+        run(batches[rank], {0, 1}, leave=True)
+    else:
+        run(batches[rank] if rank == 0 else [], {0, 1}).step()
+    for used_by in [set(), {1}, set(), {0, 1}]:
+        before = ddp.module.two.weight.detach().clone()
+        plain = copy.deepcopy(ddp.module)
+        plain.zero_grad()
+        for r in range(2):
+            for batch in batches[r]:
+                (plain(batch["x"], two=r in used_by).square().mean() / 4).backward()
+        window = run(batches[rank], used_by)
+        wrong = error(gradient(ddp), gradient(plain))
+        window.step()
+        outcomes.append((wrong, torch.equal(ddp.module.two.weight, before)))
+    return outcomes
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
+@pytest.mark.parametrize("kind", ["left", "dry"])
+def test_a_parameter_unused_after_a_window_that_ddp_did_not_reduce(ranks, kind, view):
+    """DDP remembers who took part until it reduces, and would fail on the missing gradient."""
+    for outcomes in ranks(2).run(unused_after_a_window_that_ddp_did_not_reduce, kind, view):
+        assert all(wrong <= 1e-12 for wrong, _ in outcomes)
+        assert [unchanged for _, unchanged in outcomes] == [True, False, True, False]
+
+
 def a_head_that_only_one_loss_reaches():
     rank = dist.get_rank()
     ddp = DistributedDataParallel(TwoHeads())
@@ -417,6 +458,71 @@ class TwoHeads(nn.Module):
 
 def cross_entropy(logits, batch):
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+
+def a_part_left_out_of_the_last_micro_batch(find_unused, sync, empty_on):
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=find_unused)
+    count = {"tokens": count_tokens("labels"), "samples": count_samples}
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), count=count, sync=sync)
+    wrongs = []
+    for position in [2, 0]:  # of the micro-batch without tokens
+        batches = [[make_batch(2, seed=10 * r + i) for i in range(3)] for r in range(2)]
+        for r in empty_on:
+            batches[r][position] = make_batch(3, seed=5, kept=0.0)
+        window = accumulator.window(batches[rank])
+        for batch in window:
+            for task in window.parts(["samples", "tokens"]):
+                logits, router = ddp(batch["x"])
+                if find_unused:  # only this task's head takes part
+                    loss = cross_entropy(logits, batch) if task == "tokens" else router.square().mean()
+                else:
+                    loss = (
+                        cross_entropy(logits, batch) if task == "tokens" else router.square().mean() + 0 * logits.sum()
+                    )
+                    loss = loss + 0 * router.sum()
+                window.backward(**{task: loss})
+        plain = copy.deepcopy(ddp.module)
+        plain.zero_grad()
+        everything = {key: torch.cat([b[key] for bs in batches for b in bs]) for key in batches[0][0]}
+        logits, router = plain(everything["x"])
+        (cross_entropy(logits, everything) + router.square().mean()).backward()
+        wrongs.append(error(gradient(ddp), gradient(plain)))
+        window.step()
+    return wrongs
+
+
+@pytest.mark.parametrize("empty_on", [[0, 1], [1]], ids=str)
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("find_unused", [True, False])
+def test_a_part_without_a_count_is_left_out(ranks, find_unused, sync, empty_on):
+    for wrongs in ranks(2).run(a_part_left_out_of_the_last_micro_batch, find_unused, sync, empty_on):
+        assert max(wrongs) <= 1e-12
+
+
+def one_rank_leaves_a_model_out():
+    rank = dist.get_rank()
+    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
+    optimizers = [SGD(one.parameters(), lr=0.0), SGD(two.parameters(), lr=0.0)]
+    accumulator = Accumulator([one, two], optimizers)
+    wrongs = []
+    for _ in range(2):
+        batches = [[make_batch(2, seed=10 * r + i) for i in range(2)] for r in range(2)]
+        window = accumulator.window(batches[rank])
+        plain = trunk()
+        for batch in window:
+            loss = loss_of(one, batch)
+            window.backward(loss + loss_of(two, batch) if rank == 0 else loss)
+        for batch in batches[0]:
+            (loss_of(plain, batch) / 4).backward()
+        wrongs.append(error(gradient(two), gradient(plain)))
+        window.step()
+    return wrongs
+
+
+def test_a_model_that_only_one_rank_uses_is_exact(ranks):
+    for wrongs in ranks(2).run(one_rank_leaves_a_model_out):
+        assert max(wrongs) <= 1e-12
 
 
 def test_a_term_left_out_of_the_last_backward_is_reduced_by_the_library(ranks):

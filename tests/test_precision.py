@@ -121,6 +121,21 @@ def test_several_optimizers_share_a_scaler_each_unscaled_once():
     assert scaler.get_scale() == 2.0**10
 
 
+def test_an_optimizer_without_gradients_is_unscaled_when_it_has_some():
+    model = trunk()
+    optimizer = SGD(model[1].parameters(), lr=1.0)
+    accumulator = Accumulator(model, optimizer, scaler=GradScaler("cpu"))
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(model[0](batch["x"]).square().mean())
+    assert window.step().stepped
+    before = weights(model[1])
+    run_window(accumulator.window(BATCHES), model).step()
+    plain = trunk()
+    loss_of(plain, join(BATCHES)).backward()
+    assert error(before - weights(model[1]), gradient(plain[1])) <= 1e-12
+
+
 def test_a_disabled_scaler_is_no_scaler():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), scaler=GradScaler("cpu", enabled=False))
@@ -246,13 +261,16 @@ def test_a_caller_who_steps_is_told_before_the_step():
 
 
 def test_large_finite_gradients_are_finite():
-    """Their sum of squares overflows, and they do not."""
+    """Their sum of squares overflows, and they do not: clipped to a norm of 1, not to 0."""
     model = nn.Linear(4, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), max_norm=math.inf)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
+    before = weights(model)
     window = accumulator.window([torch.full((2, 4), 1e30)])
     for batch in window:
         window.backward(model(batch).mean())
-    assert window.step().stepped
+    update = window.step()
+    assert update.grad_norm == pytest.approx(2e30)
+    assert float((before - weights(model)).norm()) == pytest.approx(1.0)
 
 
 def one_rank_is_poisoned(on_nonfinite):

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import math
+import pickle
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
@@ -486,6 +490,9 @@ def schedule(optimizer):
         ({"optimizer": []}, ValueError, "optimizer=\\[\\], expected"),
         ({"optimizer": SGD}, TypeError, "expected a optimizer"),
         ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
+        ({"optimizer": LBFGS}, TypeError, "LBFGS needs a closure"),
+        ({"optimizer": None, "scaler": GradScaler("cpu"), "scheduler": StepLR}, ValueError, "cannot be seen"),
+        ({"model": nn.Tanh()}, ValueError, "no parameters"),
         ({"model": []}, ValueError, "model=\\[\\], expected"),
         ({"model": "net"}, TypeError, "model='net' is a str"),
     ],
@@ -494,8 +501,12 @@ def test_a_wrong_argument_is_told_at_once(options, kind, message):
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
     options = {"model": model, "optimizer": optimizer, **options}
-    if callable(options.get("scheduler")):
+    if options.get("scheduler") is StepLR:
+        options["scheduler"] = StepLR(optimizer, 1)
+    elif callable(options.get("scheduler")):
         options["scheduler"] = options["scheduler"](optimizer)
+    if options["optimizer"] is LBFGS:
+        options["optimizer"] = LBFGS(model.parameters())
     with pytest.raises(kind, match=message):
         Accumulator(options.pop("model"), options.pop("optimizer"), **options)
 
@@ -516,7 +527,7 @@ def test_windows_needs_a_number_and_split_a_size():
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
 def test_a_count_must_be_a_number_of_things(value):
     _, _, accumulator = make(count=lambda batch: value)
-    with pytest.raises(ValueError, match=f"count gave {float(value)} for 'count' in micro-batch 0"):
+    with pytest.raises(ValueError, match=f"count gave {value} for 'count' in micro-batch 0"):
         accumulator.window(BATCHES)
 
 
@@ -620,3 +631,155 @@ def test_the_state_goes_on_at_a_window_edge():
     other.load_state_dict(accumulator.state_dict())
     assert other.index == 2
     assert len(next(other.windows(BATCHES * 2))) == 3
+
+
+def stray_backward(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        loss_of(model, micro_batch).backward()
+        window.backward(loss_of(model, micro_batch))
+
+
+def complex_loss(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(torch.complex(loss_of(model, micro_batch), loss_of(model, micro_batch)))
+
+
+@pytest.mark.parametrize(
+    ("misuse", "kind", "message"),
+    [
+        (stray_backward, DistaccumError, r"gradients came into the window that its backward\(\) did not make"),
+        (complex_loss, TypeError, "complex128, expected a real number"),
+    ],
+)
+def test_what_would_corrupt_the_gradient_in_silence_is_seen(misuse, kind, message):
+    model, optimizer, accumulator = make(steps=3)
+    with pytest.raises(kind, match=message):
+        misuse(accumulator, model, optimizer)
+    next_is_exact(accumulator, model)
+
+
+def test_an_update_whose_step_failed_is_not_stepped_again():
+    model, optimizer, accumulator = make()
+
+    def fail(*_):
+        raise RuntimeError("no memory for the state")
+
+    handle = optimizer.register_step_pre_hook(fail)
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(RuntimeError, match="no memory"):
+        window.step()
+    handle.remove()
+    with pytest.raises(DistaccumError, match="discarded"):
+        window.step()
+    next_is_exact(accumulator, model)
+
+
+def test_a_schedule_that_fails_does_not_step_the_weights_twice():
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = LambdaLR(optimizer, lambda n: 1.0 if n == 0 else 1 / 0)
+    accumulator = Accumulator(model, optimizer, scheduler=schedule)
+    before = weights(model)
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(ZeroDivisionError):
+        window.step()
+    with pytest.raises(DistaccumError, match="stepped already"):
+        window.step()
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_parameters_that_come_later_are_cleared_too():
+    model, optimizer, accumulator = make()
+    run_window(accumulator.window(BATCHES), model).step()
+    model.append(nn.Linear(4, 4).double())
+    optimizer.add_param_group({"params": model[-1].parameters()})
+    for _ in range(2):
+        run_window(accumulator.window(BATCHES), model).step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_planning_error_keeps_nothing_alive():
+    _, _, accumulator = make(count=lambda batch: -1)
+    batch = torch.zeros(2, 3)
+    alive = weakref.ref(batch)
+    gc.disable()
+    try:
+        with contextlib.suppress(ValueError):
+            accumulator.window([batch])
+        del batch
+        assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_what_is_done_with_is_freed():
+    model, _, accumulator = make()
+    window = accumulator.window([make_batch(1, seed=i) for i in range(3)])
+    seen = []
+    for micro_batch in window:
+        assert [alive() for alive in seen] == [None] * len(seen), (
+            "neither micro-batches nor losses with their graphs pile up"
+        )
+        loss = loss_of(model, micro_batch)
+        window.backward(loss)
+        seen += [weakref.ref(micro_batch["x"]), weakref.ref(loss)]
+        del micro_batch, loss
+
+
+def test_an_update_can_be_copied_and_pickled():
+    model, _, accumulator = make(max_norm=math.inf)
+    update = run_window(accumulator.window(BATCHES), model).step()
+    for copied in (copy.deepcopy(update), pickle.loads(pickle.dumps(update))):
+        assert copied.as_dict() == update.as_dict()
+        assert repr(copied) == repr(update)
+
+
+@pytest.mark.parametrize("value", ["8", None, [2], 1 + 2j, torch.ones(2)])
+def test_a_count_that_is_no_number_is_named(value):
+    _, _, accumulator = make(count=lambda batch: value)
+    with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0, expected a finite number"):
+        accumulator.window(BATCHES)
+
+
+def test_large_counts_stay_exact():
+    counts = iter([torch.tensor(16777217), torch.tensor(1.0)])
+    _, _, accumulator = make(count=lambda batch: next(counts))
+    assert accumulator.window(BATCHES[:2]).counts == {"count": 16777218}
+
+
+def test_a_loader_is_not_asked_again_when_it_ended():
+    """Some start anew then."""
+    asked = []
+
+    class Loader:
+        def __iter__(self):
+            return self
+
+        def __next__(self):
+            asked.append(len(asked))
+            if len(asked) == 2:
+                raise StopIteration
+            return BATCHES[0]
+
+    model, _, accumulator = make(steps=3)
+    assert [len(run_window(window, model).step().counts) for window in accumulator.windows(Loader())] == [1]
+    assert len(asked) == 2
+
+
+def a_ramp_fails_on_one_rank():
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=lambda index: 2 if rank == 0 else None)
+    try:
+        next(accumulator.windows(BATCHES))
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"[:40]
+    return None
+
+
+def test_a_ramp_that_fails_on_one_rank_is_heard_on_all(ranks):
+    zero, one = ranks(2).run(a_ramp_fails_on_one_rank)
+    assert zero.startswith("DistaccumError: rank 1 could not plan")
+    assert one.startswith("TypeError: steps(0)=None is a NoneType")

@@ -62,6 +62,6 @@ class Engine(ABC):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         """No gradient remains, nor anything that would count as one."""
 
-    def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether gradients stand that `clear` did not leave."""
+    def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
+        """Whether gradients stand that `clear` did not leave; `in_window`: that no backward of it made."""
         return any(parameter.grad is not None for parameter in parameters)

@@ -4,10 +4,9 @@ DDP decides in forward whether its next backward reduces. Here every forward of 
 reduction off, and it is armed right before the backward that shall reduce, with the call that DDP's own
 forward makes. So it does not matter where the caller's forward stands, nor how many backwards follow it.
 
-Three kinds of window do not leave the reduction to DDP's last backward, and are averaged by hand after it
-(same result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a loss term out
-(unless DDP looks for unused parameters), and the first window of a static graph (whose first backward DDP
-must see, pytorch#143580).
+Three kinds of window do not leave the reduction to DDP's last backward, and are averaged by hand after it (same
+result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a
+loss term out, and the first window of a static graph (whose first backward DDP must see, pytorch#143580).
 """
 
 from __future__ import annotations
@@ -59,10 +58,13 @@ class DDPEngine(Engine):
         }
         self._zeroed: dict[int, Mark] = {}
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
+        self._graph_is_torn = False
         self._found: list[bool] = []  # flags as they were before the window
         self._armed: list[DistributedDataParallel] = []
         self._by_hand: list[nn.Parameter] = []
         self._reduces = False
+        self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
+        self._unreduced: list[DistributedDataParallel] = []  # those of them that saw a backward and did not reduce
 
     def gather(self, row: list[float]) -> list[list[float]]:
         mine = torch.tensor(row, dtype=torch.float64)
@@ -95,6 +97,11 @@ class DDPEngine(Engine):
                 "the longer ranks would wait for ever; give all ranks as many micro-batches, or freeze its "
                 "statistics with eval()"
             )
+        if self._graph_is_torn:
+            raise DistaccumError(
+                "the first backward of a DDP with static_graph=True failed, and DDP keeps what it saw of it; wrap the "
+                "model anew and make a new Accumulator"
+            )
         if plan.some_rank_is_dry and self._unseen_graphs:
             raise DistaccumError(
                 f"ranks have {list(plan.kept)} micro-batches, and DDP with static_graph=True must see a backward "
@@ -104,8 +111,7 @@ class DDPEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
-        whole = plan.whole or all(wrapper.find_unused_parameters for wrapper in self.wrappers)
-        self._reduces = whole and not plan.some_rank_is_dry and not self._unseen_graphs
+        self._reduces = plan.whole and not plan.some_rank_is_dry and not self._unseen_graphs
         if not self._reduces:
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
             if self._zeroed:
@@ -125,24 +131,35 @@ class DDPEngine(Engine):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
             self._armed = self._unseen_graphs  # by DDP itself, in the forward
+            self._graph_is_torn = True
             torch.autograd.backward(losses, seeds)
+            self._graph_is_torn = False
             for wrapper in self._unseen_graphs:
                 wrapper.require_backward_grad_sync = False
             self._armed, self._unseen_graphs = [], []
         elif reduce and self._reduces:
             before = [self._marks(wrapper) for wrapper in self.wrappers]
-            self._arm(losses)
+            losses, seeds = self._arm(losses, seeds)
             torch.autograd.backward(losses, seeds)
             self._settle(before)
         else:
+            self._unreduced = self._searching
             torch.autograd.backward(losses, seeds)
 
-    def _arm(self, losses: Sequence[Tensor]) -> None:
+    def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Reductions start in the next backward, from the roots that this gives."""
+        roots, seeds = list(losses), list(seeds)
+        for wrapper in self._searching:
+            # DDP starts with the first of its parameters that backward reaches, on each rank or the ranks part.
+            # This reaches one, and gives it no gradient.
+            root = _Reach.apply(next(p for p in self._covered[wrapper].values() if p.requires_grad))
+            roots.append(root)
+            seeds.append(torch.zeros_like(root))
         self._armed = self.wrappers
         for wrapper in self.wrappers:
-            searches = wrapper.find_unused_parameters and not wrapper.static_graph
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
-            wrapper.reducer.prepare_for_backward(list(losses) if searches else [])
+            wrapper.reducer.prepare_for_backward(roots if wrapper in self._searching else [])
+        return roots, seeds
 
     def _settle(self, before: Sequence[list[Mark]]) -> None:
         for wrapper, marks in zip(self.wrappers, before, strict=True):
@@ -152,26 +169,27 @@ class DDPEngine(Engine):
             except RuntimeError as error:
                 raise DistaccumError(self._what_is_missing(wrapper, str(error))) from error
             wrapper.require_backward_grad_sync = False
-            if all(_same(mark, now) for mark, now in zip(marks, self._marks(wrapper), strict=True)):
-                # Not one of its parameters was in this backward (that of another part, or model).
+            if wrapper not in self._searching and all(
+                _same(mark, now) for mark, now in zip(marks, self._marks(wrapper), strict=True)
+            ):
+                # Not one of its parameters was in this backward (of another part, or model).
                 _disarm(wrapper)
                 self._by_hand += self._covered[wrapper].values()
-        self._armed = []
+        self._armed, self._unreduced = [], []
 
     def _marks(self, wrapper: DistributedDataParallel) -> list[Mark]:
         """What changes when DDP reduces: of one parameter where all must take part, else of all."""
         parameters = list(self._covered[wrapper].values())
-        optional = wrapper.find_unused_parameters or wrapper.static_graph
-        return [_mark(parameter) for parameter in (parameters if optional else parameters[:1])]
+        return [_mark(parameter) for parameter in (parameters if wrapper.static_graph else parameters[:1])]
 
     def _what_is_missing(self, wrapper: DistributedDataParallel, message: str) -> str:
         found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
         names = list(self._covered[wrapper])
         missing = [names[int(i)] for i in found[1].split()] if found else ["a parameter"]
         return (
-            f"{listed(missing)} took no part in the last backward of the window, which is the one that "
-            "reduces, so DDP did not reduce it; pass find_unused_parameters=True to DDP (parameters that a "
-            "micro-batch may leave out are then exact), or use all of them in each micro-batch"
+            f"{listed(missing)} took no part in the last backward of the window (or an early one, under sync='every'), "
+            "which is the one that reduces, so DDP did not reduce it; pass find_unused_parameters=True to DDP "
+            "(parameters that a micro-batch leaves out are then exact), or use all of them in each micro-batch"
         )
 
     def finish(self) -> None:
@@ -179,12 +197,14 @@ class DDPEngine(Engine):
             average_by_hand(self._by_hand, self._is_zeroed, self.group, self._host_group)
 
     def release(self) -> None:
-        for wrapper in self._armed:
+        # Where DDP looks for unused parameters it remembers who took part until it reduces, and would take them
+        # for used in the next window.
+        for wrapper in {*self._armed, *self._unreduced}:
             _disarm(wrapper)
         for wrapper, found in zip(self.wrappers, self._found, strict=False):
             wrapper.require_backward_grad_sync = found
             wrapper.require_forward_param_sync = True
-        self._armed, self._by_hand, self._found = [], [], []
+        self._armed, self._unreduced, self._by_hand, self._found = [], [], [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         views: dict[int, Tensor] = {}
@@ -197,8 +217,14 @@ class DDPEngine(Engine):
             torch._foreach_zero_(list(views.values()))  # as Optimizer.zero_grad does
         self._zeroed = {of: (view, view._version) for of, view in views.items()}
 
-    def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
-        return any(p.grad is not None and not self._is_zeroed(p) for p in parameters)
+    def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
+        for parameter in parameters:
+            if parameter.grad is not None and not self._is_zeroed(parameter):
+                view, _ = self._zeroed.get(id(parameter), (None, 0))
+                # A forward of the window may have rebuilt the buckets: other views, and still zero.
+                if not in_window or view is None or view is parameter.grad:
+                    return True
+        return False
 
     def _is_zeroed(self, parameter: nn.Parameter) -> bool:
         return id(parameter) in self._zeroed and _same(self._zeroed[id(parameter)], _mark(parameter))
@@ -253,8 +279,20 @@ def _synchronises_forward(model: nn.Module) -> bool:
     return any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules())
 
 
+class _Reach(torch.autograd.Function):
+    """A root whose backward reaches a parameter with no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor) -> Tensor:
+        return parameter.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
 def _disarm(wrapper: DistributedDataParallel) -> None:
-    """DDP would reduce in the next backward, or refuse the next forward, after one that did not end."""
+    """DDP forgets the backwards that it did not reduce, and one that did not end."""
     wrapper.reducer._reset_state()  # private: what DDP._update_process_group does to start afresh
     wrapper._has_rebuilt_buckets = False
 
@@ -322,11 +360,14 @@ def _kind(parameter: nn.Parameter, is_zeroed: Any) -> int:
 
 def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
     for gradient in gradients:
-        bucket = by_kind.setdefault((gradient.device, gradient.dtype), [])
-        bucket.append(gradient)
-        if sum(g.numel() for g in bucket) * gradient.element_size() >= BUCKET_BYTES:
-            yield by_kind.pop((gradient.device, gradient.dtype))
+        kind = gradient.device, gradient.dtype
+        by_kind.setdefault(kind, []).append(gradient)
+        sizes[kind] = sizes.get(kind, 0) + gradient.numel() * gradient.element_size()
+        if sizes[kind] >= BUCKET_BYTES:
+            yield by_kind.pop(kind)
+            del sizes[kind]
     yield from by_kind.values()
 
 
