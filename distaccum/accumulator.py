@@ -297,7 +297,7 @@ class Accumulator:
         else:
             terms = window._terms()
             reduction = self._engine.sum_over_ranks(terms)
-            reason, norm = self._step(window, terms, reduction)
+            reason, norm = self._step_optimizers(window, terms, reduction)
         window._close()
         self._unfinished = False
         self._index += 1
@@ -317,7 +317,9 @@ class Accumulator:
             _norm=norm,
         )
 
-    def _step(self, window: Window, terms: Tensor, reduction: Waitable | None) -> tuple[str | None, Tensor | None]:
+    def _step_optimizers(
+        self, window: Window, terms: Tensor, reduction: Waitable | None
+    ) -> tuple[str | None, Tensor | None]:
         """Steps every optimizer, or none and says why. Gives the norm before clipping, where it was asked for."""
         if not self._optimizers:
             return None, None

@@ -35,7 +35,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # float32: rounding, which trainin
 class Config:
     epochs: int = 12
     batch_size: int = 64
-    micro_batch_size: int = 12
+    micro_batch_size: int = 8
     lr: float = 0.2
     momentum: float = 0.9
     max_norm: float = 1.0
