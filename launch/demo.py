@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -33,6 +35,7 @@ BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # float32: rounding, which trainin
 
 @dataclasses.dataclass(frozen=True)
 class Config:
+    ranks: int = 2
     epochs: int = 12
     batch_size: int = 64
     micro_batch_size: int = 8
@@ -45,6 +48,9 @@ class Config:
 
 def main() -> int:
     config = read_config()
+    if "RANK" not in os.environ:  # not started by torchrun: start it, now that the options are known to be good
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(config.ranks), *sys.argv]
+        return subprocess.call([sys.executable, *command], env={"OMP_NUM_THREADS": "1", **os.environ})
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
     train, test = digits(config)
@@ -177,10 +183,16 @@ def flat(tensors: list[Any]) -> Tensor:
 def read_config() -> Config:
     """The file's keys, then those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, default=Path(__file__).parent.parent / "configs" / "digits.toml")
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=Path(__file__).parent.parent / "configs" / "digits.toml",
+        help="a TOML file; options beat its keys",
+    )
     known = {field.name: type(field.default) for field in dataclasses.fields(Config)}
-    for name, kind in known.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None)
+    for field in dataclasses.fields(Config):
+        option, text = f"--{field.name.replace('_', '-')}", f"where the file has none: {field.default}"
+        parser.add_argument(option, type=known[field.name], default=None, help=text)
     given = {name: value for name, value in vars(parser.parse_args()).items() if value is not None}
     path = given.pop("config")
     try:
@@ -195,6 +207,9 @@ def read_config() -> Config:
         if type(value) is not known[name] and not (known[name] is float and type(value) is int):
             stop(f"{path} has {name} = {value!r}, expected {known[name].__name__}")
     config = Config(**{**values, **given})
+    for name, value in dataclasses.asdict(config).items():
+        if not isinstance(value, str) and not value > 0 and name != "seed":
+            stop(f"{name}={value!r}, expected a number above 0")
     if config.dtype not in BOUNDS:
         stop(f"dtype={config.dtype!r}, expected one of {', '.join(BOUNDS)}")
     return config
