@@ -1,7 +1,7 @@
 """The README's code runs, and prints what it says that it prints.
 
 Each python block runs in a namespace of its own, on as many ranks as its fence says (```python ranks=2).
-A comment behind a print is what it must give, one after the other where ` | ` is between.
+Those before and after another find a model and its company made. A comment behind a print is what it must give, one after the other where ` | ` is between.
 """
 
 from __future__ import annotations
@@ -9,10 +9,15 @@ from __future__ import annotations
 import io
 import re
 import warnings
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum import Accumulator
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCKS = re.findall(r"^```python(?: ranks=(\d+))?\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
@@ -21,9 +26,26 @@ BLOCKS = re.findall(r"^```python(?: ranks=(\d+))?\n(.*?)^```", README.read_text(
 def printed_by(code):
     warnings.simplefilter("error")
     out = io.StringIO()
+    names = {} if "import" in code else made()
     with redirect_stdout(out):
-        exec(compile(code, "README.md", "exec"), {"__name__": "__main__"})
+        exec(compile(code, "README.md", "exec"), names)
     return out.getvalue().strip().splitlines()
+
+
+def made():
+    model = DistributedDataParallel(nn.Linear(20, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return {
+        "Accumulator": Accumulator,
+        "clip_grad_norm_": nn.utils.clip_grad_norm_,
+        "criterion": nn.CrossEntropyLoss(),
+        "loader": [(torch.randn(8, 20), torch.randint(0, 2, (8,))) for _ in range(6)],
+        "model": model,
+        "nullcontext": nullcontext,
+        "optimizer": optimizer,
+        "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
+        "steps": 4,
+    }
 
 
 @pytest.mark.parametrize(("num", "code"), BLOCKS, ids=[str(i) for i in range(len(BLOCKS))])
