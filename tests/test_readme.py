@@ -1,7 +1,8 @@
 """The README's code runs, and prints what it says that it prints.
 
-Each python block runs in a namespace of its own, on as many ranks as its fence says (```python ranks=2).
-Those before and after another find a model and its company made. A comment behind a print is what it must give, one after the other where ` | ` is between.
+Each python block runs in a namespace of its own, on as many ranks as its fence says (```python ranks=2). Those
+before and after another find a model and its company made. A comment behind a print is what it must give, one after
+the other where ` | ` is between.
 """
 
 from __future__ import annotations
