@@ -15,6 +15,7 @@ from problems import (
     big_batch,
     error,
     gradient,
+    join,
     loss_of,
     make_batch,
     make_net,
@@ -436,12 +437,7 @@ def a_head_that_only_one_loss_reaches():
         for batch in window:
             logits, router = ddp(batch["x"])
             window.backward(tokens=cross_entropy(logits, batch), samples=router.square().mean())
-        plain = copy.deepcopy(ddp.module)
-        plain.zero_grad()
-        everything = {key: torch.cat([b[key] for bs in batches for b in bs]) for key in batches[0][0]}
-        logits, router = plain(everything["x"])
-        (cross_entropy(logits, everything) + router.square().mean()).backward()
-        wrongs.append(error(gradient(ddp), gradient(plain)))
+        wrongs.append(error(gradient(ddp), two_heads_of_the_big_batch(batches)))
         window.step()
     return wrongs
 
@@ -454,6 +450,14 @@ class TwoHeads(nn.Module):
     def forward(self, x):
         hidden = self.net.body(x)
         return self.net.head(hidden), self.net.router(hidden)
+
+
+def two_heads_of_the_big_batch(batches):
+    plain = TwoHeads()
+    everything = join([batch for of_rank in batches for batch in of_rank])
+    logits, router = plain(everything["x"])
+    (cross_entropy(logits, everything) + router.square().mean()).backward()
+    return gradient(plain)
 
 
 def cross_entropy(logits, batch):
@@ -482,12 +486,7 @@ def a_part_left_out_of_the_last_micro_batch(find_unused, sync, empty_on):
                     )
                     loss = loss + 0 * router.sum()
                 window.backward(**{task: loss})
-        plain = copy.deepcopy(ddp.module)
-        plain.zero_grad()
-        everything = {key: torch.cat([b[key] for bs in batches for b in bs]) for key in batches[0][0]}
-        logits, router = plain(everything["x"])
-        (cross_entropy(logits, everything) + router.square().mean()).backward()
-        wrongs.append(error(gradient(ddp), gradient(plain)))
+        wrongs.append(error(gradient(ddp), two_heads_of_the_big_batch(batches)))
         window.step()
     return wrongs
 
