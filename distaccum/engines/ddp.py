@@ -152,9 +152,11 @@ class DDPEngine(Engine):
         for wrapper in self._searching:
             # DDP starts with the first of its parameters that backward reaches, on each rank or the ranks part.
             # This reaches one, and gives it no gradient.
-            root = _Reach.apply(next(p for p in self._covered[wrapper].values() if p.requires_grad))
-            roots.append(root)
-            seeds.append(torch.zeros_like(root))
+            for parameter in self._covered[wrapper].values():
+                if parameter.requires_grad:
+                    roots.append(_Reach.apply(parameter))
+                    seeds.append(torch.zeros_like(roots[-1]))
+                    break
         self._armed = self.wrappers
         for wrapper in self.wrappers:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
