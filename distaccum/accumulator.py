@@ -168,6 +168,7 @@ class Accumulator:
                 window._let_go()
                 raise
             if window._plan.exhausted:
+                window._make_way()  # else a step() forgotten on the last window would pass in silence
                 return
 
     def split(self, batch: Any, length: int | None = None) -> Window:

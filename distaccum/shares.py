@@ -136,7 +136,7 @@ def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
     if failed:
         raise DistaccumError(
             f"rank {', '.join(map(str, failed))} could not plan this window (its own error says why); "
-            "no rank has spent anything on it"
+            "no gradient was touched"
         )
     if len({offer.steps for offer in offers}) > 1:
         seen = ", ".join(f"rank {rank}: {offer.steps or 'any'}" for rank, offer in enumerate(offers))

@@ -141,10 +141,10 @@ def test_torchrun_with_one_process(tmp_path):
     assert done.stdout.split("\n")[0] == "2 {'samples': 4}"
 
 
-def models_in_parts():
+def models_in_parts(options):
     """Two models, a part each: the first is not in the backward that reduces."""
     rank = dist.get_rank()
-    one, two = DistributedDataParallel(trunk()), DistributedDataParallel(trunk())
+    one, two = DistributedDataParallel(trunk(), **options), DistributedDataParallel(trunk(), **options)
     optimizers = [SGD(one.parameters(), lr=0.0), SGD(two.parameters(), lr=0.0)]
     accumulator = Accumulator([one, two], optimizers)
     wrongs = []
@@ -159,8 +159,27 @@ def models_in_parts():
     return wrongs
 
 
-def test_a_model_that_is_not_in_the_last_part_is_reduced_too(ranks):
-    for wrongs in ranks(2).run(models_in_parts):
+@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+def test_a_model_that_is_not_in_the_last_part_is_reduced_too(ranks, option):
+    for options in ({}, {option: True}):
+        for wrongs in ranks(2).run(models_in_parts, options):
+            assert max(wrongs) <= 1e-12
+
+
+def a_model_all_frozen():
+    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
+    accumulator = Accumulator([one, two], SGD([*one.parameters(), *two.parameters()], lr=0.0))
+    two.requires_grad_(False)
+    wrongs = []
+    for index in range(2):
+        window = run_window(accumulator.window(micro_batches_of(LAYOUT, index, dist.get_rank())), one)
+        wrongs.append(error(gradient(one), gradient_of_trunk(everything(LAYOUT, index))))
+        window.step()
+    return wrongs
+
+
+def test_a_model_all_frozen_is_left_alone(ranks):
+    for wrongs in ranks(2).run(a_model_all_frozen):
         assert max(wrongs) <= 1e-12
 
 

@@ -783,3 +783,12 @@ def test_a_ramp_that_fails_on_one_rank_is_heard_on_all(ranks):
     zero, one = ranks(2).run(a_ramp_fails_on_one_rank)
     assert zero.startswith("DistaccumError: rank 1 could not plan")
     assert one.startswith("TypeError: steps(0)=None is a NoneType")
+
+
+def test_a_step_forgotten_on_the_last_window_is_an_error():
+    model, _, accumulator = make(steps=2)
+    windows = accumulator.windows(BATCHES)
+    run_window(next(windows), model).step()
+    run_window(next(windows), model)
+    with pytest.raises(DistaccumError, match="complete but not stepped"):
+        next(windows)

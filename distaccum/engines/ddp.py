@@ -130,13 +130,18 @@ class DDPEngine(Engine):
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
+            before = [self._marks(wrapper) for wrapper in self._unseen_graphs]
             self._armed = self._unseen_graphs  # by DDP itself, in the forward
             self._graph_is_torn = True
             torch.autograd.backward(losses, seeds)
             self._graph_is_torn = False
-            for wrapper in self._unseen_graphs:
-                wrapper.require_backward_grad_sync = False
-            self._armed, self._unseen_graphs = [], []
+            unseen = []
+            for wrapper, marks in zip(self._unseen_graphs, before, strict=True):
+                if all(_same(mark, now) for mark, now in zip(marks, self._marks(wrapper), strict=True)):
+                    unseen.append(wrapper)  # was not in this backward (of another part, or model)
+                else:
+                    wrapper.require_backward_grad_sync = False
+            self._armed, self._unseen_graphs = [], unseen
         elif reduce and self._reduces:
             before = [self._marks(wrapper) for wrapper in self.wrappers]
             losses, seeds = self._arm(losses, seeds)
@@ -157,14 +162,16 @@ class DDPEngine(Engine):
                     roots.append(_Reach.apply(parameter))
                     seeds.append(torch.zeros_like(roots[-1]))
                     break
-        self._armed = self.wrappers
-        for wrapper in self.wrappers:
+        self._armed = [w for w in self.wrappers if any(p.requires_grad for p in self._covered[w].values())]
+        for wrapper in self._armed:
             wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
             wrapper.reducer.prepare_for_backward(roots if wrapper in self._searching else [])
         return roots, seeds
 
     def _settle(self, before: Sequence[list[Mark]]) -> None:
         for wrapper, marks in zip(self.wrappers, before, strict=True):
+            if wrapper not in self._armed:
+                continue  # all of it is frozen
             try:
                 # Without this a missing gradient leaves ranks apart in silence, until the next window.
                 wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]  # torch's
