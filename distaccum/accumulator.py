@@ -433,8 +433,9 @@ def _read(values: list[Any]) -> list[Any]:
         return values
     device = next(iter(tensors.values())).device
     wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
-    read = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()]).tolist()
-    return [dict(zip(tensors, read, strict=True)).get(i, value) for i, value in enumerate(values)]
+    stacked = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()])
+    read = dict(zip(tensors, stacked.tolist(), strict=True))
+    return [read.get(i, value) for i, value in enumerate(values)]
 
 
 def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:

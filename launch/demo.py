@@ -57,7 +57,7 @@ def main() -> int:
     model = make_model(config)
     initial = copy.deepcopy(model)
 
-    # Each rank has every ranks-th image: not as many on each, and none twice.
+    # Each rank has every ranks-th image: none twice, so with three ranks not as many on each.
     mine = TensorDataset(torch.arange(len(train[1]))[rank::ranks], *(tensor[rank::ranks] for tensor in train))
     loader = DataLoader(mine, config.micro_batch_size, shuffle=True, generator=torch.Generator().manual_seed(rank))
     ddp = DistributedDataParallel(model)

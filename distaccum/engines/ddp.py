@@ -5,8 +5,8 @@ reduction off, and it is armed right before the backward that shall reduce, with
 forward makes. So it does not matter where the caller's forward stands, nor how many backwards follow it.
 
 Three kinds of window do not leave the reduction to DDP's last backward, and are averaged by hand after it (same
-result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a
-loss term out, and the first window of a static graph (whose first backward DDP must see, pytorch#143580).
+result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a loss term out, and the first window
+of a static graph (whose first backward DDP must see, pytorch#143580).
 """
 
 from __future__ import annotations
