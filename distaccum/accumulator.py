@@ -8,7 +8,9 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from numbers import Real
 from typing import Any, Literal, get_args
@@ -21,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch
 from .engines import Sync, choose_engine
-from .precision import clip, look_at, total_norm, unscale
+from .precision import look_at, unscale
 from .shares import (
     REDUCTIONS,
     DistaccumError,
@@ -37,7 +39,7 @@ from .shares import (
     whole_number,
 )
 from .update import Update, Waitable
-from .window import Stage, Window
+from .window import Spare, Stage, Window
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 BatchNorm = Literal["warn", "ignore"]
@@ -97,7 +99,8 @@ class Accumulator:
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._on_nonfinite = _choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._batchnorm = _choice("batchnorm", batchnorm, get_args(BatchNorm))
-        if not self._optimizers and (max_norm is not None or on_nonfinite == "skip"):
+        self._engine = choose_engine(self._models, _choice("sync", sync, get_args(Sync)))
+        if not self._optimizers and not self._engine.steps and (max_norm is not None or on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
                 "it, or clip and skip yourself before window.step()"
@@ -107,9 +110,7 @@ class Accumulator:
                 "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
                 "schedule yourself, or pass the optimizer"
             )
-        self._engine = choose_engine(self._models)
-        self._sync = _choice("sync", sync, self._engine.policies)
-        self._trained = _unique(self._of_models())
+        self._trained = self._engine.parameters()
         if not self._trained:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         if self._optimizers and not {*map(id, self._trained)} & {*map(id, self._owned())}:
@@ -122,6 +123,7 @@ class Accumulator:
         self._warned: set[str] = set()
         self._stepping = False
         self._unfinished = False
+        self._spare: Spare | None = None  # of a window whose gradient was finite
         self._window: weakref.ref[Window] | None = None
         for one in self._optimizers:
             _guard(one, self)
@@ -221,12 +223,15 @@ class Accumulator:
         except Exception as caught:  # the others wait in the gathering below; tell them first
             error = caught
         kept = [i for i, numbers in enumerate(counts) if any(numbers)]
+        whole = [i for i in kept if all(counts[i])]
         offer = Offer(
             steps=drawn.steps,
             drawn=len(drawn.micro_batches),
             kept=len(kept),
             exhausted=drawn.exhausted,
-            whole=all(all(counts[i]) for i in (kept if self._sync == "every" else kept[-1:])),
+            whole=whole == kept,
+            whole_last=whole[-1:] == kept[-1:],
+            ready=self._spare is not None,
             failed=error is not None,
             totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
         )
@@ -240,6 +245,10 @@ class Accumulator:
         if not plan.nothing:
             self._engine.check(plan)
             self._look_at_batchnorm(plan)
+        spare = self._spare
+        if kept and self._engine.in_step:
+            last = (whole or kept)[-1]
+            spare = Spare(drawn.micro_batches[last], counts[last])
         window = Window(
             self,
             self._engine,
@@ -248,7 +257,7 @@ class Accumulator:
             [counts[i] for i in kept],
             self._reductions,
             index=self._index,
-            num_early=min(plan.kept) - 1 if self._sync == "every" else 0,
+            spare=spare,
             parameters=self._parameters(),
             watched=[_owned_by(one) for one in self._optimizers] or [self._trained],
             scaler=self._scaler,
@@ -286,9 +295,10 @@ class Accumulator:
 
     def _complete(self, window: Window) -> None:
         self._engine.finish()
-        if not self._optimizers and self._scaler is None and self._on_nonfinite == "raise":
-            gradients = [p.grad for p in window._parameters if p.grad is not None]  # the caller steps next
-            if not look_at(gradients, None)[0]:
+        caller_steps = not self._optimizers and not self._engine.steps
+        if caller_steps and self._scaler is None and self._on_nonfinite == "raise":
+            finite, _ = look_at(partial(self._engine.norm, window._parameters), None)
+            if not finite:
                 raise DistaccumError(_nonfinite("gradient"))
 
     def _commit(self, window: Window) -> Update:
@@ -299,6 +309,8 @@ class Accumulator:
             terms = window._terms()
             reduction = self._engine.sum_over_ranks(terms)
             reason, norm = self._step_optimizers(window, terms, reduction)
+            if reason is None and self._engine.in_step:
+                self._spare = window._spare
         window._close()
         self._unfinished = False
         self._index += 1
@@ -313,7 +325,7 @@ class Accumulator:
             reason=reason,
             seconds=time.perf_counter() - window._started,
             _terms=terms,
-            _divisor=self._engine.divisor,
+            _divisor=window._divisor,
             _reduction=reduction,
             _norm=norm,
         )
@@ -322,19 +334,17 @@ class Accumulator:
         self, window: Window, terms: Tensor, reduction: Waitable | None
     ) -> tuple[str | None, Tensor | None]:
         """Steps every optimizer, or none and says why. Gives the norm before clipping, where it was asked for."""
-        if not self._optimizers:
+        if not self._optimizers and not self._engine.steps:
             return None, None
         window._refuse_cleared_gradients()
         stepped = [parameter for parameter in self._owned() if parameter.grad is not None]
-        gradients = [parameter.grad for parameter in stepped if parameter.grad is not None]
+        norm_of = partial(self._engine.norm, stepped)
         overflows = None
         if self._scaler is not None:
             if not len(window):
                 self._scaler.scale(terms.new_zeros(()))  # makes its scale, which on other ranks the losses made
             overflows = unscale(self._scaler, self._optimizers)
-        norm = None
-        if self._max_norm is not None:
-            norm = total_norm(gradients, 2.0) if gradients else terms.new_zeros(())
+        norm = norm_of(2.0) if self._max_norm is not None else None
 
         reason = None
         if overflows is not None:
@@ -347,7 +357,7 @@ class Accumulator:
                         window.discard()
                         raise DistaccumError(_nonfinite("loss"))
         elif self._on_nonfinite != "ignore":
-            finite, norm = look_at(gradients, norm)
+            finite, norm = look_at(norm_of, norm)
             if not finite and self._on_nonfinite == "raise":
                 window.discard()
                 raise DistaccumError(_nonfinite("gradient"))
@@ -355,11 +365,10 @@ class Accumulator:
 
         if reason is None:
             if norm is not None and self._max_norm is not None and self._max_norm < math.inf:
-                clip(stepped, self._max_norm, norm)
+                self._engine.clip(stepped, self._max_norm, norm)
             self._stepping = True
             try:
-                for optimizer in self._optimizers:
-                    optimizer.step()
+                reason = self._engine.step(self._optimizers)
             except BaseException:
                 window.discard()  # some weights may have changed: not to be stepped again
                 raise
@@ -395,10 +404,22 @@ class Accumulator:
 
     def _parameters(self) -> list[nn.Parameter]:
         """The models' and the optimizers', each once."""
-        return _unique([*self._trained, *self._owned()] if self._optimizers else self._of_models())
+        return _unique([*self._trained, *self._owned()]) if self._optimizers else self._engine.parameters()
 
-    def _of_models(self) -> Iterator[nn.Parameter]:
-        return (parameter for model in self._models for parameter in model.parameters())
+    @contextmanager
+    def _untouched_statistics(self) -> Iterator[None]:
+        """What a stand-in does to running statistics is undone: it was counted when it came first."""
+        found = [
+            (buffer, buffer.clone())
+            for _, module in self._batchnorms
+            if module.training
+            for buffer in module.buffers(recurse=False)
+        ]
+        try:
+            yield
+        finally:
+            for buffer, value in found:
+                buffer.copy_(value)
 
     def _look_at_batchnorm(self, plan: Plan) -> None:
         if self._batchnorm == "warn" and sum(plan.kept) > 1 and "batchnorm" not in self._warned:

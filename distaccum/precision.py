@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
@@ -32,28 +33,43 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> Tensor | Non
     return torch.stack([flag.to(found[0].device) for flag in found]).sum() if found else None
 
 
-def total_norm(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, as a view; any other tensor itself."""
+    to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
+    return tensor if to_local is None else to_local()
+
+
+def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = None) -> Tensor:
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    return torch.nn.utils.get_total_norm(dense, norm_type)
+    if over is not None:
+        dense = [gradient / over.to(gradient.device) for gradient in dense]
+    return torch.nn.utils.get_total_norm(dense, kind)
 
 
-def clip(parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scales gradients of norm `norm` to at most `max_norm`."""
-    sparse = [p.grad for p in parameters if p.grad is not None and p.grad.is_sparse]
-    dense = [p for p in parameters if p.grad is None or not p.grad.is_sparse]
-    torch.nn.utils.clip_grads_with_norm_(dense, max_norm, norm)
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in sparse:
-        gradient.mul_(factor.to(gradient.device))
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient.mul_(factor.to(gradient.device))
+        else:
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(local(gradient))
+    for (device, _), alike in by_kind.items():
+        torch._foreach_mul_(alike, factor.to(device))
 
 
-def look_at(gradients: Sequence[Tensor], norm: Tensor | None) -> tuple[bool, Tensor | None]:
+class Norm(Protocol):
+    """Of the whole gradient over all ranks, divided by `over`; `kind` is 2 or infinity."""
+
+    def __call__(self, kind: float, over: Tensor | None = None) -> Tensor: ...
+
+
+def look_at(norm_of: Norm, norm: Tensor | None) -> tuple[bool, Tensor | None]:
     """Whether every element is finite, and the norm. Where the norm is known one flag is read and no pass made."""
-    if not gradients or (norm is not None and math.isfinite(norm.item())):
+    if norm is not None and math.isfinite(norm.item()):
         return True, norm
-    largest = total_norm(gradients, math.inf)  # which cannot overflow, as a sum of squares can
+    largest = norm_of(math.inf)  # which cannot overflow, as a sum of squares can
     if not math.isfinite(largest.item()):
         return False, norm
-    if norm is not None:
-        norm = largest * total_norm([gradient / largest for gradient in gradients], 2.0)
-    return True, norm
+    return True, None if norm is None else largest * norm_of(2.0, largest)

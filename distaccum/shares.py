@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Literal, get_args
 
 Reduction = Literal["mean", "sum", "sum_to_mean"]
@@ -20,7 +20,7 @@ class DistaccumError(RuntimeError):
     """A broken protocol: what was seen, what was expected, and the cure."""
 
 
-def share_of(reduction: Reduction, count: float, total: float, divisor: int) -> float:
+def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
     """The factor that makes a micro-loss its part of the big batch's loss.
 
     `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` what the
@@ -91,19 +91,21 @@ class Offer:
     drawn: int  # micro-batches that the loader gave
     kept: int  # those with a count above 0
     exhausted: bool  # the loader has no more
-    whole: bool  # every micro-batch that reduces has every named count above 0
+    whole: bool  # every micro-batch has every named count above 0
+    whole_last: bool  # the last one has
+    ready: bool  # holds a micro-batch from an earlier window, to stand in with
     failed: bool  # this rank could not plan, and will raise
     totals: tuple[float, ...]  # by name
 
     def to_row(self) -> list[float]:
-        flags = (self.steps, self.drawn, self.kept, self.exhausted, self.whole, self.failed)
-        return [float(number) for number in (*flags, *self.totals)]
+        *facts, totals = astuple(self)
+        return [float(number) for number in (*facts, *totals)]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Offer:
-        steps, drawn, kept, *flags = map(int, row[:6])
-        exhausted, whole, failed = map(bool, flags)
-        return cls(steps, drawn, kept, exhausted, whole, failed, totals=tuple(row[6:]))
+        steps, drawn, kept, *flags = map(int, row[:8])
+        exhausted, whole, whole_last, ready, failed = map(bool, flags)
+        return cls(steps, drawn, kept, exhausted, whole, whole_last, ready, failed, totals=tuple(row[8:]))
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,9 @@ class Plan:
 
     counts: dict[str, float]  # the global denominators
     kept: tuple[int, ...]  # micro-batches by rank
-    whole: bool  # no rank leaves a term out of a backward that reduces
+    whole: bool  # no rank leaves a term out of any backward
+    whole_last: bool  # no rank leaves one out of its last
+    ready: tuple[bool, ...]  # by rank: holds a micro-batch from an earlier window, to stand in with
     empty: bool  # no rank drew anything: the epoch is over
     exhausted: bool  # no rank has more
 
@@ -148,6 +152,8 @@ def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
         counts={name: _tidy(sum(offer.totals[i] for offer in offers)) for i, name in enumerate(names)},
         kept=tuple(offer.kept for offer in offers),
         whole=all(offer.whole for offer in offers),
+        whole_last=all(offer.whole_last for offer in offers),
+        ready=tuple(offer.ready for offer in offers),
         empty=not any(offer.drawn for offer in offers),
         exhausted=all(offer.exhausted for offer in offers),
     )

@@ -29,7 +29,7 @@ class Update:
     seconds: float  # from the window's plan to the end of its step, on this rank's host
     noise_scale: float | None = None  # None: not measured
     _terms: Tensor | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
-    _divisor: int = field(default=1, compare=False)
+    _divisor: float = field(default=1, compare=False)
     _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
     _norm: Tensor | None = field(default=None, compare=False)
 

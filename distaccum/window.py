@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -19,6 +20,7 @@ from .update import Update
 
 Item = TypeVar("Item")
 Counts = Sequence[float]  # of one micro-batch, by name
+Shares = Sequence[float | None]  # likewise; None: the term is left out
 
 
 @dataclass(slots=True)
@@ -41,6 +43,14 @@ class _Mark:
     version: int = -1
 
 
+@dataclass(frozen=True)
+class Spare:
+    """A micro-batch that a rank with none left stands in with."""
+
+    micro_batch: Any
+    counts: Counts
+
+
 Term = tuple[Tensor, _Weight]
 
 DONE, WAITING, TORN = range(3)  # the backward of the micro-batch at hand (or of a part of it): TORN did not end
@@ -61,6 +71,7 @@ class Owner(Protocol):
     def _complete(self, window: Window) -> None: ...
     def _commit(self, window: Window) -> Update: ...
     def _warn(self, key: str, message: str) -> None: ...
+    def _untouched_statistics(self) -> AbstractContextManager[None]: ...
 
 
 class Window:
@@ -77,10 +88,6 @@ class Window:
     without a multiplication in the graph: the factor goes in as backward's seed.
     """
 
-    stand_in: bool = False
-    """True while the micro-batch at hand only keeps this rank in step with the others. A plain module and
-    DDP never need one: a rank that has nothing joins when the library reduces."""
-
     def __init__(
         self,
         owner: Owner,
@@ -91,7 +98,7 @@ class Window:
         reductions: Mapping[str, Reduction],
         *,
         index: int,
-        num_early: int,
+        spare: Spare | None,
         parameters: Sequence[nn.Parameter],
         watched: Sequence[Sequence[nn.Parameter]],
         scaler: GradScaler | None,
@@ -104,12 +111,19 @@ class Window:
         self._engine = engine
         self._micro_batches = micro_batches
         self._num = len(micro_batches)
+        self._turns = 0 if plan.nothing else engine.turns(plan)
+        self._num_early = engine.num_early(plan)  # so many first micro-steps reduce too
+        self._divisor = engine.divisor
         self._names = tuple(reductions)
         self._several = len(self._names) > 1
         shares = {ns: self._shares_of(ns, plan, reductions) for ns in set(counts)}
-        self._shares = [shares[ns] for ns in counts]
+        self._shares: list[Shares] = [shares[ns] for ns in counts]
+        self._spare = spare
+        if self._turns > self._num:
+            assert spare is not None
+            self._micro_batches += [spare.micro_batch] * (self._turns - self._num)
+            self._shares += [[0.0 if n else None for n in spare.counts]] * (self._turns - self._num)
         self._parameters = parameters
-        self._num_early = num_early  # so many first micro-steps reduce too
         self._watched = watched
         self._scaler = scaler
 
@@ -126,7 +140,15 @@ class Window:
         self._wide = torch.float32 if self._device.type == "mps" else torch.float64  # which Apple's GPUs lack
 
     def __len__(self) -> int:
+        """This rank's micro-batches; stand-ins are not among them."""
         return self._num
+
+    @property
+    def stand_in(self) -> bool:
+        """True while the micro-batch at hand only keeps this rank in step with the others: it was there before, its
+        share is 0, and it is counted nowhere. A plain module and DDP never need one.
+        """
+        return self._stage is Stage.RUNNING and self._position >= self._num
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this rank's micro-batches in order; only the last one's backward reduces.
@@ -144,7 +166,11 @@ class Window:
             while micro_batches:
                 self._position += 1
                 self._turn = WAITING
-                yield micro_batches.pop()  # not kept: what is done with can be freed
+                if self._position < self._num:
+                    yield micro_batches.pop()  # not kept: what is done with can be freed
+                else:
+                    with self._owner._untouched_statistics():
+                        yield micro_batches.pop()
                 if self._turn or self._more_parts or self._several or self._stage is Stage.LEFT:
                     self._end_of_micro_batch()
             self._check_gradients()
@@ -198,19 +224,20 @@ class Window:
                 -1 if mark.gradient is None else mark.gradient._version
             ):
                 self._check_gradients()
-        reduce = (self._position == self._num - 1 or self._position < self._num_early) and not self._more_parts
+        reduce = (self._position == self._turns - 1 or self._position < self._num_early) and not self._more_parts
         if named or self._several:
             terms = self._by_name(loss, named)
             self._turn = TORN
             if terms:
                 self._engine.backward([loss for loss, _ in terms], [weight.seed for _, weight in terms], reduce)
-            for one, weight in terms:
-                weight.losses.append(one.detach())
         else:
-            loss, weight = self._weighted(self._names[0], loss, self._shares[self._position][0])
+            terms = [self._weighted(self._names[0], loss, self._shares[self._position][0] or 0.0)]
+            loss, weight = terms[0]
             self._turn = TORN
             self._engine.backward((loss,), (weight.seed,), reduce)
-            weight.losses.append(loss.detach())
+        if self._position < self._num:
+            for one, weight in terms:
+                weight.losses.append(one.detach())
         self._turn, self._is_first = DONE, False
         for mark in self._marks or self._mark_gradients():
             mark.gradient = gradient = mark.parameter.grad
@@ -250,9 +277,11 @@ class Window:
         unknown = sorted(given.keys() - set(self._names))
         if unknown or not given:
             raise ValueError(f"backward() got {unknown or 'no loss'}, expected losses by name, of {list(self._names)}")
-        # Share 0 is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
+        # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
         shares = zip(self._names, self._shares[self._position], strict=True)
-        terms = [self._weighted(name, given[name], share) for name, share in shares if name in given and share]
+        terms = [
+            self._weighted(name, given[name], share) for name, share in shares if name in given and share is not None
+        ]
         self._given.update(given)
         return terms
 
@@ -312,10 +341,9 @@ class Window:
         shares = torch.stack([weight.share for weight in used for _ in weight.losses])
         return torch.dot(losses, shares.to(self._device, self._wide))
 
-    def _shares_of(self, counts: Counts, plan: Plan, reductions: Mapping[str, Reduction]) -> Counts:
-        totals, divisor = plan.counts, self._engine.divisor
+    def _shares_of(self, counts: Counts, plan: Plan, reductions: Mapping[str, Reduction]) -> Shares:
         return [
-            share_of(reductions[name], n, totals[name], divisor) if n else 0.0
+            share_of(reductions[name], n, plan.counts[name], self._divisor) if n else None
             for name, n in zip(self._names, counts, strict=True)
         ]
 
@@ -327,7 +355,7 @@ class Window:
         if self._turn:
             raise DistaccumError(self._without_backward("a micro-batch"))
         shares = zip(self._names, self._shares[self._position], strict=True)
-        forgotten = [name for name, share in shares if share and name not in self._given]
+        forgotten = [name for name, share in shares if share is not None and name not in self._given]
         if forgotten:
             raise DistaccumError(
                 f"micro-batch {self._position} got no loss for {forgotten}, although its count is above 0; give each "
@@ -396,7 +424,7 @@ class Window:
         }[self._stage]
 
     def _forget(self) -> None:
-        self._micro_batches, self._weights, self._marks = [], {}, []
+        self._micro_batches, self._weights, self._marks, self._spare = [], {}, [], None
 
 
 def _refuse_loss(loss: object) -> NoReturn:

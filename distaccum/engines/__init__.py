@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
+from . import ddp  # noqa: F401  # an engine is found as a subclass
 from .base import Engine, Sync
-from .ddp import DDPEngine
 from .plain import PlainEngine
+from .ranks import RanksEngine
 
-__all__ = ["Engine", "Sync", "choose_engine"]
+__all__ = ["Engine", "RanksEngine", "Sync", "choose_engine"]
 
-# By the name of a class anywhere in a module's ancestry, so that nothing optional is imported to look.
+# Wrappers that nobody here knows and that would pass for a plain module, by the name of a class and of its package.
 UNKNOWN = {
-    "FullyShardedDataParallel": "FSDP",
-    "FSDPModule": "FSDP2 (fully_shard)",
-    "DeepSpeedEngine": "DeepSpeed",
+    ("DataParallel", "torch"): "DistributedDataParallel, also for one process per GPU on one machine",
+    ("_FabricModule", "lightning"): "the module before fabric.setup, wrapped in DistributedDataParallel or fully_shard",
+    ("_FabricModule", "lightning_fabric"): "the module before fabric.setup, wrapped in one of those",
+    ("PipelineEngine", "deepspeed"): "DeepSpeed without pipeline stages",
+    ("DistributedDataParallel", "megatron"): "torch's DistributedDataParallel",
+    ("DistributedDataParallel", "apex"): "torch's DistributedDataParallel",
+    ("FullyShardedDataParallel", "fairscale"): "torch's fully_shard",
+    ("ShardedDataParallel", "fairscale"): "torch's fully_shard",
+    ("XlaFullyShardedDataParallel", "torch_xla"): "torch's fully_shard",
 }
 
 
-def choose_engine(models: Sequence[nn.Module]) -> Engine:
+def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
     modules = [module for model in models for module in model.modules()]
+    engines = list(_final(Engine))  # type: ignore[type-abstract]  # those under it are final
     for module in modules:
         for ancestor in type(module).__mro__:
-            if ancestor.__name__ in UNKNOWN:
+            cure = UNKNOWN.get((ancestor.__name__, ancestor.__module__.partition(".")[0]))
+            if cure is not None:
                 raise ValueError(
-                    f"the model is wrapped by {UNKNOWN[ancestor.__name__]}, which this version has no engine "
-                    "for; it has them for a plain module and for DistributedDataParallel"
+                    f"the model is wrapped by {ancestor.__module__}.{ancestor.__name__}, which has no engine here; "
+                    f"use {cure}. There are engines for {_listed(engines)}"
                 )
-    if any(isinstance(module, DistributedDataParallel) for module in modules):
-        return DDPEngine(models)
+    found = {engine for engine in engines for module in modules if engine.wraps(module)}
+    if len(found) > 1:
+        raise ValueError(
+            f"the models are wrapped by {_listed(sorted(found, key=lambda engine: engine.name))}, expected one kind; "
+            "give each kind an Accumulator of its own"
+        )
+    if found:
+        return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
         raise ValueError(
             f"a plain module in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would "
-            "drift apart; wrap it in DistributedDataParallel"
+            f"drift apart; wrap it in DistributedDataParallel. There are engines for {_listed(engines)}"
         )
-    return PlainEngine(models)
+    return PlainEngine(models, sync)
+
+
+def _final(engine: type[Engine]) -> Iterator[type[Engine]]:
+    """The final classes under `engine`, those defined outside of this package too."""
+    below = engine.__subclasses__()
+    if not below:
+        yield engine
+    for one in below:
+        yield from _final(one)
+
+
+def _listed(engines: Sequence[type[Engine]]) -> str:
+    *names, last = [engine.name for engine in engines]
+    return f"{', '.join(names)} and {last}" if names else last

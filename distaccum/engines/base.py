@@ -1,17 +1,20 @@
 """Engine: what differs between the wrappers of a model, and nothing else.
 
-An engine knows no window. It postpones the reduction of gradients, runs the backward that reduces, and
-clears; a window tells it when.
+An engine knows no window. It postpones the reduction of gradients, runs the backward that reduces, clears, and
+steps; a window tells it when.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
+from ..precision import clip, total_norm
 from ..shares import Plan
 from ..update import Waitable
 
@@ -19,16 +22,35 @@ Sync = Literal["last", "every", "replicas", "gathered"]
 
 
 class Engine(ABC):
-    """Abstract: one final class per kind of wrapper."""
+    """Abstract: one final class per kind of wrapper. A subclass is found by its `wraps`, wherever it is defined."""
 
+    name: ClassVar[str] = ""  # of the wrapper, as errors list it
     policies: tuple[Sync, ...] = ("last", "every")
 
-    divisor: int = 1  # what the reduction divides by
+    divisor: float = 1  # what the reduction divides by
     num_ranks: int = 1  # of the data-parallel group
     rank: int = 0  # in it
+    in_step: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
+    steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 
-    def __init__(self, models: Sequence[nn.Module]) -> None:
+    @classmethod
+    def wraps(cls, module: nn.Module) -> bool:
+        """Whether `module` is the wrapper that this engine is for. Imports nothing."""
+        return False
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        if sync not in self.policies:
+            known = ", ".join(map(repr, self.policies))
+            raise ValueError(f"{sync=}, expected one of {known} for {self.name}")
         self.models = tuple(models)
+        self.sync = sync
+        self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = torch.autograd.backward
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The models', each once: the tensors that hold gradients when a window is complete."""
+        return list({id(p): p for model in self.models for p in model.parameters()}.values())
+
+    # A window
 
     @abstractmethod
     def gather(self, row: list[float]) -> list[list[float]]:
@@ -42,13 +64,21 @@ class Engine(ABC):
     def check(self, plan: Plan) -> None:
         """Raises, on all ranks, what this plan cannot be on this engine."""
 
+    def turns(self, plan: Plan) -> int:
+        """Micro-steps of this rank: more than it has micro-batches where it must keep in step with others."""
+        return plan.kept[self.rank]
+
+    def num_early(self, plan: Plan) -> int:
+        """So many first micro-steps reduce, besides the last."""
+        return 0
+
     @abstractmethod
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         """Postpones reductions from here on."""
 
     @abstractmethod
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        """One backward from `losses`, weighted by `seeds`; reduces what has added up if `reduce`."""
+        """One `run_backward` from `losses`, weighted by `seeds`; reduces what has added up if `reduce`."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -65,3 +95,19 @@ class Engine(ABC):
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         """Whether gradients stand that `clear` did not leave; `in_window`: that no backward of it made."""
         return any(parameter.grad is not None for parameter in parameters)
+
+    # The update
+
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        """Of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity."""
+        return total_norm([p.grad for p in parameters if p.grad is not None], kind, over)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        """Scales a gradient of norm `norm` to at most `max_norm`."""
+        clip([p.grad for p in parameters if p.grad is not None], max_norm, norm)
+
+    def step(self, optimizers: Sequence[Optimizer]) -> str | None:
+        """Steps the optimizers; says why not, where the wrapper decided against it."""
+        for optimizer in optimizers:
+            optimizer.step()
+        return None

@@ -12,7 +12,6 @@ of a static graph (whose first backward DDP must see, pytorch#143580).
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
@@ -22,21 +21,26 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..shares import DistaccumError, Plan, listed
-from .base import Engine
+from .base import Sync
+from .ranks import RanksEngine, average_by_hand
 
-BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 Mark = tuple[Tensor | None, int]
 
 
 @final
-class DDPEngine(Engine):
-    def __init__(self, models: Sequence[nn.Module]) -> None:
-        super().__init__(models)
+class DDPEngine(RanksEngine):
+    name = "DistributedDataParallel"
+
+    @classmethod
+    def wraps(cls, module: nn.Module) -> bool:
+        return isinstance(module, DistributedDataParallel)
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         self.wrappers = list(_wrappers(models))
         for wrapper in self.wrappers:
             _refuse_what_cannot_accumulate(wrapper)
-        self.group: dist.ProcessGroup = self.wrappers[0].process_group
-        ranks = dist.get_process_group_ranks(self.group)
+        group: dist.ProcessGroup = self.wrappers[0].process_group
+        ranks = dist.get_process_group_ranks(group)
         for wrapper in self.wrappers:
             others = dist.get_process_group_ranks(wrapper.process_group)
             if others != ranks:
@@ -44,9 +48,7 @@ class DDPEngine(Engine):
                     f"the model holds DDP modules over ranks {ranks} and over ranks {others}, expected one "
                     "data-parallel group; wrap them with the same process_group, or use an Accumulator each"
                 )
-        self.divisor = self.num_ranks = len(ranks)
-        self.rank = dist.get_rank(self.group)
-        self._host_group = host_group(self.group)
+        super().__init__(models, sync, group)
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         # Set to None, views of the buckets would lose the memory that they save. Where DDP looks for unused
         # parameters they are set to None all the same: a zero would pass for a gradient in the next window.
@@ -66,15 +68,6 @@ class DDPEngine(Engine):
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
         self._unreduced: list[DistributedDataParallel] = []  # those of them that saw a backward and did not reduce
 
-    def gather(self, row: list[float]) -> list[list[float]]:
-        mine = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(rows, mine, group=self._host_group)
-        return [row.tolist() for row in rows]
-
-    def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
-        return dist.all_reduce(values, group=self.group, async_op=True)
-
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
             frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
@@ -91,12 +84,7 @@ class DDPEngine(Engine):
                     f"{listed(thawed)} is trained but was frozen or absent when DDP wrapped the model, which "
                     "does not reduce it; wrap the model anew"
                 )
-        if plan.uneven and any(_synchronises_forward(model) for model in self.models):
-            raise DistaccumError(
-                f"ranks have {list(plan.kept)} micro-batches, and SyncBatchNorm communicates in each forward: "
-                "the longer ranks would wait for ever; give all ranks as many micro-batches, or freeze its "
-                "statistics with eval()"
-            )
+        self.refuse_synchronised_norms(plan)
         if self._graph_is_torn:
             raise DistaccumError(
                 "the first backward of a DDP with static_graph=True failed, and DDP keeps what it saw of it; wrap the "
@@ -108,10 +96,14 @@ class DDPEngine(Engine):
                 "on every rank in its first window; give each rank a micro-batch there"
             )
 
+    def num_early(self, plan: Plan) -> int:
+        return min(plan.kept) - 1 if self.sync == "every" else 0  # as many on all ranks
+
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
-        self._reduces = plan.whole and not plan.some_rank_is_dry and not self._unseen_graphs
+        whole = plan.whole if self.sync == "every" else plan.whole_last
+        self._reduces = whole and not plan.some_rank_is_dry and not self._unseen_graphs
         if not self._reduces:
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
             if self._zeroed:
@@ -133,7 +125,7 @@ class DDPEngine(Engine):
             before = [self._marks(wrapper) for wrapper in self._unseen_graphs]
             self._armed = self._unseen_graphs  # by DDP itself, in the forward
             self._graph_is_torn = True
-            torch.autograd.backward(losses, seeds)
+            self.run_backward(losses, seeds)
             self._graph_is_torn = False
             unseen = []
             for wrapper, marks in zip(self._unseen_graphs, before, strict=True):
@@ -145,11 +137,11 @@ class DDPEngine(Engine):
         elif reduce and self._reduces:
             before = [self._marks(wrapper) for wrapper in self.wrappers]
             losses, seeds = self._arm(losses, seeds)
-            torch.autograd.backward(losses, seeds)
+            self.run_backward(losses, seeds)
             self._settle(before)
         else:
             self._unreduced = self._searching
-            torch.autograd.backward(losses, seeds)
+            self.run_backward(losses, seeds)
 
     def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Reductions start in the next backward, from the roots that this gives."""
@@ -203,7 +195,7 @@ class DDPEngine(Engine):
 
     def finish(self) -> None:
         if self._by_hand:
-            average_by_hand(self._by_hand, self._is_zeroed, self.group, self._host_group)
+            average_by_hand(self._by_hand, self.group, self.host_group, self.divisor, self._is_zeroed)
 
     def release(self) -> None:
         # Where DDP looks for unused parameters it remembers who took part until it reduces, and would take them
@@ -284,10 +276,6 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return reduced
 
 
-def _synchronises_forward(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.SyncBatchNorm) and module.training for module in model.modules())
-
-
 class _Reach(torch.autograd.Function):
     """A root whose backward reaches a parameter with no gradient for it."""
 
@@ -313,87 +301,3 @@ def _mark(parameter: nn.Parameter) -> Mark:
 
 def _same(one: Mark, other: Mark) -> bool:
     return one[0] is other[0] and one[1] == other[1]
-
-
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks whose collectives run on the host, made without asking other ranks."""
-    if "cpu:" in dist.get_backend_config(group):
-        return group
-    ranks = dist.get_process_group_ranks(group)
-    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
-
-
-UNUSED, DENSE, SPARSE = range(3)
-
-
-def average_by_hand(
-    parameters: Sequence[nn.Parameter],
-    is_zeroed: Any,
-    group: dist.ProcessGroup,
-    hosts: dist.ProcessGroup,
-) -> None:
-    """Averages gradients over `group`, a bucket at a time; those that no rank has stay None.
-
-    Costs one reduction per bucket, and one small collective on the host: what each rank has.
-    """
-    kinds = torch.tensor([_kind(p, is_zeroed) for p in parameters], dtype=torch.uint8)
-    dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
-    dense: list[nn.Parameter] = []
-    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
-        if kind == UNUSED:
-            parameter.grad = None
-        elif kind == SPARSE:
-            _average_sparse(parameter, group)
-        else:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dense.append(parameter)
-
-    flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
-    for gradients in _in_buckets([parameter.grad for parameter in dense if parameter.grad is not None]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(group.size())
-        flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
-        if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
-            _land(*flying.popleft())
-    while flying:
-        _land(*flying.popleft())
-
-
-def _kind(parameter: nn.Parameter, is_zeroed: Any) -> int:
-    if parameter.grad is None or is_zeroed(parameter):
-        return UNUSED
-    return SPARSE if parameter.grad.is_sparse else DENSE
-
-
-def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
-    for gradient in gradients:
-        kind = gradient.device, gradient.dtype
-        by_kind.setdefault(kind, []).append(gradient)
-        sizes[kind] = sizes.get(kind, 0) + gradient.numel() * gradient.element_size()
-        if sizes[kind] >= BUCKET_BYTES:
-            yield by_kind.pop(kind)
-            del sizes[kind]
-    yield from by_kind.values()
-
-
-def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
-    work.wait()
-    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for gradient, piece in zip(gradients, pieces, strict=True):
-        gradient.copy_(piece.view(gradient.shape))
-
-
-def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup) -> None:
-    """An embedding's gradient: rows that were looked up."""
-    gradient = parameter.grad
-    if gradient is None:
-        rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty((0, *parameter.shape[1:]))
-        gradient = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
-    gradient = (gradient / group.size()).coalesce()
-    dist.all_reduce(gradient, group=group)
-    parameter.grad = gradient

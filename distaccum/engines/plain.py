@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import final
 
-import torch
 from torch import Tensor, nn
 
 from ..shares import Plan
@@ -14,6 +13,8 @@ from .base import Engine
 
 @final
 class PlainEngine(Engine):
+    name = "a plain module"
+
     def gather(self, row: list[float]) -> list[list[float]]:
         return [row]
 
@@ -27,7 +28,7 @@ class PlainEngine(Engine):
         pass
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        torch.autograd.backward(losses, seeds)
+        self.run_backward(losses, seeds)
 
     def finish(self) -> None:
         pass

@@ -1,0 +1,143 @@
+"""What engines of several ranks share: telling each other numbers, and averaging gradients by hand."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..precision import local
+from ..shares import DistaccumError, Plan
+from .base import Engine, Sync
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+
+
+class RanksEngine(Engine):
+    """Abstract: an engine whose ranks are a process group."""
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync, group: dist.ProcessGroup) -> None:
+        super().__init__(models, sync)
+        self.group = group
+        self.host_group = host_group(group)
+        self.divisor = self.num_ranks = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+
+    def gather(self, row: list[float]) -> list[list[float]]:
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(rows, mine, group=self.host_group)
+        return [row.tolist() for row in rows]
+
+    def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
+        return dist.all_reduce(values, group=self.group, async_op=True)
+
+    def refuse_synchronised_norms(self, plan: Plan) -> None:
+        """Stand-ins, or a rank without any, would enter the statistics; and the longer ranks wait for ever."""
+        if plan.uneven and any(
+            isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
+        ):
+            raise DistaccumError(
+                f"ranks have {list(plan.kept)} micro-batches, and SyncBatchNorm communicates in each forward: "
+                "the longer ranks would wait for ever; give all ranks as many micro-batches, or freeze its "
+                "statistics with eval()"
+            )
+
+    def refuse_dry_ranks(self, plan: Plan) -> None:
+        """A rank without a micro-batch of its own, nor one from before to stand in with."""
+        dry = [rank for rank, (kept, ready) in enumerate(zip(plan.kept, plan.ready, strict=True)) if not kept | ready]
+        if dry:
+            raise DistaccumError(
+                f"ranks have {list(plan.kept)} micro-batches, and under {self.name} each of them must run forward for "
+                f"the others to go on; rank {', '.join(map(str, dry))} has none from an earlier window to stand in "
+                "with. Give each rank a micro-batch in the first window"
+            )
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks whose collectives run on the host, made without asking other ranks."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    ranks = dist.get_process_group_ranks(group)
+    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+UNUSED, DENSE, SPARSE = range(3)
+
+
+def average_by_hand(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    hosts: dist.ProcessGroup,
+    divisor: float,
+    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
+) -> None:
+    """Sums gradients over `group` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
+
+    Costs one reduction per bucket, and one small collective on the host: what each rank has.
+    """
+    kinds = torch.tensor([_kind(p, is_zeroed) for p in parameters], dtype=torch.uint8)
+    dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
+    dense: list[nn.Parameter] = []
+    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+        if kind == UNUSED:
+            parameter.grad = None
+        elif kind == SPARSE:
+            _average_sparse(parameter, group, divisor)
+        else:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dense.append(parameter)
+
+    flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+    for gradients in _in_buckets([local(parameter.grad) for parameter in dense if parameter.grad is not None]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(divisor)
+        flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
+            _land(*flying.popleft())
+    while flying:
+        _land(*flying.popleft())
+
+
+def _kind(parameter: nn.Parameter, is_zeroed: Callable[[nn.Parameter], bool]) -> int:
+    if parameter.grad is None or is_zeroed(parameter):
+        return UNUSED
+    return SPARSE if parameter.grad.is_sparse else DENSE
+
+
+def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for gradient in gradients:
+        kind = gradient.device, gradient.dtype
+        by_kind.setdefault(kind, []).append(gradient)
+        sizes[kind] = sizes.get(kind, 0) + gradient.numel() * gradient.element_size()
+        if sizes[kind] >= BUCKET_BYTES:
+            yield by_kind.pop(kind)
+            del sizes[kind]
+    yield from by_kind.values()
+
+
+def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view(gradient.shape))
+
+
+def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: float) -> None:
+    """An embedding's gradient: rows that were looked up."""
+    gradient = parameter.grad
+    if gradient is None:
+        rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+        values = parameter.new_empty((0, *parameter.shape[1:]))
+        gradient = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+    gradient = (gradient / divisor).coalesce()
+    dist.all_reduce(gradient, group=group)
+    parameter.grad = gradient
