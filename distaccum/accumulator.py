@@ -232,6 +232,7 @@ class Accumulator:
             whole=whole == kept,
             whole_last=whole[-1:] == kept[-1:],
             ready=self._spare is not None,
+            note=self._engine.note,
             failed=error is not None,
             totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
         )

@@ -31,6 +31,7 @@ class Engine(ABC):
     num_ranks: int = 1  # of the data-parallel group
     rank: int = 0  # in it
     in_step: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
+    note: float = 0.0  # one number for the next plan, which brings those of all ranks
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 
     @classmethod

@@ -1,0 +1,353 @@
+"""FSDP2: modules under `fully_shard`, the root or only parts, on a mesh or a hybrid mesh.
+
+FSDP2 reads in backward whether to reduce; until then gradients add up on parameters that nobody sees, which
+`zero_grad` does not clear. Each forward gathers parameters, so all ranks run as many: the shorter ones stand in.
+
+| sync       | forward gathers      | reduce-scatter   | all-reduce of replicas | kept between micro-steps            |
+| ---------- | -------------------- | ---------------- | ---------------------- | ----------------------------------- |
+| "last"     | each micro-step      | once             | once                   | whole gradient                      |
+| "gathered" | once                 | once             | once                   | whole gradient and whole parameters |
+| "every"    | each micro-step      | each micro-step  | each micro-step        | a shard of the gradient             |
+| "replicas" | each micro-step      | each micro-step  | once                   | two shards of the gradient          |
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..precision import HALF, total_norm
+from ..shares import DistaccumError, Plan, listed
+from .base import Sync
+from .ranks import RanksEngine, average_by_hand
+
+
+@final
+class FullyShardEngine(RanksEngine):
+    name = "FSDP2 (fully_shard)"
+    in_step = True
+
+    @classmethod
+    def wraps(cls, module: nn.Module) -> bool:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        return fsdp is not None and isinstance(module, fsdp.FSDPModule)
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        self._states = list(_states(models))
+        self._groups = [group for state in self._states for group in _groups(state)]
+        if not self._groups:
+            raise ValueError("fully_shard was called on modules without parameters; call it on those that have some")
+        if all(_is_sharded(group) for group in self._groups):
+            self.policies = ("last", "every", "gathered")
+            if all(_is_hybrid(group) for group in self._groups):
+                self.policies += ("replicas",)
+        super().__init__(models, sync, _data_parallel_group(self._groups))
+        self._found: list[_Flags] = []
+        self._by_hand: list[nn.Parameter] = []
+        self._is_open = False  # a window began and did not finish
+        self._unused: list[Any] = []  # FSDP's parameters without a gradient in this window, on this rank
+        self.note = 1.0  # whether there were any; nobody knows before the first window
+        self._agree = True
+        low = [_name(p) for group in self._groups for p in group.fsdp_params if _adds_up_in_half(group, p)]
+        if low and sync != "every" and self.rank == 0:
+            warnings.warn(
+                f"gradients of {listed(low)} add up in half precision between micro-steps; "
+                "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
+                stacklevel=5,
+            )
+
+    def parameters(self) -> list[nn.Parameter]:
+        # While they are gathered, modules show other tensors than those that the optimizer has.
+        shards = [p.sharded_param for group in self._groups for p in group.fsdp_params]
+        gathered = {id(getattr(p, "_unsharded_param", None)) for group in self._groups for p in group.fsdp_params}
+        return list({id(p): p for p in [*super().parameters(), *shards] if id(p) not in gathered}.values())
+
+    def check(self, plan: Plan) -> None:
+        self.refuse_synchronised_norms(plan)
+        self.refuse_dry_ranks(plan)
+        whole = plan.whole_last if self.sync == "gathered" else plan.whole
+        if not whole and len(self._groups) > 1 and self.num_ranks > 1:
+            where = "the last micro-batch of a rank" if self.sync == "gathered" else "a micro-batch"
+            raise DistaccumError(
+                f"{where} has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave modules out "
+                "of backward, and the other ranks would wait for this one to gather them. Give each micro-batch a "
+                "count above 0 for each name, wrap only the root with fully_shard, or use sync='gathered' (there only "
+                "the last micro-batch matters)"
+            )
+        self.divisor = self._divides_by()
+
+    def turns(self, plan: Plan) -> int:
+        return max(1, plan.kept[self.rank]) if self.sync == "gathered" else max(plan.kept)
+
+    def num_early(self, plan: Plan) -> int:
+        return max(plan.kept) - 1 if self.sync == "every" else 0
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
+        self._unused = [p for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
+        self._agree = any(plan.notes)
+        self._found = [_Flags.of(state, group) for state in self._states for group in _groups(state)]
+        for group in self._groups:
+            if self.sync == "gathered":
+                group.post_forward_mesh_info = None
+            if hasattr(group, "_validate_unused_param_grad_dtypes") and _zeros_can_be_made(group):
+                # A parameter that only some ranks use would make their reductions differ in size. Before this
+                # check came to torch, zeros of another dtype than their neighbours' were an error of their own
+                # (pytorch#196996), so there it is left to the user.
+                group.reduce_scatter_unused_params = True
+        self._is_open = True
+
+    def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        for group, found in zip(self._groups, self._found, strict=True):
+            group.reduce_grads = reduce or self.sync == "replicas"
+            group.all_reduce_grads = reduce
+            group.reshard_after_backward = found.reshard_after_backward and (reduce or self.sync != "gathered")
+        if not (reduce or self.sync == "replicas"):
+            self.run_backward(losses, seeds)
+            return
+        self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
+        seen: set[int] = set()
+        hooks = [_when_used(p, seen) for p in self._unused if getattr(p, "_unsharded_param", None) is not None]
+        try:
+            self.run_backward(losses, seeds)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self._unused = [p for p in self._unused if id(p) not in seen]
+
+    def finish(self) -> None:
+        if self._by_hand:
+            average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
+        self.note = float(bool(self._unused))
+        if self._agree:
+            self._clear_what_no_rank_used()
+        self._is_open = False
+
+    def release(self) -> None:
+        for found in self._found:
+            found.put_back()
+        self._found, self._by_hand, self._unused = [], [], []
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self._is_open or any(_holds_something(group) for group in self._groups):
+            _discard(self._states)
+            self._is_open = False
+        for parameter in parameters:
+            parameter.grad = None
+
+    def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
+        return super().stale(parameters) or any(_holds_something(group) for group in self._groups)
+
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        # A DTensor's norm is over its own mesh, tensor-parallel dimensions included; what is on no mesh is the
+        # same on all ranks.
+        by_mesh: dict[Any, list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+        norms = []
+        for gradients in by_mesh.values():
+            norm = total_norm(gradients, kind, over)
+            full_tensor = getattr(norm, "full_tensor", None)
+            norms.append(norm if full_tensor is None else full_tensor())
+        if len(norms) == 1:
+            return norms[0]
+        return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros(())
+
+    def _divides_by(self) -> float:
+        """One number for all groups: it goes into the share."""
+        by_factor: dict[float, list[str]] = {}
+        for state in self._states:
+            for group in _groups(state):
+                name = ", ".join(_name(p) for p in group.fsdp_params[:1])
+                if getattr(group, "_all_reduce_hook", None) is not None:
+                    raise DistaccumError(
+                        f"set_all_reduce_hook on the module of {name}: what the hook divides by, and over which ranks, "
+                        "cannot be known; use a hybrid mesh (replicate, shard) instead"
+                    )
+                if getattr(group, "reduce_scatter_reduce_op", None) is not None:  # torch 2.6 to 2.8
+                    raise DistaccumError(
+                        f"set_reduce_scatter_divide_factor on the module of {name}: this version of torch keeps an "
+                        "operation from which the factor cannot be read; leave it out (shares cancel what FSDP2 "
+                        "divides by)"
+                    )
+                factor = getattr(group, "gradient_divide_factor", None)
+                by_factor.setdefault(float(factor or self.num_ranks), []).append(name)
+        if len(by_factor) > 1:
+            seen = "; ".join(f"{factor:g} for the module of {listed(names)}" for factor, names in by_factor.items())
+            raise DistaccumError(
+                f"gradients are divided by different factors ({seen}): set_gradient_divide_factor is not recursive; "
+                "call it on each module under fully_shard, or on none"
+            )
+        return next(iter(by_factor))
+
+    def _clear_what_no_rank_used(self) -> None:
+        """Zeros were reduced for them: None, as without sharding, leaves them alone in weight decay and momentum."""
+        everyone = [p for group in self._groups for p in group.fsdp_params]
+        unused = {id(p) for p in self._unused}
+        used = torch.tensor([id(p) not in unused for p in everyone], dtype=torch.uint8)
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.host_group)
+        for parameter, by_any in zip(everyone, used.tolist(), strict=True):
+            if not by_any:
+                parameter.sharded_param.grad = None
+
+
+# What follows reads private fields of FSDP2 (torch 2.6 to 2.15): it has setters and no getters, so that what was found
+# can be put back only like this, and `reset_iter_state` discards an unreduced window only from torch 2.14 on.
+
+
+@dataclass
+class _Flags:
+    """A group's flags as they were before the window."""
+
+    state: Any
+    group: Any
+    reduce_grads: bool
+    all_reduce_grads: bool
+    reshard_after_backward: bool
+    unused: bool | None
+    post_forward_mesh_info: Any
+    is_initialised: bool
+
+    @classmethod
+    def of(cls, state: Any, group: Any) -> _Flags:
+        return cls(
+            state,
+            group,
+            group.reduce_grads,
+            group.all_reduce_grads,
+            group.reshard_after_backward,
+            getattr(group, "reduce_scatter_unused_params", None),
+            group.post_forward_mesh_info,
+            state._is_root is not None,
+        )
+
+    def put_back(self) -> None:
+        group = self.group
+        group.reduce_grads, group.all_reduce_grads = self.reduce_grads, self.all_reduce_grads
+        group.reshard_after_backward = self.reshard_after_backward
+        if self.unused is not None:
+            group.reduce_scatter_unused_params = self.unused
+        became_root = not self.is_initialised and self.state._is_root
+        if not (became_root and getattr(self.state, "_auto_reshard_after_forward", True)):
+            group.post_forward_mesh_info = self.post_forward_mesh_info  # else FSDP2 set it, for the root
+
+
+def _states(models: Sequence[nn.Module]) -> Iterator[Any]:
+    seen = set()
+    for model in models:
+        for module in model.modules():
+            if FullyShardEngine.wraps(module):
+                state = module._get_fsdp_state()  # type: ignore[operator]  # fully_shard gave it
+                if state not in seen:  # one may be of several modules
+                    seen.add(state)
+                    yield state
+
+
+def _groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+    if groups is None:
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def _is_sharded(group: Any) -> bool:
+    return getattr(group.mesh_info, "shard_mesh_dim", None) is not None
+
+
+def _is_hybrid(group: Any) -> bool:
+    return getattr(group.mesh_info, "replicate_mesh_dim", None) is not None
+
+
+def _data_parallel_group(groups: Sequence[Any]) -> dist.ProcessGroup:
+    """The ranks that hold different samples: the mesh's shards and replicas, not its tensor-parallel dimension."""
+    sets = {tuple(sorted(_ranks(group))): group for group in groups}
+    if len(sets) > 1:
+        seen = "; ".join(f"{_name(group.fsdp_params[0])} over ranks {list(ranks)}" for ranks, group in sets.items())
+        raise ValueError(
+            f"fully_shard was called with meshes over different ranks ({seen}), expected one data-parallel group; use "
+            "an Accumulator each, or one mesh"
+        )
+    (ranks, group), *_ = sets.items()
+    info = group.mesh_info
+    if not (_is_sharded(group) and _is_hybrid(group)):
+        made: Any = info.shard_process_group if _is_sharded(group) else info.replicate_process_group
+    elif list(ranks) == list(range(dist.get_world_size())):
+        made = dist.group.WORLD
+    else:
+        made = dist.new_group(list(ranks), use_local_synchronization=True)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _ranks(group: Any) -> list[int]:
+    info = group.mesh_info
+    dimensions = {info.shard_mesh_dim, info.replicate_mesh_dim}
+    here = info.mesh.get_coordinate()
+    ranks: list[int] = (
+        info.mesh.mesh[tuple(slice(None) if i in dimensions else c for i, c in enumerate(here))].flatten().tolist()
+    )
+    return ranks
+
+
+def _name(parameter: Any) -> str:
+    return str(getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name)
+
+
+def _adds_up_in_half(group: Any, parameter: Any) -> bool:
+    policy = parameter.mp_policy
+    compute = policy.param_dtype or parameter.sharded_param.dtype
+    return (policy.reduce_dtype or compute) in HALF and bool(parameter.sharded_param.requires_grad)
+
+
+def _zeros_can_be_made(group: Any) -> bool:
+    """Not where a gradient's dtype is whatever autograd gives (grad_dtype=None)."""
+    return all(p.mp_policy.reduce_dtype or p.sharded_param.grad_dtype is not None for p in group.fsdp_params)
+
+
+def _unsharded_gradient(parameter: Any) -> Tensor | None:
+    kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)  # up to torch 2.13
+    if kept is None:
+        gathered = getattr(parameter, "_unsharded_param", None)
+        kept = None if gathered is None else gathered.grad
+    return kept
+
+
+def _when_used(parameter: Any, seen: set[int]) -> Any:
+    return parameter._unsharded_param.register_post_accumulate_grad_hook(lambda _: seen.add(id(parameter)))
+
+
+def _holds_something(group: Any) -> bool:
+    return group._partial_reduce_output is not None or any(
+        _unsharded_gradient(parameter) is not None for parameter in group.fsdp_params
+    )
+
+
+def _discard(states: Sequence[Any]) -> None:
+    for state in states:
+        if state._is_root and hasattr(state, "_reset_iter_state"):
+            state._reset_iter_state()  # public as reset_iter_state of the root; forgets a forward that did not end
+        for group in _groups(state):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                    parameter.unsharded_accumulated_grad = None
+                if getattr(parameter, "_unsharded_param", None) is not None:
+                    parameter._unsharded_param.grad = None
+            if not hasattr(state, "_reset_iter_state"):
+                group._training_state = type(group._training_state).IDLE
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()
+                group._to_sharded()
+        if not hasattr(state, "_reset_iter_state"):
+            state._training_state = type(state._training_state).IDLE
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False

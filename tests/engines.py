@@ -1,0 +1,140 @@
+"""The wrappers that the law is tested on: how each is made, and how to read all of its weights on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from problems import CASES, Batch, Net, error, join, make_net, micro_batches_of
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to wrap a net for training with SGD."""
+
+    wrap: Callable[[nn.Module, float], tuple[nn.Module, Any]]  # net, learning rate -> model, optimizer
+    weights: Callable[[nn.Module], Tensor]  # all of them in one vector, in the order of the net's
+    policies: tuple[str, ...] = ("last", "every")
+    world: int = 2
+    dtype: torch.dtype = torch.float64
+
+    @property
+    def bound(self) -> float:
+        return 1e-10 if self.dtype == torch.float64 else 1e-5
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def full_weights(model: nn.Module) -> Tensor:
+    return torch.cat([full(parameter).detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def full_gradient(model: nn.Module) -> Tensor:
+    """None counts as zeros."""
+    return torch.cat(
+        [torch.zeros(p.shape).flatten() if p.grad is None else full(p.grad).flatten() for p in model.parameters()]
+    )
+
+
+def with_sgd(model: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+    return model, SGD(model.parameters(), lr=lr)
+
+
+def plain(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+    return with_sgd(net, lr)
+
+
+def ddp(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+    return with_sgd(DistributedDataParallel(net, find_unused_parameters=True), lr)  # no loss uses the router
+
+
+def layers(net: Any) -> list[nn.Module]:
+    return [net.body[0], net.body[2]]
+
+
+def fully_sharded(*, root: bool = True, parts: bool = True, shape: tuple[int, ...] | None = None, **options: Any):
+    def wrap(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+        from torch.distributed.fsdp import fully_shard
+
+        sizes = shape or (dist.get_world_size(),)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
+        for layer in layers(net) if parts else []:
+            fully_shard(layer, mesh=mesh, **options)
+        return with_sgd(fully_shard(net, mesh=mesh, **options) if root else net, lr)
+
+    return wrap
+
+
+SHARDED = ("last", "every", "gathered")
+HYBRID = (*SHARDED, "replicas")
+KINDS = {
+    "plain": Kind(plain, full_weights, world=1),
+    "DDP": Kind(ddp, full_weights),
+    "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
+    "FSDP2, root only": Kind(fully_sharded(parts=False), full_weights, SHARDED),
+    "FSDP2, parts": Kind(fully_sharded(root=False), full_weights, SHARDED),
+    "FSDP2, one rank": Kind(fully_sharded(), full_weights, SHARDED, world=1),
+    "FSDP2, kept after forward": Kind(fully_sharded(reshard_after_forward=False), full_weights, ("last",)),
+    "HSDP, 2 replicas of 1 shard": Kind(fully_sharded(shape=(2, 1)), full_weights, HYBRID),
+    "HSDP, 2 replicas of 2 shards": Kind(fully_sharded(shape=(2, 2)), full_weights, HYBRID, world=4),
+}
+
+
+def big_batch_at(case: str, at: Tensor, micro_batches: list[Batch]) -> tuple[float, Tensor]:
+    """Loss and gradient of one call of the criterion on all samples, in float64, at these weights."""
+    loss_fn, how, reduction, _ = CASES[case]
+    net = Net()
+    nn.utils.vector_to_parameters(at.double(), net.parameters())
+    batch = join(micro_batches)
+    batch["x"] = batch["x"].double()
+    loss = loss_fn(net, batch, "mean" if reduction == "sum_to_mean" else how)
+    loss.backward()
+    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+    return loss.item(), torch.cat([g.flatten() for g in gradient])
+
+
+@dataclass
+class Seen:
+    """What a rank saw of a window."""
+
+    gradient: float  # error of the weights' change, which is the gradient's
+    loss: float
+    length: int
+    turns: int
+
+
+def law(name: str, case: str, layouts: list[Any], **options: Any) -> list[Seen]:
+    """Windows on this rank, one after the other, each against the one big batch."""
+    kind = KINDS[name]
+    loss_fn, how, reduction, count = CASES[case]
+    lr = 1 / 32 if reduction == "sum" else 1.0
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model, optimizer = kind.wrap(make_net(kind.dtype), lr)
+    accumulator = Accumulator(model, optimizer, reduction=reduction, count=count, **options)
+    seen = []
+    for index, layout in enumerate(layouts):
+        before = kind.weights(model)
+        window = accumulator.window(micro_batches_of(layout, index, rank, kind.dtype))
+        turns = 0
+        for micro_batch in window:
+            assert window.stand_in == (turns >= len(window))
+            window.backward(loss_fn(model, micro_batch, how))
+            turns += 1
+        update = window.step()
+        assert update.stepped
+        everything = [batch for r in range(world) for batch in micro_batches_of(layout, index, r, kind.dtype)]
+        loss, exact = big_batch_at(case, before, everything)
+        moved = (before.double() - kind.weights(model).double()) / lr
+        seen.append(Seen(error(moved, exact), abs(update.loss - loss) / abs(loss), len(window), turns))
+    return seen
