@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +78,35 @@ def fully_sharded(*, root: bool = True, parts: bool = True, shape: tuple[int, ..
     return wrap
 
 
+def fsdp1(strategy: str, *, root: bool = True, use_orig_params: bool = True):
+    def wrap(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+
+        options: dict[str, Any] = {
+            "sharding_strategy": ShardingStrategy[strategy],
+            "device_id": torch.device("cpu"),
+            "use_orig_params": use_orig_params,
+        }
+        if strategy.startswith("HYBRID"):
+            options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+            for i in (0, 2):
+                net.body[i] = FullyShardedDataParallel(net.body[i], **options)
+            return with_sgd(FullyShardedDataParallel(net, **options) if root else net, lr)
+
+    return wrap
+
+
+def summoned_weights(model: nn.Module) -> Tensor:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(model):
+        by_name = dict(model.named_parameters())
+        tidy = {name.replace("_fsdp_wrapped_module.", ""): p.detach().flatten() for name, p in by_name.items()}
+        return torch.cat([tidy[name] for name, _ in Net().named_parameters()]).clone()
+
+
 SHARDED = ("last", "every", "gathered")
 HYBRID = (*SHARDED, "replicas")
 KINDS = {
@@ -88,6 +119,12 @@ KINDS = {
     "FSDP2, kept after forward": Kind(fully_sharded(reshard_after_forward=False), full_weights, ("last",)),
     "HSDP, 2 replicas of 1 shard": Kind(fully_sharded(shape=(2, 1)), full_weights, HYBRID),
     "HSDP, 2 replicas of 2 shards": Kind(fully_sharded(shape=(2, 2)), full_weights, HYBRID, world=4),
+    "FSDP1": Kind(fsdp1("FULL_SHARD"), summoned_weights),
+    "FSDP1, flat parameters": Kind(fsdp1("FULL_SHARD", use_orig_params=False), summoned_weights),
+    "FSDP1, parts": Kind(fsdp1("FULL_SHARD", root=False), summoned_weights),
+    "FSDP1, SHARD_GRAD_OP": Kind(fsdp1("SHARD_GRAD_OP"), summoned_weights),
+    "FSDP1, NO_SHARD": Kind(fsdp1("NO_SHARD"), summoned_weights),
+    "FSDP1, HYBRID_SHARD": Kind(fsdp1("HYBRID_SHARD"), summoned_weights, world=4),
 }
 
 
@@ -112,29 +149,47 @@ class Seen:
     loss: float
     length: int
     turns: int
+    norm: float | None = None
+
+
+class Run:
+    """A net under one of the kinds, and windows over it that are compared with the one big batch."""
+
+    def __init__(self, name: str, case: str = "samples mean", **options: Any) -> None:
+        self.kind, self.case = KINDS[name], case
+        _, _, reduction, count = CASES[case]
+        self.lr = 1 / 32 if reduction == "sum" else 1.0
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr)
+        self.accumulator = Accumulator(self.model, self.optimizer, reduction=reduction, count=count, **options)
+
+    def weights(self) -> Tensor:
+        return self.kind.weights(self.model)
+
+    def micro_batches(self, layout: Any, index: int) -> list[Batch]:
+        return micro_batches_of(layout, index, self.rank, self.kind.dtype)
+
+    def window(self, layout: Any, index: int, max_norm: float = math.inf) -> Seen:
+        loss_fn, how, *_ = CASES[self.case]
+        before = self.weights()
+        window = self.accumulator.window(self.micro_batches(layout, index))
+        turns = 0
+        for micro_batch in window:
+            assert window.stand_in == (turns >= len(window))
+            window.backward(loss_fn(self.model, micro_batch, how))
+            turns += 1
+        update = window.step()
+        assert update.stepped
+        batches = [b for r in range(self.world) for b in micro_batches_of(layout, index, r, self.kind.dtype)]
+        loss, exact = big_batch_at(self.case, before, batches)
+        norm = float(exact.norm())
+        moved = (before.double() - self.weights().double()) / self.lr
+        wrong = error(moved, exact * min(1.0, max_norm / norm))
+        off = None if update.grad_norm is None else abs(update.grad_norm - norm) / norm
+        return Seen(wrong, abs(update.loss - loss) / abs(loss), len(window), turns, off)
 
 
 def law(name: str, case: str, layouts: list[Any], **options: Any) -> list[Seen]:
     """Windows on this rank, one after the other, each against the one big batch."""
-    kind = KINDS[name]
-    loss_fn, how, reduction, count = CASES[case]
-    lr = 1 / 32 if reduction == "sum" else 1.0
-    rank, world = dist.get_rank(), dist.get_world_size()
-    model, optimizer = kind.wrap(make_net(kind.dtype), lr)
-    accumulator = Accumulator(model, optimizer, reduction=reduction, count=count, **options)
-    seen = []
-    for index, layout in enumerate(layouts):
-        before = kind.weights(model)
-        window = accumulator.window(micro_batches_of(layout, index, rank, kind.dtype))
-        turns = 0
-        for micro_batch in window:
-            assert window.stand_in == (turns >= len(window))
-            window.backward(loss_fn(model, micro_batch, how))
-            turns += 1
-        update = window.step()
-        assert update.stepped
-        everything = [batch for r in range(world) for batch in micro_batches_of(layout, index, r, kind.dtype)]
-        loss, exact = big_batch_at(case, before, everything)
-        moved = (before.double() - kind.weights(model).double()) / lr
-        seen.append(Seen(error(moved, exact), abs(update.loss - loss) / abs(loss), len(window), turns))
-    return seen
+    run = Run(name, case, **options)
+    return [run.window(layout, index) for index, layout in enumerate(layouts)]

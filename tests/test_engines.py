@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from engines import KINDS, law
-from problems import CASES
+import torch
+from engines import KINDS, Run, law
+from problems import CASES, sample_loss
+
+from distaccum import DistaccumError
 
 # A window is a list of micro-batch sizes for each rank, as many ranks as there are (up to four).
 LAYOUTS = [
@@ -33,3 +36,75 @@ def test_every_window_equals_one_big_batch(ranks, name, sync):
 
 def laws(name: str, sync: str, layouts: list[Any]) -> dict[str, Any]:
     return {case: law(name, case, layouts, sync=sync) for case in CASES}
+
+
+EVEN = [[3, 1, 2]] * 4
+
+
+def abandoned(name: str, sync: str, how: str) -> Any:
+    run = Run(name, sync=sync)
+    first = run.window(EVEN, 0)
+    before = run.weights()
+    window = run.accumulator.window(run.micro_batches(EVEN, 1))
+    try:
+        for i, micro_batch in enumerate(window):
+            window.backward(sample_loss(run.model, micro_batch))
+            if i == 1 and how == "break":
+                break
+            if i == 1 and how == "error":
+                raise KeyError
+    except KeyError:
+        pass
+    if how == "complete":
+        window.discard()
+    assert torch.equal(run.weights(), before), "an abandoned window changed weights"
+    return [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
+
+
+@pytest.mark.parametrize("how", ["break", "error", "complete"])
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
+def test_an_abandoned_window_leaves_nothing_behind(ranks, name, sync, how):
+    kind = KINDS[name]
+    for seen in ranks(kind.world).run(abandoned, name, sync, how):
+        assert max(window.gradient for window in seen) <= kind.bound
+
+
+def clipped(name: str, sync: str, max_norm: float) -> Any:
+    run = Run(name, sync=sync, max_norm=max_norm)
+    return [run.window(layout, i, max_norm=max_norm) for i, layout in enumerate(LAYOUTS if run.world > 1 else [EVEN])]
+
+
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
+def test_the_whole_gradient_is_clipped_once(ranks, name, sync):
+    kind = KINDS[name]
+    for seen in ranks(kind.world).run(clipped, name, sync, 0.01):
+        for window in seen:
+            assert window.norm is not None and window.norm <= kind.bound
+            assert window.gradient <= max(1e-4, kind.bound)  # torch adds 1e-6 to the norm
+
+
+def not_finite(name: str, sync: str, on_nonfinite: str) -> Any:
+    run = Run(name, sync=sync, on_nonfinite=on_nonfinite)
+    first = run.window(EVEN, 0)
+    before = run.weights()
+    window = run.accumulator.window(run.micro_batches(EVEN, 1))
+    for i, micro_batch in enumerate(window):
+        loss = sample_loss(run.model, micro_batch)
+        window.backward(loss * float("nan") if i == 1 and run.rank == run.world - 1 else loss)
+    try:
+        update = window.step()
+        said = (update.stepped, update.reason)
+    except DistaccumError as error:
+        said = (False, str(error))
+    assert torch.equal(run.weights(), before), "a window that is not finite changed weights"
+    return said, [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
+def test_all_ranks_decide_alike_on_a_gradient_that_is_not_finite(ranks, name, sync, on_nonfinite):
+    kind = KINDS[name]
+    for (stepped, said), seen in ranks(kind.world).run(not_finite, name, sync, on_nonfinite):
+        assert not stepped
+        assert "not finite" in said
+        assert max(window.gradient for window in seen) <= kind.bound

@@ -160,7 +160,7 @@ class FullyShardEngine(RanksEngine):
             norms.append(norm if full_tensor is None else full_tensor())
         if len(norms) == 1:
             return norms[0]
-        return torch.linalg.vector_norm(torch.stack(norms), kind) if norms else torch.zeros(())
+        return total_norm([torch.stack(norms)] if norms else [], kind)
 
     def _divides_by(self) -> float:
         """One number for all groups: it goes into the share."""

@@ -1,0 +1,158 @@
+"""FSDP1: FullyShardedDataParallel, under any sharding strategy, the root or only parts.
+
+Like FSDP2 it reads in backward whether to reduce, and each forward gathers parameters, so all ranks run as many. What
+it adds up without reducing is in the dtype that it computes in (a warning says so).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..precision import HALF, total_norm
+from ..shares import DistaccumError, Plan, listed
+from .base import Sync
+from .ranks import RanksEngine, average_by_hand
+
+
+@final
+class FSDPEngine(RanksEngine):
+    name = "FSDP1 (FullyShardedDataParallel)"
+    in_step = True
+
+    @classmethod
+    def wraps(cls, module: nn.Module) -> bool:
+        fsdp = sys.modules.get("torch.distributed.fsdp")
+        return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        modules = [(name, module) for model in models for name, module in model.named_modules()]
+        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in modules if self.wraps(module)))
+        super().__init__(models, sync, _data_parallel_group(self._wrappers))
+        low = [
+            name or "the root"
+            for name, module in modules
+            if self.wraps(module) and _computes_in(module) in HALF and any(p.requires_grad for p in module.parameters())
+        ]
+        if low and sync == "last" and self.rank == 0:
+            warnings.warn(
+                f"FSDP1 adds gradients up in half precision between micro-steps (in {listed(low)}), whatever its "
+                "reduce_dtype; sync='every' adds them up in the dtype of the parameters, and so does fully_shard with "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+                stacklevel=5,
+            )
+        self._found: list[bool] = []
+        self._by_hand: list[nn.Parameter] = []
+        self._is_open = False  # a window began and did not finish
+
+    def check(self, plan: Plan) -> None:
+        self.refuse_synchronised_norms(plan)
+        self.refuse_dry_ranks(plan)
+        if not plan.whole and len(self._wrappers) > 1 and self.num_ranks > 1:
+            raise DistaccumError(
+                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
+                "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
+                "micro-batch a count above 0 for each name, or wrap only the root"
+            )
+
+    def turns(self, plan: Plan) -> int:
+        return max(plan.kept)
+
+    def num_early(self, plan: Plan) -> int:
+        return max(plan.kept) - 1 if self.sync == "every" else 0
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
+        # Private: what no_sync() sets. That context must hold the root, which may be outside of these models.
+        self._found = [wrapper._sync_gradients for wrapper in self._wrappers]
+        self._is_open = True
+
+    def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        for wrapper in self._wrappers:
+            wrapper._sync_gradients = reduce
+        self.run_backward(losses, seeds)
+
+    def finish(self) -> None:
+        if self._by_hand:
+            average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
+        self._is_open = False
+
+    def release(self) -> None:
+        for wrapper, found in zip(self._wrappers, self._found, strict=False):
+            wrapper._sync_gradients = found
+        self._found, self._by_hand = [], []
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        if self._is_open:
+            for handle in self._handles():
+                handle.flat_param.grad = None
+                if hasattr(handle.flat_param, "_saved_grad_shard"):
+                    del handle.flat_param._saved_grad_shard
+            self._is_open = False
+
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
+        here = [p.grad for p in parameters if p.grad is not None and id(p) in sharded]
+        everywhere = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded]
+        norm: Tensor = total_norm(here, kind, over).to(parameters[0].device if parameters else "cpu")
+        group = self._wrappers[0].process_group  # not over replicas, which have the same shards
+        if math.isinf(kind):
+            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        else:
+            norm = norm.pow(kind)
+            dist.all_reduce(norm, group=group)
+            norm = norm.pow(1 / kind)
+        if not everywhere:
+            return norm
+        both = torch.stack([norm, total_norm(everywhere, kind, over)])
+        return total_norm([both], kind)
+
+    def _handles(self) -> list[Any]:
+        return [wrapper._handle for wrapper in self._wrappers if wrapper._handle is not None]
+
+
+def _data_parallel_group(wrappers: Sequence[Any]) -> dist.ProcessGroup:
+    """The ranks of shards and replicas."""
+    seen = {_num_ranks(wrapper): wrapper for wrapper in wrappers}
+    groups = {tuple(dist.get_process_group_ranks(wrapper.process_group)): wrapper.process_group for wrapper in wrappers}
+    if len(seen) > 1 or len(groups) > 1:
+        raise ValueError(
+            f"the model holds FSDP1 modules over {' and '.join(map(str, seen))} ranks, in groups {list(groups)}, "
+            "expected one process group for all; wrap them with the same, or use an Accumulator each"
+        )
+    (num,) = seen
+    group: Any = next(iter(groups.values()))
+    if num not in (dist.get_world_size(group), dist.get_world_size()):
+        raise ValueError(
+            f"FSDP1 over {num} ranks in a job of {dist.get_world_size()}: a hybrid strategy on a part of the ranks is "
+            "not supported; use fully_shard with a hybrid mesh"
+        )
+    if num != dist.get_world_size(group):
+        group = dist.group.WORLD
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def _num_ranks(wrapper: Any) -> int:
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    return dist.get_world_size(wrapper.process_group) * (1 if replicas is None else dist.get_world_size(replicas))
+
+
+def _managed(handle: Any) -> list[Any]:
+    """The tensors that the optimizer may hold of it."""
+    return [handle.flat_param, *(handle.flat_param._params or [])]
+
+
+def _computes_in(wrapper: Any) -> torch.dtype | None:
+    dtype: torch.dtype | None = wrapper.mixed_precision.param_dtype
+    return dtype or next((p.dtype for p in wrapper.parameters()), None)
