@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch
 from .engines import Sync, choose_engine
+from .engines.accelerate import Accelerated
 from .precision import look_at, unscale
 from .shares import (
     REDUCTIONS,
@@ -39,7 +40,7 @@ from .shares import (
     whole_number,
 )
 from .update import Update, Waitable
-from .window import Spare, Stage, Window
+from .window import Spare, Window
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 BatchNorm = Literal["warn", "ignore"]
@@ -80,13 +81,23 @@ class Accumulator:
         max_norm: float | None = None,
         scheduler: LRScheduler | Sequence[LRScheduler] | None = None,
         scaler: GradScaler | None = None,
+        accelerator: Any = None,
         sync: Sync = "last",
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
     ) -> None:
         self._models: list[nn.Module] = _several("model", model, "forward")
-        self._optimizers: list[Optimizer] = _several("optimizer", optimizer, "param_groups")
-        self._schedulers: list[LRScheduler] = _several("scheduler", scheduler, "step")
+        self._accelerated = Accelerated(
+            accelerator,
+            _several("optimizer", optimizer, "param_groups"),
+            _several("scheduler", scheduler, "step"),
+            scaler if scaler is not None and scaler.is_enabled() else None,
+        )
+        self._engine = choose_engine(self._models, _choice("sync", sync, get_args(Sync)))
+        self._engine.run_backward = self._accelerated.run_backward or self._engine.run_backward
+        self._optimizers = self._engine.adopt_optimizers(self._accelerated.optimizers)
+        self._schedulers = self._engine.adopt_schedulers(self._accelerated.schedulers)
+        self._scaler: GradScaler | None = self._accelerated.scaler
         if any(isinstance(schedule, ReduceLROnPlateau) for schedule in self._schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
         if any(isinstance(one, LBFGS) for one in self._optimizers):
@@ -96,10 +107,8 @@ class Accumulator:
         self._steps, self._batch_size, self._micro_batch_size = _sizes(steps, batch_size, micro_batch_size)
         self._reductions, self._counts = _by_name(reduction, count)
         self._max_norm = _positive("max_norm", max_norm)
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._on_nonfinite = _choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._batchnorm = _choice("batchnorm", batchnorm, get_args(BatchNorm))
-        self._engine = choose_engine(self._models, _choice("sync", sync, get_args(Sync)))
         if not self._optimizers and not self._engine.steps and (max_norm is not None or on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
@@ -160,18 +169,19 @@ class Accumulator:
             exhausted = len(micro_batches) < steps
             return _Drawn(micro_batches, steps=steps, exhausted=exhausted)
 
-        while True:
-            window = self._plan(draw)
-            if window._plan.empty:
-                return
-            try:
-                yield window
-            except GeneratorExit:
-                window._let_go()
-                raise
-            if window._plan.exhausted:
-                window._make_way()  # else a step() forgotten on the last window would pass in silence
-                return
+        with self._accelerated.reading(loader):
+            while True:
+                window = self._plan(draw)
+                if window._plan.empty:
+                    return
+                try:
+                    yield window
+                except GeneratorExit:
+                    window._let_go()
+                    raise
+                if window._plan.exhausted:
+                    window._make_way()  # else a step() forgotten on the last window would pass in silence
+                    return
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -215,6 +225,7 @@ class Accumulator:
         standing = self._window() if self._window is not None else None
         if standing is not None:
             standing._make_way()
+        self._accelerated.refuse_accumulation()
         names = tuple(self._reductions)
         drawn, counts, error = _Drawn([]), list[tuple[float, ...]](), None
         try:
@@ -262,6 +273,7 @@ class Accumulator:
             parameters=self._parameters(),
             watched=[_owned_by(one) for one in self._optimizers] or [self._trained],
             scaler=self._scaler,
+            scales=self._accelerated.run_backward is None,
         )
         self._window = weakref.ref(window)
         return window
@@ -292,6 +304,8 @@ class Accumulator:
             if not self._unfinished:  # else they are of a window that was dropped between its loop and its step
                 self._warn("stale", "gradients that stood before the window were cleared: they are not part of it")
         self._unfinished = True
+        if self._scaler is not None:
+            _windows_on(self._scaler).add(window)
         self._engine.begin(window._plan, window._parameters)
 
     def _complete(self, window: Window) -> None:
@@ -315,6 +329,7 @@ class Accumulator:
         window._close()
         self._unfinished = False
         self._index += 1
+        self._accelerated.after_step(reason is None)
         if reason is None:
             for schedule in self._schedulers:
                 schedule.step()
@@ -342,6 +357,12 @@ class Accumulator:
         norm_of = partial(self._engine.norm, stepped)
         overflows = None
         if self._scaler is not None:
+            others = [other for other in _windows_on(self._scaler) if other is not window and other._is_open]
+            if others:
+                raise DistaccumError(
+                    "another window is open on one GradScaler, whose update() would change the scale under it; finish "
+                    "one window before the next begins, or give each accumulator a GradScaler of its own"
+                )
             if not len(window):
                 self._scaler.scale(terms.new_zeros(()))  # makes its scale, which on other ranks the losses made
             overflows = unscale(self._scaler, self._optimizers)
@@ -384,7 +405,7 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """The update's index and the scaler's state, between two windows."""
         window = self._window() if self._window is not None else None
-        if window is not None and window._stage in (Stage.RUNNING, Stage.COMPLETE):
+        if window is not None and window._is_open:
             raise DistaccumError("state_dict() in mid-window, expected it between two; call window.step() first")
         return {"index": self._index, "scaler": self._scaler.state_dict() if self._scaler else None}
 
@@ -460,6 +481,12 @@ def _read(values: list[Any]) -> list[Any]:
     return [read.get(i, value) for i, value in enumerate(values)]
 
 
+def _windows_on(scaler: GradScaler) -> weakref.WeakSet[Window]:
+    """Kept on the scaler itself, which is what accumulators share."""
+    windows: weakref.WeakSet[Window] = scaler.__dict__.setdefault("_distaccum_windows", weakref.WeakSet())
+    return windows
+
+
 def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
     """Refuses the caller's own step() in mid-window, before it changes a weight."""
     if not hasattr(optimizer, "register_step_pre_hook"):
@@ -471,7 +498,7 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
         window = owner._window() if owner is not None and owner._window is not None else None
         if owner is None or owner._stepping or window is None:
             return
-        if window._stage in (Stage.RUNNING, Stage.COMPLETE):
+        if window._is_open:
             raise DistaccumError(
                 "optimizer.step() before the window's own: the gradients in it belong to the window; call "
                 "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "

@@ -102,6 +102,7 @@ class Window:
         parameters: Sequence[nn.Parameter],
         watched: Sequence[Sequence[nn.Parameter]],
         scaler: GradScaler | None,
+        scales: bool,
     ) -> None:
         self.index = index
         self.counts = dict(plan.counts)
@@ -126,6 +127,7 @@ class Window:
         self._parameters = parameters
         self._watched = watched
         self._scaler = scaler
+        self._scales = scaler is not None and scales  # else what runs backward does
 
         self._stage = Stage.PLANNED
         self._position = -1
@@ -260,7 +262,7 @@ class Window:
                     )
                 return self._weighted(name, loss.float(), share)
             tensor = torch.full((), share, dtype=loss.dtype, device=loss.device)
-            seed = self._scaler.scale(tensor) if self._scaler is not None else tensor
+            seed = self._scaler.scale(tensor) if self._scaler is not None and self._scales else tensor
             weight = _Weight(tensor, seed, loss.dtype, loss.get_device(), weight.losses if weight is not None else [])
             self._weights[name][share] = weight
         return loss, weight
@@ -307,6 +309,10 @@ class Window:
                 self._scaler.update(self._scaler.get_scale())
         self._forget()
 
+    @property
+    def _is_open(self) -> bool:
+        return self._stage in (Stage.RUNNING, Stage.COMPLETE)
+
     def _let_go(self) -> None:
         """Nobody will ask whether this window was stepped: it still can be, and goes when another comes."""
         self._may_go = True
@@ -319,7 +325,7 @@ class Window:
 
     def _make_way(self) -> None:
         """Another window is wanted: an error, once, while this one holds gradients. Asked again, it goes."""
-        if self._stage in (Stage.RUNNING, Stage.COMPLETE) and not self._may_go:
+        if self._is_open and not self._may_go:
             self._may_go = True
             raise DistaccumError(
                 f"another window was asked for while one is {self._describe()}; finish its loop and call its "

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..precision import clip, total_norm
 from ..shares import Plan
@@ -50,6 +51,14 @@ class Engine(ABC):
     def parameters(self) -> list[nn.Parameter]:
         """The models', each once: the tensors that hold gradients when a window is complete."""
         return list({id(p): p for model in self.models for p in model.parameters()}.values())
+
+    def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Those that `step` shall step: not the wrapper's own, where it has one."""
+        return optimizers
+
+    def adopt_schedulers(self, schedulers: list[LRScheduler]) -> list[LRScheduler]:
+        """Those that the library shall step: not the wrapper's own, where it has one."""
+        return schedulers
 
     # A window
 

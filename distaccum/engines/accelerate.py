@@ -1,0 +1,87 @@
+"""Accelerate: the wrappers that its `prepare` gives are opened, and its own backward and scaler are used.
+
+It wraps the model in one of the other engines' wrappers, so that engine does the work. What is undone here: an
+optimizer wrapper that steps or not by a singleton's flag, and updates the scaler once per optimizer; a scheduler
+wrapper that steps once per process. Its `clip_grad_norm_` is not called: it unscales every optimizer that was ever
+prepared, those of another window too.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..shares import DistaccumError
+
+
+class Accelerated:
+    """What `prepare` gave, opened; without Accelerate, what was given."""
+
+    run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] | None = None
+
+    def __init__(self, accelerator: Any, optimizers: list[Any], schedulers: list[Any], scaler: Any) -> None:
+        self._accelerator = accelerator
+        self._wrappers = [one for one in optimizers if _is_of("optimizer", "AcceleratedOptimizer", one)]
+        self.optimizers = [one.optimizer if one in self._wrappers else one for one in optimizers]
+        self.schedulers = [
+            one.scheduler if _is_of("scheduler", "AcceleratedScheduler", one) else one for one in schedulers
+        ]
+        theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
+        if accelerator is not None:
+            if not hasattr(accelerator, "backward") or not hasattr(accelerator, "prepare"):
+                raise TypeError(
+                    f"accelerator={accelerator!r} is a {type(accelerator).__name__}, expected accelerate's Accelerator"
+                )
+            theirs += [accelerator.scaler] if getattr(accelerator, "scaler", None) is not None else []
+            if str(getattr(accelerator.distributed_type, "value", "")) not in ("DEEPSPEED", "MEGATRON_LM"):
+                self.run_backward = self._run_backward  # under DeepSpeed it would step the engine as well
+        if scaler is not None and any(scaler is not one for one in theirs):
+            raise ValueError("scaler= beside the Accelerator's own, which scales the loss too; leave scaler= out")
+        self.scaler = theirs[0] if theirs else scaler
+        self.refuse_accumulation()
+
+    def refuse_accumulation(self) -> None:
+        """Its own accumulation divides, and skips steps."""
+        steps = [one.gradient_state.num_steps for one in self._wrappers]
+        if self._accelerator is not None:
+            steps.append(self._accelerator.gradient_accumulation_steps)
+        if any(number > 1 for number in steps):
+            raise DistaccumError(
+                f"Accelerate accumulates over {max(steps)} steps by itself (gradient_accumulation_steps), which would "
+                "divide the loss a second time; leave it at 1, and do not enter accelerator.accumulate()"
+            )
+
+    def after_step(self, stepped: bool) -> None:
+        for wrapper in self._wrappers:
+            if hasattr(wrapper, "_is_overflow"):
+                # Private: what accelerator.optimizer_step_was_skipped and its schedulers read. Where it has moved
+                # they say what the last step of the wrapper said.
+                wrapper._is_overflow = not stepped
+
+    @contextmanager
+    def reading(self, loader: Any) -> Iterator[None]:
+        """A loader that `prepare` gave leaves itself in a singleton when its iteration is broken off."""
+        try:
+            yield
+        finally:
+            if _is_of("data_loader", "DataLoaderStateMixin", loader):
+                loader.end()
+
+    def _run_backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        loss, seed = losses[0], seeds[0]
+        if len(losses) > 1:
+            loss = torch.stack([one * weight for one, weight in zip(losses, seeds, strict=True)]).sum()
+            seed = torch.ones_like(loss)
+        self._accelerator.backward(loss, gradient=seed)
+
+
+def _is_of(module: str, name: str, value: object) -> bool:
+    """By type, and without importing what the caller has not."""
+    loaded = sys.modules.get(f"accelerate.{module}")
+    kind = getattr(loaded, name, None)
+    return kind is not None and isinstance(value, kind)

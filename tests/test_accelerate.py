@@ -1,0 +1,260 @@
+"""Accelerate: what `prepare` gave, on real ranks, with its singletons left as found."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import big_batch, error, gradient, make_batch, make_net, make_net_without_router, sample_loss, weights
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from distaccum import Accumulator, DistaccumError
+
+
+@contextmanager
+def accelerators(**environment: str) -> Iterator[Any]:
+    """A maker of Accelerators on CPU, in this job's process group."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = dict(os.environ)
+    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
+    if world > 1:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+        os.environ.update({"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    try:
+        yield lambda **options: Accelerator(**{"cpu": True, **options})
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(found)
+
+
+def state_of(accelerator: Any) -> Any:
+    gradient_state = accelerator.gradient_state
+    return (
+        accelerator.step,
+        gradient_state.sync_gradients,
+        gradient_state.num_steps,
+        list(gradient_state.dataloader_references),
+        {k: v for k, v in accelerator.state.__dict__.items() if k != "_shared_state"},
+    )
+
+
+def batches(index: int, sizes: list[int]) -> list[Any]:
+    return [make_batch(size, seed=100 * index + i) for i, size in enumerate(sizes)]
+
+
+UNEVEN = [[[3, 1, 2], [2, 2, 2]], [[4], [1, 2]], [[], [5, 1]]]
+
+
+def prepared(given: bool) -> Any:
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    seen = []
+    with accelerators() as make:
+        accelerator = make()
+        net = make_net_without_router()
+        optimizer = SGD(net.parameters(), lr=0.5)
+        schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
+        model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+        found = state_of(accelerator)
+        accumulator = Accumulator(
+            model, optimizer, scheduler=schedule, accelerator=accelerator if given else None, max_norm=100.0
+        )
+        for index, layout in enumerate(UNEVEN if world > 1 else UNEVEN[:1]):
+            reference = make_net()
+            del reference.router
+            torch.nn.utils.vector_to_parameters(weights(model), reference.parameters())
+            before = weights(model)
+            window = accumulator.window(batches(10 * index + rank, layout[rank]))
+            for batch in window:
+                window.backward(sample_loss(model, batch))
+            everything = [b for r in range(world) for b in batches(10 * index + r, layout[r])]
+            joined = {key: torch.cat([batch[key] for batch in everything]) for key in everything[0]}
+            sample_loss(reference, joined).backward()
+            lr = schedule.get_last_lr()[0]
+            assert window.step().stepped
+            seen.append((error((before - weights(model)) / lr, gradient(reference)), lr))
+        assert state_of(accelerator) == found
+        assert not accelerator.optimizer_step_was_skipped
+    return seen
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_windows_are_exact_and_the_schedule_counts_updates(ranks, given):
+    for seen in ranks(2).run(prepared, given):
+        assert [lr for _, lr in seen] == [0.5, 0.25, 0.5 / 3]  # not one step per process
+        assert max(wrong for wrong, _ in seen) <= 1e-10
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_one_process(given):
+    ((wrong, lr),) = prepared(given)
+    assert wrong <= 1e-12
+    assert lr == 0.5
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_its_own_accumulation_is_refused(given):
+    with accelerators() as make:
+        accelerator = make(gradient_accumulation_steps=4)
+        net, optimizer = accelerator.prepare(*(lambda net: (net, SGD(net.parameters(), lr=1.0)))(make_net()))
+        with pytest.raises(DistaccumError, match=r"accumulates over 4 steps.*leave it at 1"):
+            Accumulator(net, optimizer, accelerator=accelerator if given else None)
+        accelerator.gradient_accumulation_steps = 1
+        accumulator = Accumulator(net, optimizer, accelerator=accelerator if given else None)
+        accelerator.gradient_accumulation_steps = 2
+        with pytest.raises(DistaccumError, match="accumulates over 2 steps"):
+            accumulator.window([make_batch(1, seed=0)])
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+def test_its_scaler_scales_once_and_an_overflow_is_told(given):
+    with accelerators() as make:
+        accelerator = make()
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        net = make_net_without_router().float()
+        net, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=1.0))
+        accumulator = Accumulator(net, optimizer, accelerator=accelerator if given else None)
+        micro_batches = [make_batch(size, seed=size, dtype=torch.float32) for size in (3, 1)]
+        before = weights(net)
+        window = accumulator.window(micro_batches)
+        for batch in window:
+            window.backward(sample_loss(net, batch))
+        assert window.step().stepped
+        reference = make_net_without_router().float()
+        sample_loss(reference, {"x": torch.cat([batch["x"] for batch in micro_batches])}).backward()
+        assert error(before - weights(net), gradient(reference)) <= 1e-6
+        assert accelerator.scaler.get_scale() == 8.0
+        before = weights(net)
+        window = accumulator.window(micro_batches)
+        for batch in window:
+            window.backward(sample_loss(net, batch) * float("inf"))
+        with pytest.raises(DistaccumError, match="loss of this window is not finite"):
+            window.step()
+        window = accumulator.window(micro_batches)
+        for batch in window:
+            loss = sample_loss(net, batch)
+            loss.register_hook(lambda g: g * float("inf"))
+            window.backward(loss)
+        update = window.step()
+        assert not update.stepped
+        assert accelerator.optimizer_step_was_skipped
+        assert accelerator.scaler.get_scale() == 4.0
+        assert torch.equal(before, weights(net))
+
+
+def test_two_accumulators_on_one_accelerator_do_not_disturb_each_other():
+    with accelerators() as make:
+        accelerator = make()
+        nets = [make_net_without_router() for _ in range(2)]
+        made = [accelerator.prepare(net, SGD(net.parameters(), lr=1.0)) for net in nets]
+        one, two = (Accumulator(net, optimizer, steps=2, accelerator=accelerator) for net, optimizer in made)
+        loader = [make_batch(size, seed=size) for size in (3, 1)]
+        exact = big_batch("samples mean", loader)[1]
+        before = weights(nets[0])
+        (first, second) = (next(accumulator.windows(loader)) for accumulator in (one, two))
+        for batch, same in zip(first, second, strict=True):  # interleaved, as in a GAN
+            first.backward(sample_loss(nets[0], batch))
+            second.backward(sample_loss(nets[1], same))
+        first.step()
+        assert error(before - weights(nets[0]), exact[: before.numel()]) <= 1e-12
+        assert torch.equal(weights(nets[1]), before)
+        second.step()
+        assert torch.equal(weights(nets[1]), weights(nets[0]))
+
+
+def test_two_windows_open_on_one_scaler_are_refused():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    nets = [make_net_without_router().float() for _ in range(2)]
+    one, two = (Accumulator(net, SGD(net.parameters(), lr=1.0), scaler=scaler) for net in nets)
+    loader = [make_batch(size, seed=size, dtype=torch.float32) for size in (3, 1)]
+    first, second = one.window(loader), two.window(loader)
+    for batch, same in zip(first, second, strict=True):
+        first.backward(sample_loss(nets[0], batch))
+        second.backward(sample_loss(nets[1], same))
+    with pytest.raises(DistaccumError, match=r"one GradScaler.*GradScaler of its own"):
+        first.step()
+    second.discard()
+    assert first.step().stepped
+
+
+def a_loop_that_is_left(steps: int) -> Any:
+    with accelerators() as make:
+        accelerator = make()
+        net = make_net_without_router()
+        x = torch.arange(14 * 6 * 5, dtype=torch.float64).view(14, 6, 5) / 100
+        loader = DataLoader(TensorDataset(x), batch_size=2)
+        evaluation = DataLoader(TensorDataset(x), batch_size=4)
+        net, optimizer, loader, evaluation = accelerator.prepare(net, SGD(net.parameters(), lr=0.0), loader, evaluation)
+        accumulator = Accumulator(net, optimizer, steps=steps, accelerator=accelerator)
+        found = state_of(accelerator)
+        counts = []
+        for leave_at in (1, 0, 99):
+            for i, window in enumerate(accumulator.windows(loader)):
+                for (inputs,) in window:
+                    window.backward(net(inputs).square().mean())
+                    if i == leave_at:
+                        break
+                if i == leave_at:
+                    break
+                counts.append(window.step().counts["samples"])
+                for (inputs,) in evaluation:
+                    with torch.no_grad():
+                        accelerator.gather_for_metrics(net(inputs))
+            assert state_of(accelerator) == found
+    return counts
+
+
+def test_evaluation_and_break_leave_the_singleton_as_found(ranks):
+    for counts in ranks(2).run(a_loop_that_is_left, 3):
+        # 14 samples in batches of 2 on 2 ranks, made even by samples of the beginning: 4 each.
+        assert counts == [12, 12, 4]
+
+
+def fsdp2_of_accelerate() -> Any:
+    """Accelerate chooses FSDP for accelerators alone; told that this job has some, it does so on CPU too."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    with accelerators() as make:
+        state = PartialState(cpu=True)
+        state._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        try:
+            accelerator = make(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+            net = make_net_without_router()
+            net, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=1.0))
+            accumulator = Accumulator(net, optimizer, accelerator=accelerator, max_norm=100.0)
+            seen = []
+            for index, layout in enumerate([UNEVEN[0], UNEVEN[1], UNEVEN[2]]):
+                before = torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])
+                window = accumulator.window(batches(10 * index + dist.get_rank(), layout[dist.get_rank()]))
+                for batch in window:
+                    window.backward(sample_loss(net, batch))
+                window.step()
+                after = torch.cat([p.full_tensor().detach().flatten() for p in net.parameters()])
+                reference = make_net_without_router()
+                torch.nn.utils.vector_to_parameters(before, reference.parameters())
+                everything = [b for r in range(2) for b in batches(10 * index + r, layout[r])]
+                sample_loss(reference, {"x": torch.cat([b["x"] for b in everything])}).backward()
+                seen.append(error(before - after, gradient(reference)))
+            return type(accumulator._engine).__name__, max(seen)
+        finally:
+            for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
+                del os.environ[key]
+
+
+def test_fsdp2_from_prepare(ranks):
+    for engine, wrong in ranks(2).run(fsdp2_of_accelerate):
+        assert engine == "FullyShardEngine"
+        assert wrong <= 1e-10
