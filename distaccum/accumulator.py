@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .batches import Count, batch_length, count_samples, cut_batch
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
-from .precision import look_at, unscale
+from .precision import look_at, refuse_mixed, unscale
 from .shares import (
     REDUCTIONS,
     DistaccumError,
@@ -106,7 +106,7 @@ class Accumulator:
             )
         self._steps, self._batch_size, self._micro_batch_size = _sizes(steps, batch_size, micro_batch_size)
         self._reductions, self._counts = _by_name(reduction, count)
-        self._max_norm = _positive("max_norm", max_norm)
+        self._max_norm = self._engine.adopt_max_norm(_positive("max_norm", max_norm))
         self._on_nonfinite = _choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._batchnorm = _choice("batchnorm", batchnorm, get_args(BatchNorm))
         if not self._optimizers and not self._engine.steps and (max_norm is not None or on_nonfinite == "skip"):
@@ -119,6 +119,8 @@ class Accumulator:
                 "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
                 "schedule yourself, or pass the optimizer"
             )
+        if self._scaler is not None:
+            refuse_mixed(self._optimizers)
         self._trained = self._engine.parameters()
         if not self._trained:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
@@ -271,7 +273,7 @@ class Accumulator:
             index=self._index,
             spare=spare,
             parameters=self._parameters(),
-            watched=[_owned_by(one) for one in self._optimizers] or [self._trained],
+            watched=self._watched(),
             scaler=self._scaler,
             scales=self._accelerated.run_backward is None,
         )
@@ -365,20 +367,17 @@ class Accumulator:
                 )
             if not len(window):
                 self._scaler.scale(terms.new_zeros(()))  # makes its scale, which on other ranks the losses made
-            overflows = unscale(self._scaler, self._optimizers)
-        norm = norm_of(2.0) if self._max_norm is not None else None
+            overflows = unscale(self._scaler, self._optimizers, self._engine.agree)
+        judges = self._engine.judges
+        norm = norm_of(2.0) if self._max_norm is not None and not judges else None
 
         reason = None
         if overflows is not None:
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
                 if self._on_nonfinite == "raise":
-                    if reduction is not None:
-                        reduction.wait()
-                    if not bool(terms.isfinite().all()):
-                        window.discard()
-                        raise DistaccumError(_nonfinite("loss"))
-        elif self._on_nonfinite != "ignore":
+                    self._refuse_nonfinite_loss(window, terms, reduction)
+        elif self._on_nonfinite != "ignore" and not judges:
             finite, norm = look_at(norm_of, norm)
             if not finite and self._on_nonfinite == "raise":
                 window.discard()
@@ -396,9 +395,23 @@ class Accumulator:
                 raise
             finally:
                 self._stepping = False
+            if judges:
+                norm = norm_of(2.0) if self._max_norm is not None else None
+                if reason is not None and self._on_nonfinite == "raise":
+                    self._refuse_nonfinite_loss(window, terms, reduction)
+                    if not self._engine.scales:
+                        window.discard()
+                        raise DistaccumError(_nonfinite("gradient"))
         if self._scaler is not None and overflows is not None:
             self._scaler.update()
         return reason, norm
+
+    def _refuse_nonfinite_loss(self, window: Window, terms: Tensor, reduction: Waitable | None) -> None:
+        if reduction is not None:
+            reduction.wait()
+        if not bool(terms.isfinite().all()):
+            window.discard()
+            raise DistaccumError(_nonfinite("loss"))
 
     # State
 
@@ -419,6 +432,12 @@ class Accumulator:
             self._scaler.load_state_dict(state["scaler"])
 
     # What stands around
+
+    def _watched(self) -> list[Sequence[nn.Parameter]]:
+        """Parameters that take part alike: tampering with one of each shows."""
+        if not self._engine.gradients_stay:
+            return []
+        return [_owned_by(one) for one in self._optimizers] or [self._trained]
 
     def _owned(self) -> list[nn.Parameter]:
         """What the optimizers step, each parameter once."""

@@ -14,10 +14,10 @@ from torch.optim import Optimizer
 HALF = (torch.float16, torch.bfloat16)
 
 
-def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> Tensor | None:
+def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], agree: Callable[[Tensor], Tensor]) -> Tensor | None:
     """Divides each optimizer's gradients by the scale, once, and gives the number of overflows found.
 
-    None where there was no gradient to look at.
+    `agree` makes a flag on this rank one of all ranks, in place. None where there was no gradient to look at.
     """
     found: list[Tensor] = []
     for optimizer in optimizers:
@@ -29,8 +29,20 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> Tensor | Non
             if "already been called" not in str(error):  # the caller did, to look at the gradients
                 raise
         # Private, and the only way to the flag without a second pass: GradScaler.step reads it too.
-        found += scaler._found_inf_per_device(optimizer).values()
+        for flag in scaler._found_inf_per_device(optimizer).values():
+            found.append(agree(flag))
     return torch.stack([flag.to(found[0].device) for flag in found]).sum() if found else None
+
+
+def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
+    """What a GradScaler cannot unscale: DTensors and plain tensors in one list."""
+    for optimizer in optimizers:
+        kinds = {hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"]}
+        if len(kinds) > 1:
+            raise ValueError(
+                f"scaler with a {type(optimizer).__name__} that holds sharded and plain parameters, which a GradScaler "
+                "cannot unscale together; make an optimizer for each kind and pass both"
+            )
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +25,7 @@ from distaccum import Accumulator
 class Kind:
     """One way to wrap a net for training with SGD."""
 
-    wrap: Callable[[nn.Module, float], tuple[nn.Module, Any]]  # net, learning rate -> model, optimizer
+    wrap: Callable[..., tuple[nn.Module, Any]]  # net, learning rate, max_norm=None -> model, optimizer
     weights: Callable[[nn.Module], Tensor]  # all of them in one vector, in the order of the net's
     policies: tuple[str, ...] = ("last", "every")
     world: int = 2
@@ -53,11 +55,11 @@ def with_sgd(model: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
     return model, SGD(model.parameters(), lr=lr)
 
 
-def plain(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+def plain(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
     return with_sgd(net, lr)
 
 
-def ddp(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+def ddp(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
     return with_sgd(DistributedDataParallel(net, find_unused_parameters=True), lr)  # no loss uses the router
 
 
@@ -66,7 +68,7 @@ def layers(net: Any) -> list[nn.Module]:
 
 
 def fully_sharded(*, root: bool = True, parts: bool = True, shape: tuple[int, ...] | None = None, **options: Any):
-    def wrap(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+    def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
         from torch.distributed.fsdp import fully_shard
 
         sizes = shape or (dist.get_world_size(),)
@@ -79,7 +81,7 @@ def fully_sharded(*, root: bool = True, parts: bool = True, shape: tuple[int, ..
 
 
 def fsdp1(strategy: str, *, root: bool = True, use_orig_params: bool = True):
-    def wrap(net: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+    def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
         options: dict[str, Any] = {
@@ -107,6 +109,59 @@ def summoned_weights(model: nn.Module) -> Tensor:
         return torch.cat([tidy[name] for name, _ in Net().named_parameters()]).clone()
 
 
+def zero(stage: int, **config: Any):
+    """A DeepSpeed engine."""
+
+    def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
+        deepspeed = import_deepspeed()
+        engine, optimizer, _, _ = deepspeed.initialize(
+            model=net, optimizer=SGD(net.parameters(), lr=lr), config=zero_config(stage, max_norm, **config)
+        )
+        return engine, optimizer
+
+    return wrap
+
+
+def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm,
+        "steps_per_print": 10**9,
+        **config,
+    }
+
+
+def import_deepspeed() -> Any:
+    """On this process's gloo group, and without compiling anything."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "LOCAL_RANK": str(rank)})
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    return deepspeed
+
+
+def zero_weights(engine: Any) -> Tensor:
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext():
+        return torch.cat([p.detach().flatten() for p in parameters]).clone()
+
+
+def zero_kind(stage: int, world: int = 2, **config: Any) -> Kind:
+    if stage < 2:
+        policies: tuple[str, ...] = ("last",)
+    else:
+        policies = ("every",) if config else ("last", "every")
+    return Kind(zero(stage, **config), zero_weights, policies, world, torch.float32)
+
+
+UNMANAGED = {"managed_gradient_accumulation": False}
 SHARDED = ("last", "every", "gathered")
 HYBRID = (*SHARDED, "replicas")
 KINDS = {
@@ -125,6 +180,9 @@ KINDS = {
     "FSDP1, SHARD_GRAD_OP": Kind(fsdp1("SHARD_GRAD_OP"), summoned_weights),
     "FSDP1, NO_SHARD": Kind(fsdp1("NO_SHARD"), summoned_weights),
     "FSDP1, HYBRID_SHARD": Kind(fsdp1("HYBRID_SHARD"), summoned_weights, world=4),
+    **{f"ZeRO {stage}": zero_kind(stage) for stage in range(4)},
+    "ZeRO 2, one rank": zero_kind(2, world=1),
+    **{f"ZeRO {stage}, unmanaged": zero_kind(stage, **UNMANAGED) for stage in range(4)},
 }
 
 
@@ -160,7 +218,7 @@ class Run:
         _, _, reduction, count = CASES[case]
         self.lr = 1 / 32 if reduction == "sum" else 1.0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr)
+        self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr, options.get("max_norm"))
         self.accumulator = Accumulator(self.model, self.optimizer, reduction=reduction, count=count, **options)
 
     def weights(self) -> Tensor:

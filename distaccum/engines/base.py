@@ -33,6 +33,9 @@ class Engine(ABC):
     rank: int = 0  # in it
     in_step: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
     note: float = 0.0  # one number for the next plan, which brings those of all ranks
+    gradients_stay: bool = True  # in .grad, from backward to step, so that tampering shows
+    judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
+    scales: bool = False  # whether the wrapper scales losses, and skips what overflows
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 
     @classmethod
@@ -59,6 +62,10 @@ class Engine(ABC):
     def adopt_schedulers(self, schedulers: list[LRScheduler]) -> list[LRScheduler]:
         """Those that the library shall step: not the wrapper's own, where it has one."""
         return schedulers
+
+    def adopt_max_norm(self, max_norm: float | None) -> float | None:
+        """What `clip` will be told; raises where the wrapper clips at something else."""
+        return max_norm
 
     # A window
 
@@ -107,6 +114,10 @@ class Engine(ABC):
         return any(parameter.grad is not None for parameter in parameters)
 
     # The update
+
+    def agree(self, overflow: Tensor) -> Tensor:
+        """Makes a flag that is above 0 on some rank so on all, in place; where gradients are whole it is already."""
+        return overflow
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """Of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity."""

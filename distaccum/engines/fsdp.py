@@ -100,6 +100,10 @@ class FSDPEngine(RanksEngine):
                     del handle.flat_param._saved_grad_shard
             self._is_open = False
 
+    def agree(self, overflow: Tensor) -> Tensor:
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
+        return overflow
+
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
         here = [p.grad for p in parameters if p.grad is not None and id(p) in sharded]

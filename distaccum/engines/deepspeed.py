@@ -1,0 +1,284 @@
+"""DeepSpeed: an engine of any ZeRO stage, which owns the backward and the step.
+
+| stage | sync="last"                                       | sync="every"               |
+| ----- | ------------------------------------------------- | -------------------------- |
+| 0, 1  | no_sync, one all-reduce after the last backward   | -                          |
+| 2, 3  | coalesced: one reduction after the last backward  | a reduction per micro-step |
+
+An engine whose config says `"managed_gradient_accumulation": false` (0.19.4) leaves the window to the caller; its
+stages 2 and 3 reduce in each backward. Where a managed one cannot coalesce (before 0.19.2, or where it is told to add
+up in another dtype than that of the model, which coalescing does not), they do too, and a warning says so. Stages that
+communicate in each micro-step are kept in step with stand-ins.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..precision import total_norm
+from ..shares import DistaccumError, Plan
+from .base import Sync
+from .ranks import RanksEngine
+
+# How backwards are kept from reducing.
+Form = Literal["no_sync", "coalesced", "each"]
+
+
+@final
+class DeepSpeedEngine(RanksEngine):
+    name = "DeepSpeed"
+    steps = True
+    gradients_stay = False
+
+    @classmethod
+    def wraps(cls, module: nn.Module) -> bool:
+        deepspeed = sys.modules.get("deepspeed")
+        kind = getattr(deepspeed, "DeepSpeedEngine", None)
+        return kind is not None and isinstance(module, kind)
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        engines = [module for model in models for module in model.modules() if self.wraps(module)]
+        if len(engines) > 1:
+            raise ValueError("several DeepSpeed engines in one Accumulator, expected one; give each its own")
+        engine: Any = engines[0]
+        self._deepspeed = engine
+        self._stage = int(engine.zero_optimization_stage())
+        self._optimizer: Any = engine.optimizer
+        self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
+        self._refuse_what_cannot_accumulate()
+        self._form = self._choose_form(sync)
+        if self._form == "no_sync":
+            self.policies = ("last",)
+        group: Any = engine.data_parallel_group or dist.group.WORLD
+        super().__init__(models, sync, group)
+        self.in_step = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
+        # ZeRO looks at the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
+        self.judges = hasattr(self._optimizer, "_global_grad_norm") or engine.fp16_enabled()
+        self.scales = bool(engine.fp16_enabled())
+        self._context = ExitStack()
+        self._holds = False  # gradients of a window that was not stepped
+        self._is_dry = False
+        self._num_steps = 0
+        self._step_id: int | None = None
+
+    # What the engine was made with
+
+    def _refuse_what_cannot_accumulate(self) -> None:
+        engine = self._deepspeed
+        if self._optimizer is None:
+            raise ValueError("the DeepSpeed engine has no optimizer; give deepspeed.initialize one")
+        if engine.gradient_accumulation_steps() > 1:
+            raise DistaccumError(
+                f"DeepSpeed accumulates over {engine.gradient_accumulation_steps()} steps by itself, which would "
+                'divide the loss a second time and skip steps; put "gradient_accumulation_steps": 1 into its config'
+            )
+        for what, given in {
+            "mixture-of-experts layers": getattr(engine, "has_moe_layers", False),
+            "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
+            "ZenFlow": getattr(engine, "zenflow", False),
+        }.items():
+            if given:
+                raise ValueError(f"DeepSpeed with {what} reduces in its own way, for which there is no engine here")
+        if not getattr(engine, "enable_backward_allreduce", True):
+            raise ValueError("DeepSpeed with its all-reduce turned off: nothing would reduce; turn it on")
+
+    def _choose_form(self, sync: Sync) -> Form:
+        if self._stage < 2:
+            return "no_sync"
+        if sync != "last":
+            return "each"
+        why = "" if self._is_managed else 'its config says "managed_gradient_accumulation": false'
+        dtype = getattr(self._optimizer, "gradient_accumulation_dtype", None)
+        if not why and not hasattr(self._deepspeed, "coalesce_grad_reduction"):
+            why = "this version of DeepSpeed cannot coalesce them (0.19.2 can)"
+        elif not why and not hasattr(self._optimizer, "_coalesce_grad_reduction"):
+            why = f"{type(self._optimizer).__name__} cannot coalesce them"
+        elif not why and dtype is not None and dtype != next(self._deepspeed.module.parameters()).dtype:
+            why = f"coalesced they would not add up in {dtype}, as the config asks"
+        if why and self._deepspeed.global_rank == 0:
+            warnings.warn(f"ZeRO stage {self._stage} reduces gradients in each micro-step: {why}", stacklevel=6)
+        return "each" if why else "coalesced"
+
+    def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        own = [self._optimizer, getattr(self._optimizer, "optimizer", None)]
+        own += [getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer")]
+        for one in optimizers:
+            if not any(one is other for other in own):
+                raise ValueError(
+                    f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass what "
+                    "deepspeed.initialize gave, or leave it out: window.step() steps the engine"
+                )
+        return []
+
+    def adopt_schedulers(self, schedulers: list[LRScheduler]) -> list[LRScheduler]:
+        return [one for one in schedulers if one is not self._deepspeed.lr_scheduler]  # which the engine steps
+
+    def adopt_max_norm(self, max_norm: float | None) -> float | None:
+        clips = float(self._deepspeed.gradient_clipping() or 0.0)
+        wanted = 0.0 if max_norm is None or max_norm == float("inf") else max_norm
+        if clips != wanted:
+            raise DistaccumError(
+                f"DeepSpeed clips at {clips:g} (1.0 where its config does not say) and max_norm={max_norm}; put "
+                f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}. (Accelerate drops '
+                "DeepSpeedPlugin(gradient_clipping=0.0): give it a config with that line)"
+            )
+        return max_norm
+
+    # A window
+
+    def check(self, plan: Plan) -> None:
+        if self.in_step:
+            self.refuse_synchronised_norms(plan)
+            self.refuse_dry_ranks(plan)
+        if not plan.whole and self._stage == 3 and self.num_ranks > 1:
+            raise DistaccumError(
+                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
+                "modules out of backward, and under ZeRO stage 3 other ranks would wait for this one to gather them; "
+                "give each micro-batch a count above 0 for each name"
+            )
+        average = getattr(self._deepspeed, "gradient_average", True)
+        self.divisor = self.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
+
+    def turns(self, plan: Plan) -> int:
+        return max(plan.kept) if self.in_step else plan.kept[self.rank]
+
+    def num_early(self, plan: Plan) -> int:
+        return 0  # stages 2 and 3 are told the boundary, and reduce all the same
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        self._is_dry = plan.kept[self.rank] == 0
+        self._num_steps = self._deepspeed.global_steps
+        self._holds, self._step_id = True, None
+        if self._form == "coalesced":
+            self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
+
+    def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        engine = self._deepspeed
+        if self._form == "each" and self._stage == 3:
+            # Private: ZeRO-3 takes the backwards between two forwards for one, and keeps the last one's gradient.
+            step_id = getattr(self._optimizer, "micro_step_id", None)
+            if step_id is not None and step_id == self._step_id:
+                raise DistaccumError(
+                    "a second backward without a forward before it: ZeRO stage 3 would keep only the last one's "
+                    "gradient; run the forward again for each part, or coalesce (sync='last' on a managed engine)"
+                )
+            self._step_id = step_id
+        # engine.backward has no room for a seed.
+        weighted = [loss * seed for loss, seed in zip(losses, seeds, strict=True)]
+        loss = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        if self._is_managed and self._form == "each":
+            engine.set_gradient_accumulation_boundary(reduce)
+        with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
+            engine.backward(loss)
+
+    def finish(self) -> None:
+        if self._deepspeed.global_steps != self._num_steps:
+            raise DistaccumError(
+                "the DeepSpeed engine was stepped in the window: its gradients are spent; leave engine.step() (and "
+                "accelerator.backward(), which calls it) out: window.step() steps the engine"
+            )
+        if self._stage < 3 and self._form in ("no_sync", "coalesced"):
+            self._give_all_a_gradient()
+        if self._form == "no_sync":
+            self._deepspeed._is_gradient_accumulation_boundary = True  # private: an unmanaged engine refuses the setter
+            self._deepspeed.allreduce_gradients()
+        self._context.close()
+
+    def _give_all_a_gradient(self) -> None:
+        """Ranks reduce what they have, and must have alike; ZeRO takes what is missing for zeros as well."""
+        missing = [p for p in self.parameters() if p.requires_grad and p.grad is None]
+        update = getattr(self._optimizer, "update_hp_grads", None)  # of BF16_Optimizer, which keeps them elsewhere
+        if update is not None:
+            if not self._is_dry:
+                return
+        elif self._form == "no_sync" and hasattr(self._optimizer, "setup_buckets"):
+            self._optimizer.setup_buckets()  # private: backward makes them, and a dry rank had none
+        for parameter in missing:
+            parameter.grad = torch.zeros_like(parameter)
+        if update is not None:
+            self._optimizer.backward_epilogue()
+
+    def release(self) -> None:
+        # Private: no public call puts back None, which leaves the boundary to the engine, for which each step is one.
+        self._deepspeed._is_gradient_accumulation_boundary = None
+
+    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        if self._holds:
+            # With nothing to reduce, leaving the context sends nothing.
+            self._context.close()
+            _discard(self._deepspeed, self._stage)
+            self._holds = False
+
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        if self.judges:  # after the step
+            norm = self._deepspeed.get_global_grad_norm()
+            return torch.as_tensor(float("nan") if norm is None else norm)
+        gradients = [p.grad for p in self.parameters() if p.grad is not None]
+        if hasattr(self._optimizer, "get_grads_for_norm"):  # BF16_Optimizer
+            gradients = list(self._optimizer.get_grads_for_norm())
+        return total_norm(gradients, kind, over)
+
+    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
+        pass  # in step, as its config says
+
+    def step(self, optimizers: Sequence[Optimizer]) -> str | None:
+        engine = self._deepspeed
+        found = engine.enable_backward_allreduce
+        engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
+        try:
+            engine.step()
+        finally:
+            engine.enable_backward_allreduce = found
+        self._holds = False
+        if engine.was_step_applied():
+            return None
+        return "the scaled gradients overflowed" if self.scales else "a gradient is not finite"
+
+
+def _discard(engine: Any, stage: int) -> None:
+    """Forgets what a window added up, and a backward that did not end.
+
+    Private below `zero_grad`, which leaves the partitions of stages 2 and 3 and their buckets as they are. Names
+    that a version lacks are passed over: it keeps nothing there.
+    """
+    optimizer = engine.optimizer
+    optimizer.zero_grad()
+    if stage == 0:
+        return
+    for name in ("averaged_gradients", "all_grad_tensors"):
+        for key in getattr(optimizer, name, None) or {} if stage < 3 else {}:
+            getattr(optimizer, name)[key] = None
+    if hasattr(optimizer, "micro_step_id"):
+        optimizer.micro_step_id = -1
+    buckets = getattr(optimizer, "ipg_buckets", {})
+    for bucket in buckets.values():
+        if stage < 3:
+            bucket.clear()
+        else:
+            bucket.params.clear()
+            bucket.elements, bucket.process_group = 0, None
+    if stage < 3:
+        if hasattr(optimizer, "params_already_reduced"):
+            optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+        if hasattr(optimizer, "extra_large_param_to_reduce"):
+            optimizer.extra_large_param_to_reduce.clear()
+        if hasattr(optimizer, "_release_ipg_buffers"):
+            optimizer._release_ipg_buffers()
+    elif hasattr(getattr(optimizer, "parameter_offload", None), "release_backward_leftovers"):
+        optimizer.parameter_offload.release_backward_leftovers()
+    if hasattr(optimizer, "_backward_active_depth"):
+        optimizer._backward_active_depth = 0
+    if hasattr(optimizer, "clear_backward_seen_flag"):
+        optimizer.clear_backward_seen_flag()

@@ -1,0 +1,449 @@
+"""FSDP2: what its policies cost, and what breaks in silence elsewhere."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import full, full_gradient, fully_sharded
+from problems import (
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    micro_batches_of,
+    sample_loss,
+    token_loss,
+)
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW
+
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+
+EVEN = [[2, 1, 3, 2]] * 4
+
+
+def everything(layout: Any, index: int) -> Any:
+    return join([b for r in range(dist.get_world_size()) for b in micro_batches_of(layout, index, r)])
+
+
+def collectives_by_micro_step(sync: str, shape: tuple[int, ...] | None) -> Any:
+    model, optimizer = fully_sharded(shape=shape)(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    for index in range(3):  # the first forward decides which module is the root
+        batches = micro_batches_of(EVEN, index, dist.get_rank())
+        with Counting() as count:
+            window = accumulator.window(batches)
+            plan = [name for name, _ in count.take()]
+            seen = []
+            for batch in window:
+                window.backward(loss_of(model, batch))
+                seen.append(tally(count.take()))
+            window.step()
+            seen.append(tally(count.take()))
+    return plan, seen
+
+
+def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
+    """By kind; what holds no more than a few numbers is "small"."""
+    kinds: dict[str, int] = {}
+    for name, size in collectives:
+        kind = "small" if size <= 4 else name.strip("_").replace("_base", "").replace("_single", "")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return kinds
+
+
+GATHER, REDUCE, ALL = "allgather", "reduce_scatter", "allreduce"
+STEP = {"small": 2}  # the record, and the flag of on_nonfinite over all shards
+# Three groups: the root's parameters stay gathered from forward to backward, those of two layers do not.
+COSTS = {
+    ("last", None): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3}, STEP],
+    ("every", None): [{GATHER: 5, REDUCE: 3}] * 4 + [STEP],
+    ("gathered", None): [{GATHER: 3}, {}, {}, {REDUCE: 3}, STEP],
+    ("last", (2, 2)): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
+    ("replicas", (2, 2)): [{GATHER: 5, REDUCE: 3}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
+}
+
+
+@pytest.mark.parametrize(("sync", "shape"), COSTS, ids=[f"{sync} on {shape or 2}" for sync, shape in COSTS])
+def test_what_each_policy_sends(ranks, sync, shape):
+    for plan, seen in ranks(4 if shape else 2).run(collectives_by_micro_step, sync, shape):
+        assert plan == ["allgather_"]
+        assert seen[:-1] == COSTS[sync, shape][:-1]
+        assert sum(seen[-1].values()) <= 2 + (shape is not None), "the record, and a norm"
+        assert set(seen[-1]) == {"small"}
+
+
+class Choosing(nn.Module):
+    """One of two layers is used, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two, self.never, self.head = (nn.Linear(5, 5).double() for _ in range(4))
+
+    def forward(self, x, which):
+        return self.head(
+            self.one(x) * ("1" in which) if "2" not in which else self.two(x) + ("1" in which) * self.one(x)
+        )
+
+
+def chosen(uses: list[list[str]], sync: str) -> Any:
+    """`uses`: which layers a rank uses in each of its micro-batches."""
+    rank = dist.get_rank()
+    model = fully_shard(Choosing())
+    accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
+    seen = []
+    for turn in range(3):
+        plain = Choosing()
+        window = accumulator.window(list(zip(micro_batches_of(EVEN, turn, rank), uses[rank], strict=False)))
+        for batch, which in window:
+            window.backward(model(batch["x"], which).square().mean())
+        total = window.counts["samples"]
+        for r in range(2):
+            for batch, which in zip(micro_batches_of(EVEN, turn, r), uses[r], strict=False):
+                (plain(batch["x"], which).square().mean() * len(batch["x"]) / total).backward()
+        nones = [name for name, p in model.named_parameters() if p.grad is None]
+        expected = [name for name, p in plain.named_parameters() if p.grad is None]
+        seen.append((error(full_gradient(model), gradient(plain)), nones == expected))
+        window.step()
+    return seen
+
+
+USES = {
+    "first used in the last micro-step": [["1", "1", "12"], ["1", "1", "12"]],
+    "only one rank uses it": [["1", "12", "1"], ["1", "1", "1"]],
+    "one rank, in its last micro-step": [["1", "1", "12"], ["1", "1", "1"]],
+    "each rank another": [["1", "1"], ["2", "2"]],
+    "nobody uses one": [["2", "2"], ["2", "2"]],
+}
+
+
+@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
+@pytest.mark.parametrize("uses", USES.values(), ids=USES)
+@pytest.mark.skipif(
+    not hasattr(
+        torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup, "_validate_unused_param_grad_dtypes"
+    ),
+    reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
+)
+def test_parameters_that_some_or_no_ranks_use(ranks, uses, sync):
+    for seen in ranks(2).run(chosen, uses, sync):
+        for wrong, nones_are_right in seen:
+            assert wrong <= 1e-10
+            assert nones_are_right, "None where nobody used it, as without sharding"
+
+
+def divided_by(factors: list[float]) -> Any:
+    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module, factor in zip(modules, factors, strict=False):
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    accumulator = Accumulator(model, optimizer)
+    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    plain = make_net_without_router()
+    sample_loss(plain, everything(EVEN, 0)).backward()
+    wrong = error(full_gradient(model), gradient(plain))
+    return wrong, abs(window.step().loss - sample_loss(plain, everything(EVEN, 0)).item())
+
+
+@pytest.mark.parametrize("factor", [1.0, 7.0])
+def test_a_gradient_divided_by_another_number_is_exact(ranks, factor):
+    for wrong, loss in ranks(2).run(divided_by, [factor] * 3):
+        assert wrong <= 1e-10
+        assert loss <= 1e-10
+
+
+def refused(function, *args) -> str:
+    try:
+        function(*args)
+    except (DistaccumError, ValueError) as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_factors_that_differ_are_named(ranks):
+    for said in ranks(2).run(refused, divided_by, [1.0]):
+        assert "set_gradient_divide_factor is not recursive" in said
+        assert "1 for the module of" in said and "2 for the module of" in said
+
+
+def with_policy(param_dtype: str, reduce_dtype: str | None, sync: str) -> Any:
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, param_dtype), reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None
+    )
+    net = make_net_without_router().float()
+    plain = make_net_without_router().float().double()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model, optimizer = fully_sharded(mp_policy=policy)(net, 0.0)
+        accumulator = Accumulator(model, optimizer, sync=sync)
+    layout = [[1] * 64] * 2
+    window = accumulator.window(micro_batches_of(layout, 0, dist.get_rank(), torch.float32))
+    for batch in window:
+        window.backward(model(batch["x"]).float().square().mean())
+    batches = [b for r in range(2) for b in micro_batches_of(layout, 0, r, torch.float32)]
+    loss_of(plain, {"x": join(batches)["x"].double()}).backward()
+    dtypes = {p.grad.dtype for p in model.parameters()}
+    return error(full_gradient(model), gradient(plain)), [str(w.message) for w in warned], dtypes
+
+
+def test_mixed_precision_adds_up_in_the_reduction_s_dtype_and_half_is_told(ranks):
+    for sync in ("last", "every", "gathered"):
+        for wrong, warned, dtypes in ranks(2).run(with_policy, "bfloat16", "float32", sync):
+            assert wrong <= 6e-3  # what bfloat16 computes; added up in bfloat16 it is several times that
+            assert warned == []
+            assert dtypes == {torch.float32}
+    rank0, rank1 = ranks(2).run(with_policy, "bfloat16", None, "last")
+    assert "add up in half precision" in rank0[1][0] and "reduce_dtype=torch.float32" in rank0[1][0]
+    assert rank1[1] == []
+
+
+def tensor_parallel(max_norm: float) -> Any:
+    """Two data-parallel ranks of two tensor-parallel ranks; the router is on no mesh."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    net = make_net()
+    parallelize_module(net.body, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in (net.body[0], net.body[2], net.head):
+        fully_shard(layer, mesh=mesh["data"])
+    data_rank = mesh["data"].get_local_rank()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), max_norm=max_norm)
+    layouts = [[[3, 1], [2, 4]], [[1, 2, 3], [2]], [[], [3, 1]]]
+
+    def loss_fn(model, batch):
+        hidden = model.body(batch["x"])
+        return model.head(hidden).square().mean() + model.router(hidden).square().mean()
+
+    seen = []
+    for index, layout in enumerate(layouts):
+        before = [full(p).detach().clone() for p in net.parameters()]
+        window = accumulator.window(micro_batches_of(layout, index, data_rank))
+        for batch in window:
+            window.backward(loss_fn(net, batch))
+        update = window.step()
+        plain = make_net()
+        nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in before]), plain.parameters())
+        loss = loss_fn(plain, join([b for r in range(2) for b in micro_batches_of(layout, index, r)]))
+        loss.backward()
+        norm = gradient(plain).norm().item()
+        moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
+        exact = gradient(plain) * min(1.0, max_norm / norm)
+        seen.append((error(moved, exact), abs(update.grad_norm - norm) / norm, abs(update.loss - loss.item())))
+    return seen
+
+
+@pytest.mark.parametrize("max_norm", [100.0, 0.05])
+def test_the_data_parallel_group_counts_beside_tensor_parallel_ranks(ranks, max_norm):
+    for seen in ranks(4).run(tensor_parallel, max_norm):
+        for moved, norm, loss in seen:
+            assert moved <= (1e-10 if max_norm > 1 else 1e-4)
+            assert norm <= 1e-10
+            assert loss <= 1e-10
+
+
+def leaves_out_a_name(wrap: str, sync: str, empty: int) -> Any:
+    """Rank 0's micro-batch number `empty` has no token."""
+    rank = dist.get_rank()
+    model = make_net()
+    if wrap == "layers":
+        for layer in (model.body[0], model.body[2], model.head):
+            fully_shard(layer)
+    optimizer = SGD(fully_shard(model).parameters(), lr=0.0)
+    accumulator = Accumulator(
+        model, optimizer, sync=sync, count={"tokens": count_tokens("labels"), "samples": count_samples}
+    )
+    kept = {r: [0.0 if (r, i) == (0, empty) else 0.6 for i in range(3)] for r in range(2)}
+    batches = {r: [make_batch(2, seed=10 * r + i, kept=kept[r][i]) for i in range(3)] for r in range(2)}
+    window = accumulator.window(batches[rank])
+    for batch in window:
+        window.backward(tokens=token_loss(model, batch), samples=0.1 * sample_loss(model, batch))
+    plain = make_net()
+    joined = join(batches[0] + batches[1])
+    (token_loss(plain, joined) + 0.1 * sample_loss(plain, joined)).backward()
+    wrong = error(full_gradient(model), gradient(plain))
+    window.step()
+    return wrong
+
+
+def test_a_term_without_a_count_is_left_out_where_no_module_drops_out(ranks):
+    for wrong in ranks(2).run(leaves_out_a_name, "root", "last", 2):
+        assert wrong <= 1e-10
+    for wrong in ranks(2).run(leaves_out_a_name, "layers", "gathered", 1):
+        assert wrong <= 1e-10
+
+
+def test_a_term_without_a_count_is_refused_where_modules_may_drop_out(ranks):
+    for said in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
+        assert "count of 0 for one of ['tokens', 'samples']" in said
+        assert "sync='gathered'" in said
+    for said in ranks(2).run(refused, leaves_out_a_name, "layers", "gathered", 2):
+        assert "the last micro-batch of a rank has a count of 0" in said
+
+
+def dry_from_the_start() -> Any:
+    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer)
+    said = refused(accumulator.window, micro_batches_of([[2], []], 0, dist.get_rank()))
+    window = accumulator.window(micro_batches_of([[2], [1]], 0, dist.get_rank()))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    return said, window.step().stepped
+
+
+def test_a_rank_that_never_had_a_micro_batch_cannot_stand_in(ranks):
+    for said, stepped in ranks(2).run(dry_from_the_start):
+        assert "rank 1 has none from an earlier window to stand in" in said
+        assert stepped
+
+
+def flags_of(model: nn.Module) -> Any:
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in groups_of(m)]
+    return [
+        (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info is None) for g in groups
+    ]
+
+
+def groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    return list(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+
+
+def flags_put_back(sync: str) -> Any:
+    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    seen = []
+    for index in range(2):
+        window = accumulator.window(micro_batches_of(EVEN, index, dist.get_rank()))
+        for batch in window:
+            window.backward(loss_of(model, batch))
+        window.step()
+        seen.append(flags_of(model))
+    batch = make_batch(2, seed=dist.get_rank())
+    with Counting() as count:
+        loss_of(model, batch).backward()  # the caller's own, outside of any window
+    return seen, tally(count.take())
+
+
+@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
+def test_flags_are_put_back(ranks, sync):
+    ours = [(True, True, True, True), (True, True, True, False), (True, True, True, False)]
+    for seen, after in ranks(2).run(flags_put_back, sync):
+        assert seen == [ours, ours]  # FSDP2 keeps the root gathered after forward
+        assert after == {GATHER: 5, REDUCE: 3}
+
+
+def stale(how: str) -> Any:
+    """The caller's own gradients, reduced or kept unsharded, stood before the window."""
+    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer)
+    model.set_requires_gradient_sync(how == "reduced")
+    loss_of(model, make_batch(2, seed=1)).backward()
+    if how == "cleared":
+        optimizer.zero_grad()  # which does not reach them
+    model.set_requires_gradient_sync(True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
+        for batch in window:
+            window.backward(loss_of(model, batch))
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN, 0)).backward()
+    return error(full_gradient(model), gradient(plain)), [str(w.message) for w in warned]
+
+
+@pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
+def test_gradients_that_stood_before_the_window_are_cleared(ranks, how):
+    (wrong, warned), (other, _) = ranks(2).run(stale, how)
+    assert wrong <= 1e-10 and other <= 1e-10
+    assert len(warned) == 1 and "gradients that stood before the window" in warned[0]
+
+
+def torn(where: str, sync: str) -> Any:
+    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+
+    def fail(*_: Any) -> None:
+        raise KeyError(where)
+
+    for turn in (1, 3):  # in the middle of a window, and in its last micro-step
+        window = accumulator.window(micro_batches_of(EVEN, turn, dist.get_rank()))
+        try:
+            for i, batch in enumerate(window):
+                if i == turn and where == "forward":
+                    handle = model.body[2].register_forward_hook(fail)
+                loss = loss_of(model, batch)
+                if i == turn and where == "backward":
+                    hidden = model.body[1](model.body[0](batch["x"]))
+                    hidden.register_hook(fail)
+                    loss = model.head(model.body[3](model.body[2](hidden))).square().mean()
+                window.backward(loss)
+        except KeyError:
+            pass
+        if where == "forward":
+            handle.remove()
+        window = accumulator.window(micro_batches_of(EVEN, 9, dist.get_rank()))
+        for batch in window:
+            window.backward(loss_of(model, batch))
+        plain = make_net_without_router()
+        loss_of(plain, everything(EVEN, 9)).backward()
+        wrong = error(full_gradient(model), gradient(plain))
+        window.step()
+        assert wrong <= 1e-10, (turn, wrong)
+    return True
+
+
+@pytest.mark.parametrize("sync", ["last", "gathered"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_an_error_in_forward_or_backward_leaves_nothing_behind(ranks, where, sync):
+    assert ranks(2).run(torn, where, sync) == [True, True]
+
+
+def scaled(root: bool, overflow: bool) -> Any:
+    model, optimizer = fully_sharded(root=root)(make_net_without_router().float(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if not root:
+        said = refused(lambda: Accumulator(model, optimizer, scaler=scaler))
+        assert "sharded and plain parameters" in said and "an optimizer for each kind" in said
+        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
+        plain_ones = [p for p in model.parameters() if not isinstance(p, DTensor)]
+        optimizer = [SGD(sharded, lr=1.0), SGD(plain_ones, lr=1.0)]
+    accumulator = Accumulator(model, optimizer, scaler=scaler)
+    before = torch.cat([full(p).detach().flatten() for p in model.parameters()])
+    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank(), torch.float32))
+    for batch in window:
+        loss = loss_of(model, batch)
+        if overflow and dist.get_rank() == 1:
+            loss.register_hook(lambda g: g * float("inf"))
+        window.backward(loss)
+    update = window.step()
+    moved = before - torch.cat([full(p).detach().flatten() for p in model.parameters()])
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN, 0)).backward()
+    return update.stepped, update.reason, scaler.get_scale(), error(moved, gradient(plain))
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "parts"])
+def test_a_scaler_overflows_on_all_ranks_alike(ranks, root):
+    for stepped, _, scale, wrong in ranks(2).run(scaled, root, False):
+        assert stepped and scale == 8.0
+        assert wrong <= 1e-5
+    for stepped, reason, scale, wrong in ranks(2).run(scaled, root, True):
+        assert not stepped and "overflow" in reason
+        assert scale == 4.0
+        assert wrong == 1.0  # not moved at all
