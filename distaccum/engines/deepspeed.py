@@ -250,35 +250,29 @@ class DeepSpeedEngine(RanksEngine):
 def _discard(engine: Any, stage: int) -> None:
     """Forgets what a window added up, and a backward that did not end.
 
-    Private below `zero_grad`, which leaves the partitions of stages 2 and 3 and their buckets as they are. Names
-    that a version lacks are passed over: it keeps nothing there.
+    Private below `zero_grad`, which leaves the partitions of stages 2 and 3 and their buckets as they are. A name that
+    a version lacks is passed over: it keeps nothing there.
     """
     optimizer = engine.optimizer
     optimizer.zero_grad()
-    if stage == 0:
-        return
-    for name in ("averaged_gradients", "all_grad_tensors"):
-        for key in getattr(optimizer, name, None) or {} if stage < 3 else {}:
-            getattr(optimizer, name)[key] = None
-    if hasattr(optimizer, "micro_step_id"):
-        optimizer.micro_step_id = -1
-    buckets = getattr(optimizer, "ipg_buckets", {})
-    for bucket in buckets.values():
-        if stage < 3:
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    if stage in (1, 2):
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            for key in getattr(optimizer, name, {}):
+                getattr(optimizer, name)[key] = None
+        for bucket in buckets:
             bucket.clear()
-        else:
-            bucket.params.clear()
-            bucket.elements, bucket.process_group = 0, None
-    if stage < 3:
         if hasattr(optimizer, "params_already_reduced"):
             optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-        if hasattr(optimizer, "extra_large_param_to_reduce"):
             optimizer.extra_large_param_to_reduce.clear()
-        if hasattr(optimizer, "_release_ipg_buffers"):
+            optimizer.micro_step_id = -1
             optimizer._release_ipg_buffers()
-    elif hasattr(getattr(optimizer, "parameter_offload", None), "release_backward_leftovers"):
-        optimizer.parameter_offload.release_backward_leftovers()
+    elif stage == 3:
+        for bucket in buckets:
+            bucket.params.clear()
+            bucket.elements, bucket.process_group = 0, None
+        if hasattr(optimizer.parameter_offload, "release_backward_leftovers"):
+            optimizer.parameter_offload.release_backward_leftovers()
     if hasattr(optimizer, "_backward_active_depth"):
         optimizer._backward_active_depth = 0
-    if hasattr(optimizer, "clear_backward_seen_flag"):
         optimizer.clear_backward_seen_flag()
