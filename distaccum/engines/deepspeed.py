@@ -68,7 +68,6 @@ class DeepSpeedEngine(RanksEngine):
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped
         self._is_dry = False
-        self._num_steps = 0
         self._step_id: int | None = None
 
     # What the engine was made with
@@ -157,7 +156,7 @@ class DeepSpeedEngine(RanksEngine):
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self._is_dry = plan.kept[self.rank] == 0
-        self._num_steps = self._deepspeed.global_steps
+        self._deepspeed.step = _refuse_step  # on the instance, until the window is stepped or discarded
         self._holds, self._step_id = True, None
         if self._form == "coalesced":
             self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
@@ -182,11 +181,6 @@ class DeepSpeedEngine(RanksEngine):
             engine.backward(loss)
 
     def finish(self) -> None:
-        if self._deepspeed.global_steps != self._num_steps:
-            raise DistaccumError(
-                "the DeepSpeed engine was stepped in the window: its gradients are spent; leave engine.step() (and "
-                "accelerator.backward(), which calls it) out: window.step() steps the engine"
-            )
         if self._stage < 3 and self._form in ("no_sync", "coalesced"):
             self._give_all_a_gradient()
         if self._form == "no_sync":
@@ -215,6 +209,7 @@ class DeepSpeedEngine(RanksEngine):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.grad = None
+        self._deepspeed.__dict__.pop("step", None)
         if self._holds:
             # With nothing to reduce, leaving the context sends nothing.
             self._context.close()
@@ -226,8 +221,9 @@ class DeepSpeedEngine(RanksEngine):
             norm = self._deepspeed.get_global_grad_norm()
             return torch.as_tensor(float("nan") if norm is None else norm)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if hasattr(self._optimizer, "get_grads_for_norm"):  # BF16_Optimizer
-            gradients = list(self._optimizer.get_grads_for_norm())
+        if hasattr(self._optimizer, "get_grads_for_norm"):  # BF16_Optimizer, which keeps them elsewhere
+            found = self._optimizer.get_grads_for_norm()
+            gradients = list(found[0] if isinstance(found, tuple) else found)
         return total_norm(gradients, kind, over)
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
@@ -235,6 +231,7 @@ class DeepSpeedEngine(RanksEngine):
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
+        engine.__dict__.pop("step", None)
         found = engine.enable_backward_allreduce
         engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
         try:
@@ -245,6 +242,13 @@ class DeepSpeedEngine(RanksEngine):
         if engine.was_step_applied():
             return None
         return "the scaled gradients overflowed" if self.scales else "a gradient is not finite"
+
+
+def _refuse_step(*_: object, **__: object) -> None:
+    raise DistaccumError(
+        "the DeepSpeed engine is stepped in the window, whose gradients belong together; leave engine.step() out (and "
+        "accelerator.backward(), which calls it): window.step() steps the engine"
+    )
 
 
 def _discard(engine: Any, stage: int) -> None:

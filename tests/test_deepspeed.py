@@ -1,0 +1,361 @@
+"""DeepSpeed: its known traps, what each stage sends, and what it is refused for."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import UNMANAGED, import_deepspeed, zero_config, zero_weights
+from problems import (
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    micro_batches_of,
+    sample_loss,
+    token_loss,
+)
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+
+EVEN = [[2, 1, 3]] * 2
+UNEVEN = [[2, 1, 3], [4]]
+
+
+def initialize(net: nn.Module, stage: int, lr: float = 1.0, *, scheduler: Any = None, **config: Any) -> Any:
+    optimizer = SGD(net.parameters(), lr=lr)
+    schedule = None if scheduler is None else LambdaLR(optimizer, scheduler)
+    engine, optimizer, _, schedule = import_deepspeed().initialize(
+        model=net, optimizer=optimizer, lr_scheduler=schedule, config=zero_config(stage, **config)
+    )
+    return engine, optimizer, schedule
+
+
+def run(window: Any, engine: Any) -> Any:
+    for batch in window:
+        window.backward(loss_of(engine, batch))
+    return window
+
+
+def moved(engine: Any, before: torch.Tensor, layout: Any, index: int, loss_fn: Any = loss_of) -> float:
+    """The error of the change of the weights, against the one big batch."""
+    plain = type(engine.module)() if type(engine.module) is not nn.Sequential else None
+    plain = make_net_without_router() if plain is None or not hasattr(engine.module, "router") else make_net()
+    nn.utils.vector_to_parameters(before.double(), plain.parameters())
+    batches = [b for r in range(dist.get_world_size()) for b in micro_batches_of(layout, index, r, torch.float32)]
+    joined = join(batches)
+    joined["x"] = joined["x"].double()
+    loss_fn(plain, joined).backward()
+    return error(before.double() - zero_weights(engine).double(), gradient(plain))
+
+
+def mine(layout: Any, index: int) -> list[Any]:
+    return micro_batches_of(layout, index, dist.get_rank(), torch.float32)
+
+
+def refused(function: Any, *args: Any) -> str:
+    try:
+        function(*args)
+    except (DistaccumError, ValueError) as caught:
+        return str(caught)
+    return "nothing was raised"
+
+
+def only_the_last_backward(stage: int) -> Any:
+    """By hand, as one would with PyTorch; then a window."""
+    engine, _, _ = initialize(make_net_without_router().float(), stage)
+    before, batches = zero_weights(engine), mine(EVEN, 0)
+    for batch in batches:
+        engine.backward(loss_of(engine, batch) * len(batch["x"]) / 6)
+    engine.step()
+    by_hand = moved(engine, before, EVEN, 0)
+    engine, _, _ = initialize(make_net_without_router().float(), stage)
+    before = zero_weights(engine)
+    run(Accumulator(engine).window(batches), engine).step()
+    return by_hand, moved(engine, before, EVEN, 0)
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_all_backwards_count_where_deepspeed_alone_keeps_the_last(ranks, stage):
+    for by_hand, ours in ranks(2).run(only_the_last_backward, stage):
+        if not hasattr(torch, "_the_trap_is_mended"):  # it is not, in 0.19.8; in 0.16 it was not there
+            assert by_hand > 0.1 or by_hand < 1e-5
+        assert ours <= 1e-5
+
+
+def one_step_after_the_other(stage: int, config: dict[str, Any]) -> Any:
+    """Each window steps, short ones too, and the engine's schedule counts updates."""
+    schedule = None
+    engine, _, schedule = initialize(make_net_without_router().float(), stage, scheduler=lambda update: 1.0, **config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an unmanaged stage 2 or 3 reduces in each micro-step
+        accumulator = Accumulator(engine, scheduler=schedule, steps=3)
+    seen = []
+    loader = [make_batch(2 + i, seed=10 * dist.get_rank() + i, dtype=torch.float32) for i in range(5)]
+    for index, window in enumerate(accumulator.windows(loader)):
+        before = zero_weights(engine)
+        assert run(window, engine).step().stepped
+        plain = make_net_without_router()
+        nn.utils.vector_to_parameters(before.double(), plain.parameters())
+        first = 3 * index
+        everything = join(
+            [
+                make_batch(2 + i, seed=10 * r + i, dtype=torch.float32)
+                for r in range(2)
+                for i in range(first, min(first + 3, 5))
+            ]
+        )
+        loss_of(plain, {"x": everything["x"].double()}).backward()
+        seen.append(error(before.double() - zero_weights(engine).double(), gradient(plain)))
+    return seen, engine.global_steps, schedule.last_epoch, engine._is_gradient_accumulation_boundary
+
+
+@pytest.mark.parametrize("config", [{}, UNMANAGED], ids=["managed", "unmanaged"])
+@pytest.mark.parametrize("stage", range(4))
+def test_every_window_steps_and_a_short_one_is_not_scaled_by_the_full_count(ranks, stage, config):
+    for seen, steps, epochs, boundary in ranks(2).run(one_step_after_the_other, stage, config):
+        assert len(seen) == steps == epochs == 2
+        assert max(seen) <= 1e-5
+        assert boundary is None, "a later loop of the caller's own finds the engine as it was"
+
+
+def collectives(stage: int, sync: str, config: dict[str, Any]) -> Any:
+    config = {
+        **config,
+        "zero_optimization": {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0},
+    }
+    engine, _, _ = initialize(make_net_without_router().float(), stage, **config)
+    accumulator = Accumulator(engine, sync=sync)
+    for index in range(2):
+        with Counting() as count:
+            window = accumulator.window(mine(EVEN, index))
+            count.take()
+            seen = []
+            for batch in window:
+                loss = loss_of(engine, batch)
+                count.take()
+                window.backward(loss)
+                seen.append(reductions(count.take()))
+            seen.append(reductions(count.take()))
+            window.step()
+            in_step = reductions(count.take())
+    return seen, in_step
+
+
+def reductions(seen: list[tuple[str, int]]) -> int:
+    return sum(size > 30 and ("reduce" in name) for name, size in seen)
+
+
+# Reductions of gradients in each of three micro-steps, after the loop, and in step.
+REDUCTIONS = {
+    (0, "last", "managed"): ([0, 0, 0, 1], 0),
+    (1, "last", "managed"): ([0, 0, 0, 1], 0),
+    (2, "last", "managed"): ([0, 0, 0, 1], 0),
+    (3, "last", "managed"): ([0, 0, 0, 1], 0),
+    (2, "every", "managed"): ([1, 1, 1, 0], 0),
+    (3, "every", "managed"): ([1, 1, 1, 0], 0),
+    (0, "last", "unmanaged"): ([0, 0, 0, 1], 0),
+    (1, "last", "unmanaged"): ([0, 0, 0, 1], 0),
+    (2, "every", "unmanaged"): ([1, 1, 1, 0], 0),
+}
+
+
+@pytest.mark.parametrize(("stage", "sync", "managed"), REDUCTIONS)
+def test_what_each_stage_sends(ranks, stage, sync, managed):
+    for seen in ranks(2).run(collectives, stage, sync, {} if managed == "managed" else UNMANAGED):
+        assert seen == REDUCTIONS[stage, sync, managed]
+
+
+def in_bf16(stage: int, accumulate: str | None, sync: str) -> Any:
+    """64 micro-batches, whose sum in bf16 would be off by several times what bf16 itself is; then a dry rank."""
+    config: dict[str, Any] = {"bf16": {"enabled": True}}
+    if accumulate:
+        config["data_types"] = {"grad_accum_dtype": accumulate}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        engine, _, _ = initialize(make_net_without_router().float(), stage, 1.0, **config)
+        accumulator = Accumulator(engine, sync=sync)
+    worst = 0.0
+    for index, layout in enumerate([[[1] * 64, [1] * 60], [[1] * 8, []]]):
+        masters, reference = read_masters(engine), make_net_without_router()
+        nn.utils.vector_to_parameters(zero_weights(engine).double(), reference.parameters())
+        window = accumulator.window(mine(layout, index))
+        for batch in window:
+            window.backward(engine(batch["x"].bfloat16()).float().square().mean())
+        assert window.step().stepped
+        batches = join([b for r in range(2) for b in micro_batches_of(layout, index, r, torch.float32)])
+        loss_of(reference, {"x": batches["x"].double()}).backward()
+        worst = max(worst, error(masters - read_masters(engine), gradient(reference)))
+    return worst, [str(one.message) for one in warned]
+
+
+def read_masters(engine: Any) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    parts = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    parts = [
+        p.detach().float() if part is None else part for part, p in zip(parts, engine.module.parameters(), strict=True)
+    ]
+    return torch.cat([part.flatten().double() for part in parts]).clone()
+
+
+@pytest.mark.parametrize(("stage", "sync"), [(1, "last"), (2, "last"), (2, "every"), (3, "every")])
+def test_bf16_adds_up_in_float32_where_it_is_told_to(ranks, stage, sync):
+    bound = 8e-3  # what bf16 gradients are off by themselves; added up in bf16 it is more
+    (wrong, warned), (other, _) = ranks(2).run(in_bf16, stage, "fp32", sync)
+    assert wrong <= bound and other <= bound
+    if (stage, sync) == (2, "last"):
+        assert "reduces gradients in each micro-step: coalesced they would not add up in torch.float32" in warned[0]
+    else:
+        assert warned == []
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bf16_is_exact_up_to_bf16(ranks, stage):
+    for wrong, _ in ranks(2).run(in_bf16, stage, None, "last"):
+        assert wrong <= 5e-2
+
+
+def misuse(what: str) -> str:
+    net = make_net_without_router().float()
+    if what == "accumulates":
+        engine, _, _ = initialize(net, 1, gradient_accumulation_steps=4, train_micro_batch_size_per_gpu=2)
+        return refused(Accumulator, engine)
+    if what == "clips":
+        engine, _, _ = initialize(net, 1, gradient_clipping=1.0)
+        return refused(Accumulator, engine)
+    if what == "clips at another norm":
+        engine, _, _ = initialize(net, 2, gradient_clipping=1.0)
+        return refused(lambda: Accumulator(engine, max_norm=0.5))
+    if what == "every":
+        engine, _, _ = initialize(net, 1)
+        return refused(lambda: Accumulator(engine, sync="every"))
+    if what == "foreign":
+        engine, _, _ = initialize(net, 1)
+        return refused(Accumulator, engine, SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
+    assert what == "steps"
+    engine, _, _ = initialize(net, 1)
+    accumulator = Accumulator(engine)
+    window = accumulator.window(mine(EVEN, 0))
+
+    def loop() -> None:
+        for batch in window:
+            window.backward(loss_of(engine, batch))
+            engine.step()
+
+    said = refused(loop)
+    before = zero_weights(engine)
+    run(accumulator.window(mine(EVEN, 1)), engine).step()
+    assert moved(engine, before, EVEN, 1) <= 1e-5
+    return said
+
+
+MISUSE = {
+    "accumulates": 'accumulates over 4 steps by itself.*"gradient_accumulation_steps": 1',
+    "clips": r'DeepSpeed clips at 1 .*max_norm=None; put "gradient_clipping": 0 into its config, or pass max_norm=1.0',
+    "clips at another norm": r'DeepSpeed clips at 1 .*max_norm=0.5; put "gradient_clipping": 0.5',
+    "every": "sync='every', expected one of 'last' for DeepSpeed",
+    "foreign": "optimizer is a SGD that the DeepSpeed engine does not own",
+    "steps": "the DeepSpeed engine is stepped in the window",
+}
+
+
+@pytest.mark.parametrize(("what", "message"), MISUSE.items(), ids=MISUSE)
+def test_misuse_is_refused_with_the_cure(ranks, what, message):
+    import re
+
+    for said in ranks(2).run(misuse, what):
+        assert re.search(message, said, re.DOTALL), said
+
+
+def leaves_out_a_name(stage: int) -> Any:
+    engine, _, _ = initialize(make_net().float(), stage)
+    accumulator = Accumulator(engine, count={"tokens": count_tokens("labels"), "samples": count_samples})
+    kept = {r: [0.0 if (r, i) == (0, 2) else 0.6 for i in range(3)] for r in range(2)}
+    batches = {
+        r: [make_batch(2, seed=10 * r + i, kept=kept[r][i], dtype=torch.float32) for i in range(3)] for r in range(2)
+    }
+    before = zero_weights(engine)
+    window = accumulator.window(batches[dist.get_rank()])
+    for batch in window:
+        for name in window.parts(["tokens", "samples"]):
+            loss = token_loss(engine, batch) if name == "tokens" else 0.1 * sample_loss(engine, batch)
+            window.backward(**{name: loss})
+    window.step()
+    plain = make_net()
+    nn.utils.vector_to_parameters(before.double(), plain.parameters())
+    joined = join(batches[0] + batches[1])
+    joined["x"] = joined["x"].double()
+    (token_loss(plain, joined) + 0.1 * sample_loss(plain, joined)).backward()
+    return error(before.double() - zero_weights(engine).double(), gradient(plain))
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_parts_and_a_term_without_a_count(ranks, stage):
+    for wrong in ranks(2).run(leaves_out_a_name, stage):
+        assert wrong <= 1e-5
+
+
+def test_a_term_without_a_count_is_refused_where_parameters_are_gathered(ranks):
+    for said in ranks(2).run(refused, leaves_out_a_name, 3):
+        assert "count of 0 for one of ['tokens', 'samples']" in said
+
+
+def torn(stage: int, sync: str, config: dict[str, Any]) -> float:
+    engine, _, _ = initialize(make_net_without_router().float(), stage, **config)
+    accumulator = Accumulator(engine, sync=sync)
+    worst = 0.0
+    for turn in (1, 2):
+        window = accumulator.window(mine(EVEN, turn))
+        try:
+            for i, batch in enumerate(window):
+                handle = None
+                if i == turn:
+                    handle = engine.module.body[1].register_forward_hook(fail_in_backward)
+                loss = loss_of(engine, batch)
+                if handle is not None:
+                    handle.remove()
+                window.backward(loss)
+        except KeyError:
+            pass
+        before = zero_weights(engine)
+        run(accumulator.window(mine(EVEN, 9)), engine).step()
+        worst = max(worst, moved(engine, before, EVEN, 9))
+    return worst
+
+
+def fail_in_backward(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyError("torn")
+
+    output.register_hook(fail)
+
+
+TEARS = [(0, "last", {}), (1, "last", {}), (2, "last", {}), (3, "last", {}), (2, "every", {}), (3, "every", {})]
+
+
+@pytest.mark.parametrize(("stage", "sync", "config"), [*TEARS, (1, "last", UNMANAGED), (2, "every", UNMANAGED)])
+def test_an_error_in_backward_leaves_nothing_behind(ranks, stage, sync, config):
+    assert max(ranks(2).run(torn, stage, sync, config)) <= 1e-5
+
+
+def summed(stage: int) -> float:
+    engine, _, _ = initialize(make_net_without_router().float(), stage, gradient_allreduce_op="sum")
+    before = zero_weights(engine)
+    run(Accumulator(engine).window(mine(UNEVEN, 0)), engine).step()
+    return moved(engine, before, UNEVEN, 0)
+
+
+@pytest.mark.parametrize("stage", range(3))
+def test_an_engine_that_sums_over_ranks_is_exact(ranks, stage):
+    assert max(ranks(2).run(summed, stage)) <= 1e-5
