@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # of the functional collectives, and send nothing
 HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero"}
 
 
@@ -20,10 +21,12 @@ class Counting(TorchDispatchMode):
         self.host_reads: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "from_local") for kind in types):
+            return NotImplemented  # a DTensor's own collectives are seen when it has taken the call apart
         name = str(func).rsplit(".", 1)[0]
-        if func.namespace == "c10d":
+        if func.namespace in ("c10d", "_c10d_functional") and not name.endswith(LOCAL):
             tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
-            self.collectives.append((name.removeprefix("c10d."), sum(t.numel() for t in tensors)))
+            self.collectives.append((name.split(".")[1], sum(t.numel() for t in tensors)))
         elif name in HOST_READS:
             self.host_reads[name] += 1
         return func(*args, **(kwargs or {}))

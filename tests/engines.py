@@ -125,7 +125,7 @@ def zero(stage: int, **config: Any):
 def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_optimization": {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 2 * 10**6},
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm,
         "steps_per_print": 10**9,

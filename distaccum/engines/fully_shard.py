@@ -8,7 +8,7 @@ FSDP2 reads in backward whether to reduce; until then gradients add up on parame
 | "last"     | each micro-step      | once             | once                   | whole gradient                      |
 | "gathered" | once                 | once             | once                   | whole gradient and whole parameters |
 | "every"    | each micro-step      | each micro-step  | each micro-step        | a shard of the gradient             |
-| "replicas" | each micro-step      | each micro-step  | once                   | two shards of the gradient          |
+| "replicas" | each micro-step      | each micro-step  | once                   | a shard of the gradient             |
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 8, 32, 128], help="micro-steps per window")
     parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "overhead.json")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results" / "overhead.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
 

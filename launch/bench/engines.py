@@ -1,0 +1,217 @@
+"""What a window sends and keeps on every engine and policy, and how far its gradient is from one big batch's.
+
+    python launch/bench/engines.py            # some minutes; writes launch/results/engines.json and .md
+    python launch/bench/engines.py FSDP2      # only those whose name has it; prints
+
+The wrappings are those of the tests (tests/engines.py), around a net of 1.6 million parameters in float32, on two gloo
+ranks (four where a mesh has two dimensions). Counted in the process, in the third of three windows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import subprocess
+import sys
+import warnings
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distaccum
+from distaccum import Accumulator
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent / "tests"))
+from counting import Counting  # noqa: E402  # the tests' own harness
+from engines import KINDS, full_weights, zero_weights  # noqa: E402
+from ranks import Ranks  # noqa: E402
+
+STEPS = 8
+LR = 16.0  # so that the weights' rounding does not hide the gradient
+MOVED = ("allgather", "reduce_scatter", "allreduce")
+
+
+class Net(nn.Module):
+    """Two layers that some wrappings wrap by themselves, and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.body = nn.Sequential(nn.Linear(256, 1024), nn.Tanh(), nn.Linear(1024, 1024), nn.Tanh())
+        self.head = nn.Linear(1024, 256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x))
+
+
+PARAMETER_BYTES = sum(4 * p.numel() for p in Net().parameters())
+
+
+def inputs(index: int, rank: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return [torch.randn(1 + (i + rank) % 3, 256, generator=generator) for i in range(STEPS)]
+
+
+def measure(name: str, sync: str) -> dict[str, Any]:
+    kind = KINDS[name]
+    warnings.simplefilter("ignore")
+    model, optimizer = kind.wrap(Net(), LR)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    rank, world = (dist.get_rank(), dist.get_world_size()) if kind.world > 1 else (0, 1)
+    for index in range(3):
+        before = all_weights(model)
+        sent: list[list[tuple[str, int]]] = []
+        with Counting() as count:
+            window = accumulator.window(inputs(index, rank))
+            sent.append(count.take())
+            standing = alive()
+            for i, x in enumerate(window):
+                loss = model(x).square().mean()
+                window.backward(loss)
+                sent.append(count.take())
+                if i == STEPS // 2:
+                    del loss
+                    kept = alive() - standing
+            sent[-1] += count.take()
+            update = window.step()
+            sent.append(count.take())
+    plain = Net()
+    set_weights(plain, before)
+    everything = torch.cat([x for r in range(world) for x in inputs(index, r)]).double()
+    exact = gradient_in_float64(plain, everything)
+    moved = (before.double() - all_weights(model).double()) / LR
+    assert update.stepped
+    assert all(total([one]) == total(sent[2:3]) for one in sent[2:STEPS])
+    return {
+        "error": ((moved - exact).norm() / exact.norm()).item(),
+        "kept": kept / PARAMETER_BYTES,
+        "first": total(sent[1:2]),
+        "next": total(sent[2:3]),
+        "last": total(sent[STEPS : STEPS + 1]),
+        "small": sum(size < 1000 for window in sent for _, size in window),
+        "in_step": total(sent[STEPS + 1 :]),
+    }
+
+
+def total(sent: list[list[tuple[str, int]]]) -> dict[str, dict[str, float]]:
+    """By kind: how many, and how many parameters' worth of numbers they hold on this rank."""
+    kinds: dict[str, dict[str, float]] = {}
+    for name, size in (one for part in sent for one in part):
+        if size >= 1000:
+            kind = next(known for known in (*MOVED, name) if name.strip("_").startswith(known))
+            entry = kinds.setdefault(kind, {"count": 0, "numbers": 0.0})
+            entry["count"] += 1
+            entry["numbers"] += 4 * size / PARAMETER_BYTES
+    return kinds
+
+
+def alive() -> int:
+    """Bytes of all tensors that Python can reach, each storage once."""
+    gc.collect()
+    storages: dict[int, int] = {}
+    for one in gc.get_objects():
+        if not isinstance(one, torch.Tensor):
+            continue
+        for tensor in (one, one.grad if one.is_leaf else None):
+            tensor = getattr(tensor, "_local_tensor", tensor)
+            if tensor is not None and type(tensor) in (torch.Tensor, nn.Parameter):
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+def all_weights(model: nn.Module) -> torch.Tensor:
+    if type(model).__name__ == "DeepSpeedEngine":
+        return zero_weights(model)
+    fsdp = torch.distributed.fsdp.FullyShardedDataParallel
+    if any(isinstance(module, fsdp) for module in model.modules()):
+        with fsdp.summon_full_params(model):
+            by_name = {n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in model.named_parameters()}
+            return torch.cat([by_name[name].flatten() for name, _ in Net().named_parameters()]).clone()
+    return full_weights(model)
+
+
+def set_weights(net: nn.Module, values: torch.Tensor) -> None:
+    nn.utils.vector_to_parameters(values, net.parameters())
+
+
+def gradient_in_float64(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    net.double()(x).square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def say(kinds: dict[str, dict[str, float]]) -> str:
+    words = {"allgather": "gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+    said = (f"{e['count']} {words.get(kind, kind)} ({e['numbers']:.2f})" for kind, e in kinds.items())
+    return ", ".join(said) or "-"
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    parts = ("first", "next", "last", "in_step")
+    lines = [
+        "| engine | sync | first micro-step | each next | the last | in step | small | kept | error |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in rows:
+        sent = " | ".join(say(row[part]) for part in parts)
+        facts = f"{row['small']} | {row['kept']:.2f} | {row['error']:.0e}"
+        lines.append(f"| {row['engine']} | {row['sync']} | {sent} | {facts} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("only", nargs="?", default="", help="a part of the engines' names")
+    only = parser.parse_args().only
+    rows: list[dict[str, Any]] = []
+    started: dict[int, Ranks] = {}
+    for name, kind in KINDS.items():
+        for sync in kind.policies if kind.world > 1 and only in name else ():
+            ranks = started.setdefault(kind.world, Ranks(kind.world))
+            first = ranks.run(measure, name, sync, seconds=120)[0]
+            rows.append({"engine": name, "sync": sync, "ranks": kind.world, **first})
+            print(f"{name}, {sync}", file=sys.stderr)
+    for ranks in started.values():
+        ranks.stop()
+    print(table(rows))
+    if only:
+        return
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
+    facts = {
+        "command": "python launch/bench/engines.py",
+        "commit": commit.stdout.strip(),
+        "date": date.today().isoformat(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "distaccum": distaccum.__version__,
+        "micro_steps": STEPS,
+        "parameter_bytes": PARAMETER_BYTES,
+        "rows": rows,
+    }
+    for package in ("accelerate", "deepspeed"):
+        module = sys.modules.get(package) or __import__(package)
+        facts[package] = module.__version__
+    results = HERE.parent / "results"
+    (results / "engines.json").write_text(json.dumps(facts, indent=1) + "\n")
+    head = f"""Windows of {STEPS} micro-steps. `{facts["command"]}` at {facts["commit"]}, {facts["date"]}, torch
+{torch.__version__}, deepspeed {facts["deepspeed"]}, Python {facts["python"]}, gloo on a two-core virtual machine.
+
+How many collectives, and in brackets the numbers that they hold on a rank (sent and received), in multiples of the
+model's parameters. *Small* ones (under 1000 numbers) are the window's plan, record and norm, and what the engine adds.
+*Kept*: bytes alive in the middle of a window beyond those before it, in multiples of the parameters' bytes. *Error*: of
+the change of the weights in float32, against one big batch in float64. By hand each micro-step costs what `every` does,
+or what `last` does for those who know the engine's switch.
+
+"""
+    (results / "engines.md").write_text(head + table(rows) + "\n")
+
+
+if __name__ == "__main__":
+    main()
