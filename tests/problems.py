@@ -131,3 +131,9 @@ def run_window(window: Any, model: nn.Module) -> Any:
     for micro_batch in window:
         window.backward(loss_of(model, micro_batch))
     return window
+
+
+def full_batch_gradient(net: nn.Module, micro_batches: Sequence[Batch]) -> Tensor:
+    """Of `loss_of` on all of them, by a plain net."""
+    loss_of(net, join(micro_batches)).backward()
+    return gradient(net)

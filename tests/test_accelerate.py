@@ -258,3 +258,56 @@ def test_fsdp2_from_prepare(ranks):
     for engine, wrong in ranks(2).run(fsdp2_of_accelerate):
         assert engine == "FullyShardEngine"
         assert wrong <= 1e-10
+
+
+def deepspeed_of_accelerate(stage: int) -> Any:
+    from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
+    from engines import import_deepspeed, zero_config, zero_weights
+
+    class Plugin(DeepSpeedPlugin):
+        def set_deepspeed_weakref(self) -> None:
+            """For transformers, which is not here."""
+
+    import_deepspeed()
+    # The driver of the plugin chooses its own group; it finds that of this job.
+    with accelerators(DS_ACCELERATOR="cpu") as make:
+        config = {**zero_config(stage), "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+        accelerator = make(
+            cpu=False,
+            deepspeed_plugin=Plugin(hf_ds_config=config),
+            kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")],
+        )
+        net = make_net_without_router().float()
+        optimizer = SGD(net.parameters(), lr=1.0)
+        schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
+        engine, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+        accumulator = Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
+        seen = []
+        for index, layout in enumerate(UNEVEN[:2]):
+            before, lr = zero_weights(engine), schedule.get_last_lr()[0]
+            mine = batches(10 * index + dist.get_rank(), layout[dist.get_rank()])
+            window = accumulator.window([{"x": batch["x"].float()} for batch in mine])
+            for batch in window:
+                window.backward(sample_loss(engine, batch))
+            window.step()
+            reference = make_net_without_router()
+            torch.nn.utils.vector_to_parameters(before.double(), reference.parameters())
+            everything = [b for r in range(2) for b in batches(10 * index + r, layout[r])]
+            sample_loss(reference, {"x": torch.cat([b["x"].float().double() for b in everything])}).backward()
+            seen.append((error((before.double() - zero_weights(engine).double()) / lr, gradient(reference)), lr))
+        window = accumulator.window([{"x": batch["x"].float()} for batch in mine])
+        try:
+            for batch in window:
+                accelerator.backward(sample_loss(engine, batch))  # steps the engine
+        except DistaccumError as refused:
+            seen.append(str(refused))
+    return type(accumulator._engine).__name__, seen
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_deepspeed_from_prepare(ranks, stage):
+    for engine, (one, two, refused) in ranks(2).run(deepspeed_of_accelerate, stage):
+        assert engine == "DeepSpeedEngine"
+        assert max(one[0], two[0]) <= 1e-5
+        assert (one[1], two[1]) == (1.0, 0.5)
+        assert "accelerator.backward(), which calls it" in refused

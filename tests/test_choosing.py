@@ -1,0 +1,217 @@
+"""Which engine is chosen, what is refused, and an engine from outside the package."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from typing import Any, final
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import KINDS, fully_sharded, layers, with_sgd
+from problems import error, full_batch_gradient, gradient, loss_of, make_net, make_net_without_router, micro_batches_of
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.engines import Engine, RanksEngine
+
+
+def chosen(name: str) -> str:
+    model, optimizer = KINDS[name].wrap(make_net(KINDS[name].dtype), 0.1)
+    return type(Accumulator(model, optimizer)._engine).__name__
+
+
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    [
+        ("DDP", "DDPEngine"),
+        ("FSDP2, parts", "FullyShardEngine"),
+        ("FSDP1", "FSDPEngine"),
+        ("ZeRO 2", "DeepSpeedEngine"),
+    ],
+)
+def test_the_engine_is_chosen_by_type(ranks, name, engine):
+    assert ranks(2).run(chosen, name) == [engine] * 2
+
+
+def test_choosing_imports_nothing_that_the_caller_has_not():
+    code = """
+import sys, torch
+from distaccum import Accumulator
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # which imports a good deal
+before = set(sys.modules)
+accumulator = Accumulator(net, optimizer, steps=2)
+new = set(sys.modules) - before
+assert not [name for name in new if name.split(".")[0] in ("accelerate", "deepspeed") or "fsdp" in name], new
+assert "deepspeed" not in sys.modules and "accelerate" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def message_of(*args: Any, **options: Any) -> str:
+    try:
+        Accumulator(*args, **options)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_an_unknown_wrapper_is_an_error_that_lists_what_is_known():
+    net = nn.DataParallel(make_net())
+    said = message_of(net, SGD(net.parameters(), lr=0.1))
+    assert "DataParallel, which has no engine here" in said
+    for known in ("DistributedDataParallel", "FSDP2 (fully_shard)", "FSDP1", "DeepSpeed"):
+        assert known in said
+
+
+def plain_in_a_job() -> str:
+    net = make_net()
+    return message_of(net, SGD(net.parameters(), lr=0.1))
+
+
+def two_kinds() -> str:
+    sharded, one = fully_sharded()(make_net_without_router(), 0.1)
+    other = DistributedDataParallel(make_net_without_router())
+    return message_of([sharded, other], [one, SGD(other.parameters(), lr=0.1)])
+
+
+def unknown_policy() -> str:
+    model, optimizer = fully_sharded()(make_net_without_router(), 0.1)
+    return message_of(model, optimizer, sync="replicas")
+
+
+def test_what_is_refused_in_a_job(ranks):
+    for said in ranks(2).run(plain_in_a_job):
+        assert "a plain module in a job of 2 ranks" in said and "FSDP2" in said
+    for said in ranks(2).run(two_kinds):
+        assert "DistributedDataParallel and FSDP2 (fully_shard), expected one kind" in said
+    for said in ranks(2).run(unknown_policy):
+        assert "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2" in said
+
+
+class Summing(nn.Module):
+    """A wrapper of nobody's: gradients are summed over ranks when it is asked to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+# --- the README's engine, and that of tests/test_choosing.py
+
+
+@final
+class SummingEngine(RanksEngine):
+    name = "Summing"
+    policies = ("last",)
+
+    @classmethod
+    def wraps(cls, module):
+        return isinstance(module, Summing)
+
+    def __init__(self, models, sync):
+        super().__init__(models, sync, dist.group.WORLD)
+        self.divisor = 1  # it sums
+
+    def check(self, plan):
+        pass
+
+    def begin(self, plan, parameters):
+        self._parameters = parameters
+
+    def backward(self, losses, seeds, reduce):
+        self.run_backward(losses, seeds)
+
+    def finish(self):
+        for parameter in self._parameters:
+            if parameter.grad is None:  # a rank that had no micro-batch
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad, group=self.group)
+
+    def release(self):
+        pass
+
+    def clear(self, parameters):
+        for parameter in parameters:
+            parameter.grad = None
+
+
+# ---
+
+
+def with_an_engine_from_outside() -> Any:
+    model = Summing(make_net_without_router())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), max_norm=100.0)
+    seen = []
+    for index, layout in enumerate([[[2, 1], [3]], [[4], []]]):
+        window = accumulator.window(micro_batches_of(layout, index, dist.get_rank()))
+        for batch in window:
+            window.backward(loss_of(model, batch))
+        exact = full_batch_gradient(
+            make_net_without_router(), [b for r in range(2) for b in micro_batches_of(layout, index, r)]
+        )
+        wrong = error(gradient(model), exact)
+        update = window.step()
+        seen.append((wrong, abs(update.grad_norm - exact.norm().item())))
+    return seen
+
+
+def test_an_engine_from_outside_the_package(ranks):
+    assert SummingEngine in Engine.__subclasses__()[0].__subclasses__() or SummingEngine in RanksEngine.__subclasses__()
+    for seen in ranks(2).run(with_an_engine_from_outside):
+        for wrong, norm in seen:
+            assert wrong <= 1e-12
+            assert norm <= 1e-12
+
+
+# torch.compile over each
+
+
+def compiled(name: str) -> Any:
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+    net = make_net_without_router()
+    if name == "FSDP2":
+        for layer in layers(net):
+            fully_shard(layer)
+        model, optimizer = with_sgd(fully_shard(net), 1.0)
+    elif name == "DDP":
+        model, optimizer = with_sgd(DistributedDataParallel(net), 1.0)
+    else:
+        model, optimizer = KINDS[name].wrap(net.to(KINDS[name].dtype), 1.0)
+    weights = KINDS[name].weights
+    optimizers = None if name.startswith("ZeRO") else optimizer
+    if name.startswith("ZeRO"):
+        model.compile(backend="aot_eager")
+        run = model
+    else:
+        run = torch.compile(model, backend="aot_eager")
+    accumulator = Accumulator(run, optimizers)
+    seen = []
+    for index, layout in enumerate([[[2, 2, 2], [2, 2]], [[2, 2], [2]]]):
+        before = weights(model).double()
+        window = accumulator.window(micro_batches_of(layout, index, dist.get_rank(), KINDS[name].dtype))
+        for batch in window:
+            window.backward(loss_of(run, batch))
+        window.step()
+        plain = make_net_without_router()
+        nn.utils.vector_to_parameters(before, plain.parameters())
+        batches = [b for r in range(2) for b in micro_batches_of(layout, index, r, KINDS[name].dtype)]
+        exact = full_batch_gradient(plain, [{key: b[key].double() for key in ("x",)} for b in batches])
+        seen.append(error(before - weights(model).double(), exact))
+    return max(seen)
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2", "ZeRO 1"])
+def test_under_torch_compile(ranks, name):
+    for wrong in ranks(2).run(compiled, name, seconds=120):
+        assert wrong <= KINDS[name].bound
