@@ -120,7 +120,14 @@ class Accumulator:
                 "schedule yourself, or pass the optimizer"
             )
         if self._scaler is not None:
+            if self._engine.steps:
+                raise ValueError(f"scaler with {self._engine.name}, which scales losses itself; leave it out")
             refuse_mixed(self._optimizers)
+        if self._engine.judges and on_nonfinite == "ignore":
+            raise ValueError(
+                f"on_nonfinite='ignore' with {self._engine.name}, which looks at each gradient and skips what is not "
+                "finite; say 'raise' or 'skip'"
+            )
         self._trained = self._engine.parameters()
         if not self._trained:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
@@ -136,7 +143,7 @@ class Accumulator:
         self._unfinished = False
         self._spare: Spare | None = None  # of a window whose gradient was finite
         self._window: weakref.ref[Window] | None = None
-        for one in self._optimizers:
+        for one in [*self._optimizers, *self._engine.guarded()]:
             _guard(one, self)
 
     @property
@@ -245,7 +252,6 @@ class Accumulator:
             whole=whole == kept,
             whole_last=whole[-1:] == kept[-1:],
             ready=self._spare is not None,
-            note=self._engine.note,
             failed=error is not None,
             totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
         )
@@ -435,8 +441,6 @@ class Accumulator:
 
     def _watched(self) -> list[Sequence[nn.Parameter]]:
         """Parameters that take part alike: tampering with one of each shows."""
-        if not self._engine.gradients_stay:
-            return []
         return [_owned_by(one) for one in self._optimizers] or [self._trained]
 
     def _owned(self) -> list[nn.Parameter]:

@@ -14,10 +14,13 @@ from torch.optim import Optimizer
 HALF = (torch.float16, torch.bfloat16)
 
 
-def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], agree: Callable[[Tensor], Tensor]) -> Tensor | None:
+Agree = Callable[[Tensor | None], Tensor | None]
+
+
+def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], agree: Agree) -> Tensor | None:
     """Divides each optimizer's gradients by the scale, once, and gives the number of overflows found.
 
-    `agree` makes a flag on this rank one of all ranks, in place. None where there was no gradient to look at.
+    `agree` makes the number on this rank one of all ranks. None where there was no gradient to look at.
     """
     found: list[Tensor] = []
     for optimizer in optimizers:
@@ -29,9 +32,13 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], agree: Callable
             if "already been called" not in str(error):  # the caller did, to look at the gradients
                 raise
         # Private, and the only way to the flag without a second pass: GradScaler.step reads it too.
-        for flag in scaler._found_inf_per_device(optimizer).values():
-            found.append(agree(flag))
-    return torch.stack([flag.to(found[0].device) for flag in found]).sum() if found else None
+        found += scaler._found_inf_per_device(optimizer).values()
+    here = torch.stack([flag.to(found[0].device) for flag in found]).sum() if found else None
+    overflows = agree(here)
+    if overflows is not here and overflows is not None:
+        for flag in found:  # what update() will read
+            flag.copy_(overflows.clamp(max=1.0))
+    return overflows
 
 
 def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
@@ -53,6 +60,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = None) -> Tensor:
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
+    if math.isinf(kind):
+        dense = [gradient for gradient in dense if gradient.numel()]  # nothing is the largest of none
     if over is not None:
         dense = [gradient / over.to(gradient.device) for gradient in dense]
     return torch.nn.utils.get_total_norm(dense, kind)

@@ -94,7 +94,6 @@ class Offer:
     whole: bool  # every micro-batch has every named count above 0
     whole_last: bool  # the last one has
     ready: bool  # holds a micro-batch from an earlier window, to stand in with
-    note: float  # what the engine tells itself on other ranks
     failed: bool  # this rank could not plan, and will raise
     totals: tuple[float, ...]  # by name
 
@@ -105,9 +104,8 @@ class Offer:
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Offer:
         steps, drawn, kept = map(int, row[:3])
-        exhausted, whole, whole_last, ready = map(bool, row[3:7])
-        note, failed = row[7], bool(row[8])
-        return cls(steps, drawn, kept, exhausted, whole, whole_last, ready, note, failed, totals=tuple(row[9:]))
+        exhausted, whole, whole_last, ready, failed = map(bool, row[3:8])
+        return cls(steps, drawn, kept, exhausted, whole, whole_last, ready, failed, totals=tuple(row[8:]))
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,6 @@ class Plan:
     whole: bool  # no rank leaves a term out of any backward
     whole_last: bool  # no rank leaves one out of its last
     ready: tuple[bool, ...]  # by rank: holds a micro-batch from an earlier window, to stand in with
-    notes: tuple[float, ...]  # by rank: what its engine had to say
     empty: bool  # no rank drew anything: the epoch is over
     exhausted: bool  # no rank has more
 
@@ -157,7 +154,6 @@ def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
         whole=all(offer.whole for offer in offers),
         whole_last=all(offer.whole_last for offer in offers),
         ready=tuple(offer.ready for offer in offers),
-        notes=tuple(offer.note for offer in offers),
         empty=not any(offer.drawn for offer in offers),
         exhausted=all(offer.exhausted for offer in offers),
     )

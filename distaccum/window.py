@@ -36,9 +36,9 @@ class _Weight:
 
 @dataclass(slots=True)
 class _Mark:
-    """What a parameter's gradient looked like after the last backward."""
+    """What a gradient looked like after the last backward."""
 
-    parameter: nn.Parameter
+    holder: Any  # the parameter, or what its wrapper has in its place
     gradient: Tensor | None = None
     version: int = -1
 
@@ -222,9 +222,7 @@ class Window:
         if self._is_first and self._engine.stale(self._parameters, in_window=True):
             self._lose("gradients came into the window that its backward() did not make")
         for mark in self._marks:
-            if mark.parameter.grad is not mark.gradient or mark.version != (
-                -1 if mark.gradient is None else mark.gradient._version
-            ):
+            if mark.holder.grad is not mark.gradient or mark.version != _version(mark.gradient):
                 self._check_gradients()
         reduce = (self._position == self._turns - 1 or self._position < self._num_early) and not self._more_parts
         if named or self._several:
@@ -232,6 +230,8 @@ class Window:
             self._turn = TORN
             if terms:
                 self._engine.backward([loss for loss, _ in terms], [weight.seed for _, weight in terms], reduce)
+            else:
+                self._engine.skip()
         else:
             terms = [self._weighted(self._names[0], loss, self._shares[self._position][0] or 0.0)]
             loss, weight = terms[0]
@@ -241,9 +241,11 @@ class Window:
             for one, weight in terms:
                 weight.losses.append(one.detach())
         self._turn, self._is_first = DONE, False
-        for mark in self._marks or self._mark_gradients():
-            mark.gradient = gradient = mark.parameter.grad
-            mark.version = gradient._version if gradient is not None else -1
+        if reduce:
+            self._marks = []  # gradients may have moved
+        for mark in self._marks or self._mark_gradients(reduce):
+            mark.gradient = gradient = mark.holder.grad
+            mark.version = _version(gradient)
 
     def _weighted(self, name: str, loss: Tensor | None, share: float) -> Term:
         """The loss, ready for backward, and what weighs it."""
@@ -375,24 +377,28 @@ class Window:
             "out, let count give 0 for it)"
         )
 
-    def _mark_gradients(self) -> list[_Mark]:
+    def _mark_gradients(self, reduced: bool) -> list[_Mark]:
         """Of each optimizer one parameter that has a gradient: tampering in mid-window shows there."""
-        first = (next((p for p in group if p.grad is not None), None) for group in self._watched)
-        self._marks = [_Mark(parameter) for parameter in first if parameter is not None]
+        if reduced:
+            holders: Iterable[Sequence[Any]] = self._watched if self._engine.gradients_stay else ()
+        else:
+            holders = (self._engine.holders(group) for group in self._watched)
+        first = (next((one for one in group if one.grad is not None), None) for group in holders)
+        self._marks = [_Mark(one) for one in first if one is not None]
         return self._marks
 
     def _check_gradients(self) -> None:
         for mark in self._marks:
-            gradient = mark.parameter.grad
+            gradient = mark.holder.grad
             # Another tensor is all right: DDP moves gradients when it rebuilds its buckets.
-            if gradient is None or (gradient is mark.gradient and gradient._version != mark.version):
+            if gradient is None or (gradient is mark.gradient and _version(gradient) != mark.version):
                 self._lose(
                     "gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)"
                 )
 
     def _refuse_cleared_gradients(self) -> None:
         """After the loop the caller may change gradients, but not throw them away."""
-        if any(mark.parameter.grad is None for mark in self._marks):
+        if any(mark.holder.grad is None for mark in self._marks):
             self._lose("gradients were cleared between the window's loop and its step()")
 
     def _lose(self, what: str) -> NoReturn:
@@ -431,6 +437,10 @@ class Window:
 
     def _forget(self) -> None:
         self._micro_batches, self._weights, self._marks, self._spare = [], {}, [], None
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else gradient._version
 
 
 def _refuse_loss(loss: object) -> NoReturn:

@@ -80,7 +80,7 @@ def fully_sharded(*, root: bool = True, parts: bool = True, shape: tuple[int, ..
     return wrap
 
 
-def fsdp1(strategy: str, *, root: bool = True, use_orig_params: bool = True):
+def fsdp1(strategy: str, *, root: bool = True, parts: bool = True, use_orig_params: bool = True):
     def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
         from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
@@ -93,7 +93,7 @@ def fsdp1(strategy: str, *, root: bool = True, use_orig_params: bool = True):
             options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
-            for i in (0, 2):
+            for i in (0, 2) if parts else ():
                 net.body[i] = FullyShardedDataParallel(net.body[i], **options)
             return with_sgd(FullyShardedDataParallel(net, **options) if root else net, lr)
 
@@ -176,6 +176,7 @@ KINDS = {
     "HSDP, 2 replicas of 2 shards": Kind(fully_sharded(shape=(2, 2)), full_weights, HYBRID, world=4),
     "FSDP1": Kind(fsdp1("FULL_SHARD"), summoned_weights),
     "FSDP1, flat parameters": Kind(fsdp1("FULL_SHARD", use_orig_params=False), summoned_weights),
+    "FSDP1, root only": Kind(fsdp1("FULL_SHARD", parts=False), summoned_weights),
     "FSDP1, parts": Kind(fsdp1("FULL_SHARD", root=False), summoned_weights),
     "FSDP1, SHARD_GRAD_OP": Kind(fsdp1("SHARD_GRAD_OP"), summoned_weights),
     "FSDP1, NO_SHARD": Kind(fsdp1("NO_SHARD"), summoned_weights),
@@ -227,6 +228,10 @@ class Run:
     def micro_batches(self, layout: Any, index: int) -> list[Batch]:
         return micro_batches_of(layout, index, self.rank, self.kind.dtype)
 
+    def exact(self, at: Tensor, layout: Any, index: int) -> tuple[float, Tensor]:
+        batches = [b for r in range(self.world) for b in micro_batches_of(layout, index, r, self.kind.dtype)]
+        return big_batch_at(self.case, at, batches)
+
     def window(self, layout: Any, index: int, max_norm: float = math.inf) -> Seen:
         loss_fn, how, *_ = CASES[self.case]
         before = self.weights()
@@ -238,8 +243,7 @@ class Run:
             turns += 1
         update = window.step()
         assert update.stepped
-        batches = [b for r in range(self.world) for b in micro_batches_of(layout, index, r, self.kind.dtype)]
-        loss, exact = big_batch_at(self.case, before, batches)
+        loss, exact = self.exact(before, layout, index)
         norm = float(exact.norm())
         moved = (before.double() - self.weights().double()) / self.lr
         wrong = error(moved, exact * min(1.0, max_norm / norm))

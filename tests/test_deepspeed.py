@@ -243,18 +243,34 @@ def misuse(what: str) -> str:
     if what == "foreign":
         engine, _, _ = initialize(net, 1)
         return refused(Accumulator, engine, SGD([nn.Parameter(torch.zeros(1))], lr=1.0))
-    assert what == "steps"
-    engine, _, _ = initialize(net, 1)
+    if what == "a scaler":
+        engine, _, _ = initialize(net, 1)
+        return refused(lambda: Accumulator(engine, scaler=torch.amp.GradScaler("cpu", init_scale=8.0)))
+    if what == "a module outside":
+        engine, _, _ = initialize(net, 1)
+        return refused(Accumulator, [engine, nn.Linear(2, 2)])
+    if what == "ignores":
+        engine, _, _ = initialize(net, 2)
+        return refused(lambda: Accumulator(engine, on_nonfinite="ignore"))
+    action, stage = what.split(" at stage ")
+    engine, optimizer, _ = initialize(net, int(stage))
     accumulator = Accumulator(engine)
     window = accumulator.window(mine(EVEN, 0))
 
     def loop() -> None:
         for batch in window:
             window.backward(loss_of(engine, batch))
-            engine.step()
+            if action == "engine.step()":
+                engine.step()
+            elif action == "optimizer.step()":
+                optimizer.step()
+            else:
+                engine.zero_grad()
 
+    start = zero_weights(engine)
     said = refused(loop)
     before = zero_weights(engine)
+    assert torch.equal(before, start), "a weight changed"
     run(accumulator.window(mine(EVEN, 1)), engine).step()
     assert moved(engine, before, EVEN, 1) <= 1e-5
     return said
@@ -266,7 +282,13 @@ MISUSE = {
     "clips at another norm": r'DeepSpeed clips at 1 .*max_norm=0.5; put "gradient_clipping": 0.5',
     "every": "sync='every', expected one of 'last' for DeepSpeed",
     "foreign": "optimizer is a SGD that the DeepSpeed engine does not own",
-    "steps": "the DeepSpeed engine is stepped in the window",
+    "a scaler": "scaler with DeepSpeed, which scales losses itself",
+    "a module outside": "weight, bias is trained and outside of the DeepSpeed engine",
+    "ignores": "on_nonfinite='ignore' with DeepSpeed",
+    **{f"engine.step() at stage {stage}": "the DeepSpeed engine is stepped in the window" for stage in range(4)},
+    "optimizer.step() at stage 0": "optimizer.step.. before the window's own",
+    **{f"optimizer.step() at stage {stage}": "the DeepSpeed engine is stepped in the window" for stage in (1, 2, 3)},
+    **{f"zero_grad() at stage {stage}": "gradients were cleared or changed in mid-window" for stage in range(4)},
 }
 
 

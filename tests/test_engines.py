@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from engines import KINDS, Run, law
-from problems import CASES, sample_loss
+from problems import CASES, error, sample_loss
 
 from distaccum import DistaccumError
 
@@ -108,3 +108,35 @@ def test_all_ranks_decide_alike_on_a_gradient_that_is_not_finite(ranks, name, sy
         assert not stepped
         assert "not finite" in said
         assert max(window.gradient for window in seen) <= kind.bound
+
+
+def evaluated(name: str, sync: str) -> Any:
+    """Evaluation in the loop, after its last backward, between the loop and step, and after it."""
+    run = Run(name, sync=sync)
+    seen = []
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            run.model.eval()
+            sample_loss(run.model, run.micro_batches(EVEN, 77)[0])
+            run.model.train()
+
+    for index in range(3):
+        before = run.weights()
+        window = run.accumulator.window(run.micro_batches(EVEN, index))
+        for micro_batch in window:
+            window.backward(sample_loss(run.model, micro_batch))
+            evaluate()
+        evaluate()
+        window.step()
+        evaluate()
+        exact = run.exact(before, EVEN, index)[1]
+        seen.append(error(before.double() - run.weights().double(), exact))
+    return seen
+
+
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
+def test_evaluation_anywhere_does_no_harm(ranks, name, sync):
+    kind = KINDS[name]
+    for seen in ranks(kind.world).run(evaluated, name, sync):
+        assert max(seen) <= kind.bound

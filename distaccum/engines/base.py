@@ -32,8 +32,7 @@ class Engine(ABC):
     num_ranks: int = 1  # of the data-parallel group
     rank: int = 0  # in it
     in_step: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
-    note: float = 0.0  # one number for the next plan, which brings those of all ranks
-    gradients_stay: bool = True  # in .grad, from backward to step, so that tampering shows
+    gradients_stay: bool = True  # in .grad of the parameters, from the last backward to step
     judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
     scales: bool = False  # whether the wrapper scales losses, and skips what overflows
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
@@ -54,6 +53,10 @@ class Engine(ABC):
     def parameters(self) -> list[nn.Parameter]:
         """The models', each once: the tensors that hold gradients when a window is complete."""
         return list({id(p): p for model in self.models for p in model.parameters()}.values())
+
+    def guarded(self) -> list[Optimizer]:
+        """Optimizers of the wrapper's own, which the caller shall not step in mid-window."""
+        return []
 
     def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         """Those that `step` shall step: not the wrapper's own, where it has one."""
@@ -97,6 +100,14 @@ class Engine(ABC):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         """One `run_backward` from `losses`, weighted by `seeds`; reduces what has added up if `reduce`."""
 
+    def skip(self) -> None:
+        """In the place of a backward whose every loss is left out."""
+        return
+
+    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+        """In whose .grad gradients stand before they are reduced, where tampering with them shows."""
+        return parameters
+
     @abstractmethod
     def finish(self) -> None:
         """After the last backward: reduces what is left, so that gradients are final."""
@@ -115,8 +126,8 @@ class Engine(ABC):
 
     # The update
 
-    def agree(self, overflow: Tensor) -> Tensor:
-        """Makes a flag that is above 0 on some rank so on all, in place; where gradients are whole it is already."""
+    def agree(self, overflow: Tensor | None) -> Tensor | None:
+        """The number of overflows on this rank (None: it had no gradient), made that of the worst rank."""
         return overflow
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:

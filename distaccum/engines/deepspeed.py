@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..precision import total_norm
-from ..shares import DistaccumError, Plan
+from ..shares import DistaccumError, Plan, listed
 from .base import Sync
 from .ranks import RanksEngine
 
@@ -38,7 +38,7 @@ Form = Literal["no_sync", "coalesced", "each"]
 class DeepSpeedEngine(RanksEngine):
     name = "DeepSpeed"
     steps = True
-    gradients_stay = False
+    gradients_stay = False  # ZeRO keeps them in partitions of its own
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -55,7 +55,7 @@ class DeepSpeedEngine(RanksEngine):
         self._stage = int(engine.zero_optimization_stage())
         self._optimizer: Any = engine.optimizer
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
-        self._refuse_what_cannot_accumulate()
+        self._refuse_what_cannot_accumulate(models)
         self._form = self._choose_form(sync)
         if self._form == "no_sync":
             self.policies = ("last",)
@@ -72,8 +72,15 @@ class DeepSpeedEngine(RanksEngine):
 
     # What the engine was made with
 
-    def _refuse_what_cannot_accumulate(self) -> None:
+    def _refuse_what_cannot_accumulate(self, models: Sequence[nn.Module]) -> None:
         engine = self._deepspeed
+        own = {id(p) for p in engine.module.parameters()}
+        outside = [n for model in models for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+        if outside:
+            raise ValueError(
+                f"{listed(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps "
+                "it; put it into the module that deepspeed.initialize gets"
+            )
         if self._optimizer is None:
             raise ValueError("the DeepSpeed engine has no optimizer; give deepspeed.initialize one")
         if engine.gradient_accumulation_steps() > 1:
@@ -108,6 +115,11 @@ class DeepSpeedEngine(RanksEngine):
             warnings.warn(f"ZeRO stage {self._stage} reduces gradients in each micro-step: {why}", stacklevel=6)
         return "each" if why else "coalesced"
 
+    def guarded(self) -> list[Optimizer]:
+        named = (getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer"))
+        inner = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
+        return list({id(one): one for one in inner if isinstance(one, Optimizer)}.values())
+
     def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
         own = [self._optimizer, getattr(self._optimizer, "optimizer", None)]
         own += [getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer")]
@@ -139,11 +151,12 @@ class DeepSpeedEngine(RanksEngine):
         if self.in_step:
             self.refuse_synchronised_norms(plan)
             self.refuse_dry_ranks(plan)
-        if not plan.whole and self._stage == 3 and self.num_ranks > 1:
+        if not plan.whole and self.in_step and self.num_ranks > 1:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
-                "modules out of backward, and under ZeRO stage 3 other ranks would wait for this one to gather them; "
-                "give each micro-batch a count above 0 for each name"
+                f"modules out of backward, and under ZeRO stage {self._stage} other ranks would wait for this one in "
+                "each; give each micro-batch a count above 0 for each name"
+                + (", or use sync='last'" if self._stage == 2 and self._is_managed else "")
             )
         average = getattr(self._deepspeed, "gradient_average", True)
         self.divisor = self.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
@@ -156,7 +169,8 @@ class DeepSpeedEngine(RanksEngine):
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self._is_dry = plan.kept[self.rank] == 0
-        self._deepspeed.step = _refuse_step  # on the instance, until the window is stepped or discarded
+        for one in self._stepped_by_the_caller():
+            one.step = _refuse_step  # on the instance, until the window is stepped or discarded
         self._holds, self._step_id = True, None
         if self._form == "coalesced":
             self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
@@ -180,6 +194,10 @@ class DeepSpeedEngine(RanksEngine):
         with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
             engine.backward(loss)
 
+    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+        stay = self._form != "each" and not hasattr(self._optimizer, "get_grads_for_norm")
+        return self.parameters() if stay else ()
+
     def finish(self) -> None:
         if self._stage < 3 and self._form in ("no_sync", "coalesced"):
             self._give_all_a_gradient()
@@ -187,6 +205,11 @@ class DeepSpeedEngine(RanksEngine):
             self._deepspeed._is_gradient_accumulation_boundary = True  # private: an unmanaged engine refuses the setter
             self._deepspeed.allreduce_gradients()
         self._context.close()
+
+    def _stepped_by_the_caller(self) -> list[Any]:
+        """What has a step that is not a torch optimizer's, which is guarded by a hook."""
+        own = () if isinstance(self._optimizer, Optimizer) else (self._optimizer,)
+        return [self._deepspeed, *own]
 
     def _give_all_a_gradient(self) -> None:
         """Ranks reduce what they have, and must have alike; ZeRO takes what is missing for zeros as well."""
@@ -209,7 +232,8 @@ class DeepSpeedEngine(RanksEngine):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.grad = None
-        self._deepspeed.__dict__.pop("step", None)
+        for one in self._stepped_by_the_caller():
+            one.__dict__.pop("step", None)
         if self._holds:
             # With nothing to reduce, leaving the context sends nothing.
             self._context.close()
@@ -231,7 +255,8 @@ class DeepSpeedEngine(RanksEngine):
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
-        engine.__dict__.pop("step", None)
+        for one in self._stepped_by_the_caller():
+            one.__dict__.pop("step", None)
         found = engine.enable_backward_allreduce
         engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
         try:

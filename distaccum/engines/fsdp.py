@@ -26,6 +26,7 @@ from .ranks import RanksEngine, average_by_hand
 class FSDPEngine(RanksEngine):
     name = "FSDP1 (FullyShardedDataParallel)"
     in_step = True
+    gradients_stay = False  # a rank has those that its shard holds
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -48,6 +49,8 @@ class FSDPEngine(RanksEngine):
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
                 stacklevel=5,
             )
+        if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
+            raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
         self._found: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
@@ -55,11 +58,11 @@ class FSDPEngine(RanksEngine):
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
-        if not plan.whole and len(self._wrappers) > 1 and self.num_ranks > 1:
+        if not plan.whole:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
                 "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
-                "micro-batch a count above 0 for each name, or wrap only the root"
+                "micro-batch a count above 0 for each name, or use fully_shard"
             )
 
     def turns(self, plan: Plan) -> int:
@@ -78,7 +81,19 @@ class FSDPEngine(RanksEngine):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         for wrapper in self._wrappers:
             wrapper._sync_gradients = reduce
-        self.run_backward(losses, seeds)
+        try:
+            self.run_backward(losses, seeds)
+        except AssertionError as error:
+            if "_saved_grad_shard" not in str(error):
+                raise
+            raise DistaccumError(
+                "a module that FSDP1 wraps was used in an earlier micro-step and not in this one, which reduces; it "
+                "cannot reduce what it kept; use sync='every', use every wrapped module in the last micro-batch, or "
+                "wrap with fully_shard"
+            ) from error
+
+    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+        return [handle.flat_param for handle in self._handles()]
 
     def finish(self) -> None:
         if self._by_hand:
@@ -93,6 +108,11 @@ class FSDPEngine(RanksEngine):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.grad = None
+        for wrapper in self._wrappers:
+            # Evaluated after the last backward, modules keep parameters gathered that are out of date now.
+            handle = wrapper._handle
+            if handle is not None and handle.uses_sharded_strategy and wrapper._is_root is not None:
+                sys.modules["torch.distributed.fsdp._runtime_utils"]._reshard(wrapper, handle, True)  # private
         if self._is_open:
             for handle in self._handles():
                 handle.flat_param.grad = None
@@ -100,15 +120,18 @@ class FSDPEngine(RanksEngine):
                     del handle.flat_param._saved_grad_shard
             self._is_open = False
 
-    def agree(self, overflow: Tensor) -> Tensor:
-        dist.all_reduce(overflow, op=dist.ReduceOp.MAX, group=self.group)
-        return overflow
+    def agree(self, overflow: Tensor | None) -> Tensor:
+        agreed = torch.zeros((), device=self._wrappers[0].compute_device) if overflow is None else overflow.clone()
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
+        return agreed
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
         here = [p.grad for p in parameters if p.grad is not None and id(p) in sharded]
         everywhere = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded]
-        norm: Tensor = total_norm(here, kind, over).to(parameters[0].device if parameters else "cpu")
+        # Ranks may hold shards of different parameters, or none.
+        wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
+        norm: Tensor = total_norm(here, kind, over).to(self._wrappers[0].compute_device, wide)
         group = self._wrappers[0].process_group  # not over replicas, which have the same shards
         if math.isinf(kind):
             dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
@@ -118,7 +141,7 @@ class FSDPEngine(RanksEngine):
             norm = norm.pow(1 / kind)
         if not everywhere:
             return norm
-        both = torch.stack([norm, total_norm(everywhere, kind, over)])
+        both = torch.stack([norm, total_norm(everywhere, kind, over).to(norm)])
         return total_norm([both], kind)
 
     def _handles(self) -> list[Any]:

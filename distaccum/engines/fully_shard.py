@@ -13,6 +13,7 @@ FSDP2 reads in backward whether to reduce; until then gradients add up on parame
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..precision import HALF, total_norm
+from ..precision import HALF, local, total_norm
 from ..shares import DistaccumError, Plan, listed
 from .base import Sync
 from .ranks import RanksEngine, average_by_hand
@@ -49,12 +50,12 @@ class FullyShardEngine(RanksEngine):
             if all(_is_hybrid(group) for group in self._groups):
                 self.policies += ("replicas",)
         super().__init__(models, sync, _data_parallel_group(self._groups))
+        self._device = self._groups[0].fsdp_params[0].sharded_param.device
         self._found: list[_Flags] = []
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
+        self._reduces = True  # in backward; else by hand, after the last
         self._unused: list[Any] = []  # FSDP's parameters without a gradient in this window, on this rank
-        self.note = 1.0  # whether there were any; nobody knows before the first window
-        self._agree = True
         low = [_name(p) for group in self._groups for p in group.fsdp_params if _adds_up_in_half(group, p)]
         if low and sync != "every" and self.rank == 0:
             warnings.warn(
@@ -72,14 +73,11 @@ class FullyShardEngine(RanksEngine):
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
-        whole = plan.whole_last if self.sync == "gathered" else plan.whole
-        if not whole and len(self._groups) > 1 and self.num_ranks > 1:
-            where = "the last micro-batch of a rank" if self.sync == "gathered" else "a micro-batch"
+        if not plan.whole and self.sync != "gathered" and len(self._groups) > 1 and self.num_ranks > 1:
             raise DistaccumError(
-                f"{where} has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave modules out "
-                "of backward, and the other ranks would wait for this one to gather them. Give each micro-batch a "
-                "count above 0 for each name, wrap only the root with fully_shard, or use sync='gathered' (there only "
-                "the last micro-batch matters)"
+                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
+                "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
+                "micro-batch a count above 0 for each name, use sync='gathered', or wrap only the root with fully_shard"
             )
         self.divisor = self._divides_by()
 
@@ -93,7 +91,7 @@ class FullyShardEngine(RanksEngine):
         own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
         self._unused = [p for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-        self._agree = any(plan.notes)
+        self._reduces = plan.whole_last if self.sync in ("last", "gathered") else plan.whole
         self._found = [_Flags.of(state, group) for state in self._states for group in _groups(state)]
         for group in self._groups:
             if self.sync == "gathered":
@@ -106,11 +104,12 @@ class FullyShardEngine(RanksEngine):
         self._is_open = True
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        reduce = reduce and self._reduces
+        scatter = self._reduces and (reduce or self.sync == "replicas")
         for group, found in zip(self._groups, self._found, strict=True):
-            group.reduce_grads = reduce or self.sync == "replicas"
-            group.all_reduce_grads = reduce
+            group.reduce_grads, group.all_reduce_grads = scatter, reduce
             group.reshard_after_backward = found.reshard_after_backward and (reduce or self.sync != "gathered")
-        if not (reduce or self.sync == "replicas"):
+        if not scatter:
             self.run_backward(losses, seeds)
             return
         self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
@@ -123,12 +122,19 @@ class FullyShardEngine(RanksEngine):
                 hook.remove()
         self._unused = [p for p in self._unused if id(p) not in seen]
 
+    def skip(self) -> None:
+        if self.sync != "gathered":
+            _reshard(self._groups)  # as a backward would: the next forward gathers, on all ranks
+
+    def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
+        gathered = (getattr(p, "_unsharded_param", None) for group in self._groups for p in group.fsdp_params)
+        return [one for one in gathered if one is not None]
+
     def finish(self) -> None:
         if self._by_hand:
             average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
-        self.note = float(bool(self._unused))
-        if self._agree:
-            self._clear_what_no_rank_used()
+        self._reduce_what_is_left()
+        _reshard(self._groups)  # so that modules show the parameters that have the gradients
         self._is_open = False
 
     def release(self) -> None:
@@ -140,6 +146,7 @@ class FullyShardEngine(RanksEngine):
         if self._is_open or any(_holds_something(group) for group in self._groups):
             _discard(self._states)
             self._is_open = False
+        _reshard(self._groups)  # evaluated after the last backward, modules keep parameters that are out of date now
         for parameter in parameters:
             parameter.grad = None
 
@@ -147,20 +154,39 @@ class FullyShardEngine(RanksEngine):
         return super().stale(parameters) or any(_holds_something(group) for group in self._groups)
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if math.isinf(kind):
+            return self._largest(gradients, over)
         # A DTensor's norm is over its own mesh, tensor-parallel dimensions included; what is on no mesh is the
         # same on all ranks.
         by_mesh: dict[Any, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                by_mesh.setdefault(getattr(parameter.grad, "device_mesh", None), []).append(parameter.grad)
+        for gradient in gradients:
+            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
         norms = []
-        for gradients in by_mesh.values():
-            norm = total_norm(gradients, kind, over)
+        for alike in by_mesh.values():
+            norm = total_norm(alike, kind, over)
             full_tensor = getattr(norm, "full_tensor", None)
             norms.append(norm if full_tensor is None else full_tensor())
         if len(norms) == 1:
             return norms[0]
         return total_norm([torch.stack(norms)] if norms else [], kind)
+
+    def _largest(self, gradients: Sequence[Tensor], over: Tensor | None) -> Tensor:
+        """By hand: torch asks for the largest of a shard's elements, and fails where a rank has none."""
+        ranks = set(dist.get_process_group_ranks(self.group))
+        meshes = {getattr(gradient, "device_mesh", None): None for gradient in gradients}
+        others = [
+            mesh.get_group(i)
+            for mesh in meshes
+            if mesh is not None
+            for i in range(mesh.ndim)
+            if not set(dist.get_process_group_ranks(mesh.get_group(i))) <= ranks  # tensor-parallel
+        ]
+        wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
+        largest = total_norm([local(gradient) for gradient in gradients], math.inf, over).to(self._device, wide)
+        for group in dict.fromkeys([self.group, *others]):
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        return largest
 
     def _divides_by(self) -> float:
         """One number for all groups: it goes into the share."""
@@ -189,14 +215,30 @@ class FullyShardEngine(RanksEngine):
             )
         return next(iter(by_factor))
 
-    def _clear_what_no_rank_used(self) -> None:
-        """Zeros were reduced for them: None, as without sharding, leaves them alone in weight decay and momentum."""
-        everyone = [p for group in self._groups for p in group.fsdp_params]
+    def _reduce_what_is_left(self) -> None:
+        """What no backward reduced (one that left a term or a module out), and None for what no rank used.
+
+        Ranks agree on both, in one small collective on the host. Zeros were reduced for parameters that a rank did not
+        use; where none did, None leaves them alone in weight decay and momentum, as it would without sharding.
+        """
+        self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
         unused = {id(p) for p in self._unused}
-        used = torch.tensor([id(p) not in unused for p in everyone], dtype=torch.uint8)
-        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=self.host_group)
-        for parameter, by_any in zip(everyone, used.tolist(), strict=True):
-            if not by_any:
+        everyone = [p for group in self._groups for p in group.fsdp_params]
+        left = [_holds_something(group) for group in self._groups]
+        agreed = torch.tensor([*left, *(id(p) not in unused for p in everyone)], dtype=torch.uint8)
+        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.host_group)
+        answers = agreed.tolist()
+        for group, is_left in zip(self._groups, answers, strict=False):
+            if is_left:
+                _reduce_now(group)
+                if _holds_something(group):
+                    raise DistaccumError(
+                        f"the module of {_name(group.fsdp_params[0])} was used in earlier micro-steps and not in the "
+                        "last, and this version of torch cannot reduce what it kept; use sync='last', or every module "
+                        "in the last micro-batch"
+                    )
+        for parameter, is_used in zip(everyone, answers[len(left) :], strict=True):
+            if not is_used:
                 parameter.sharded_param.grad = None
 
 
@@ -303,9 +345,12 @@ def _name(parameter: Any) -> str:
 
 
 def _adds_up_in_half(group: Any, parameter: Any) -> bool:
-    policy = parameter.mp_policy
-    compute = policy.param_dtype or parameter.sharded_param.dtype
-    return (policy.reduce_dtype or compute) in HALF and bool(parameter.sharded_param.requires_grad)
+    policy, shard = parameter.mp_policy, parameter.sharded_param
+    if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):  # torch 2.15: what backward computes is cast up
+        kept = shard.grad_dtype
+    else:
+        kept = policy.param_dtype or shard.dtype
+    return (policy.reduce_dtype or kept) in HALF and bool(shard.requires_grad)
 
 
 def _zeros_can_be_made(group: Any) -> bool:
@@ -329,6 +374,20 @@ def _holds_something(group: Any) -> bool:
     return group._partial_reduce_output is not None or any(
         _unsharded_gradient(parameter) is not None for parameter in group.fsdp_params
     )
+
+
+def _reshard(groups: Sequence[Any]) -> None:
+    for group in groups:
+        if group.is_unsharded and _is_sharded(group):
+            group._to_sharded()
+
+
+def _reduce_now(group: Any) -> None:
+    """What its next backward would do at its end."""
+    group.reduce_grads = group.all_reduce_grads = True
+    group.post_backward()
+    group._wait_for_post_backward()
+    group._training_state = type(group._training_state).IDLE
 
 
 def _discard(states: Sequence[Any]) -> None:
