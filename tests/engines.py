@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -137,6 +138,8 @@ def import_deepspeed() -> Any:
     """On this process's gloo group, and without compiling anything."""
     rank, world = dist.get_rank(), dist.get_world_size()
     os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "LOCAL_RANK": str(rank)})
+    warnings.filterwarnings("ignore", message=".*model_fields.*")  # of DeepSpeed 0.16 with a newer pydantic
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -153,18 +156,24 @@ def zero_weights(engine: Any) -> Tensor:
         return torch.cat([p.detach().flatten() for p in parameters]).clone()
 
 
+DEEPSPEED = tuple(int(part) for part in metadata.version("deepspeed").split(".")[:3])
+COALESCES, UNMANAGED_IS_THERE = DEEPSPEED >= (0, 19, 2), DEEPSPEED >= (0, 19, 4)
+# FSDP2 on CPU needs streams that torch 2.6 does not have.
+FSDP2_RUNS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
+
+
 def zero_kind(stage: int, world: int = 2, **config: Any) -> Kind:
     if stage < 2:
         policies: tuple[str, ...] = ("last",)
     else:
-        policies = ("every",) if config else ("last", "every")
+        policies = ("last", "every") if COALESCES and not config else ("every",)  # else 'last' warns
     return Kind(zero(stage, **config), zero_weights, policies, world, torch.float32)
 
 
 UNMANAGED = {"managed_gradient_accumulation": False}
 SHARDED = ("last", "every", "gathered")
 HYBRID = (*SHARDED, "replicas")
-KINDS = {
+KINDS: dict[str, Kind] = {
     "plain": Kind(plain, full_weights, world=1),
     "DDP": Kind(ddp, full_weights),
     "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
@@ -183,8 +192,10 @@ KINDS = {
     "FSDP1, HYBRID_SHARD": Kind(fsdp1("HYBRID_SHARD"), summoned_weights, world=4),
     **{f"ZeRO {stage}": zero_kind(stage) for stage in range(4)},
     "ZeRO 2, one rank": zero_kind(2, world=1),
-    **{f"ZeRO {stage}, unmanaged": zero_kind(stage, **UNMANAGED) for stage in range(4)},
+    **({f"ZeRO {stage}, unmanaged": zero_kind(stage, **UNMANAGED) for stage in range(4)} if UNMANAGED_IS_THERE else {}),
 }
+if not FSDP2_RUNS_ON_CPU:
+    KINDS = {name: kind for name, kind in KINDS.items() if not name.startswith(("FSDP2", "HSDP"))}
 
 
 def big_batch_at(case: str, at: Tensor, micro_batches: list[Batch]) -> tuple[float, Tensor]:

@@ -32,10 +32,12 @@ def chosen(name: str) -> str:
         ("DDP", "DDPEngine"),
         ("FSDP2, parts", "FullyShardEngine"),
         ("FSDP1", "FSDPEngine"),
-        ("ZeRO 2", "DeepSpeedEngine"),
+        ("ZeRO 1", "DeepSpeedEngine"),
     ],
 )
 def test_the_engine_is_chosen_by_type(ranks, name, engine):
+    if name not in KINDS:
+        pytest.skip("FSDP2 runs on CPU from torch 2.7 on")
     assert ranks(2).run(chosen, name) == [engine] * 2
 
 
@@ -213,5 +215,7 @@ def compiled(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2", "ZeRO 1"])
 def test_under_torch_compile(ranks, name):
+    if name not in KINDS:
+        pytest.skip("FSDP2 runs on CPU from torch 2.7 on")
     for wrong in ranks(2).run(compiled, name, seconds=120):
         assert wrong <= KINDS[name].bound

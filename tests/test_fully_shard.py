@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import full, full_gradient, fully_sharded
+from engines import FSDP2_RUNS_ON_CPU, full, full_gradient, fully_sharded
 from problems import (
     error,
     gradient,
@@ -31,6 +31,7 @@ from torch.optim import SGD, AdamW
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
+pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 runs on CPU from torch 2.7 on")
 EVEN = [[2, 1, 3, 2]] * 4
 
 
