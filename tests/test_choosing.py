@@ -37,7 +37,7 @@ def chosen(name: str) -> str:
 )
 def test_the_engine_is_chosen_by_type(ranks, name, engine):
     if name not in KINDS:
-        pytest.skip("FSDP2 runs on CPU from torch 2.7 on")
+        pytest.skip("FSDP2 does not run on CPU in torch 2.6")
     assert ranks(2).run(chosen, name) == [engine] * 2
 
 
@@ -108,7 +108,7 @@ class Summing(nn.Module):
         return self.module(x)
 
 
-# --- the README's engine, and that of tests/test_choosing.py
+# The README's, word for word.
 
 
 @final
@@ -145,9 +145,6 @@ class SummingEngine(RanksEngine):
     def clear(self, parameters):
         for parameter in parameters:
             parameter.grad = None
-
-
-# ---
 
 
 def with_an_engine_from_outside() -> Any:
@@ -216,6 +213,6 @@ def compiled(name: str) -> Any:
 @pytest.mark.parametrize("name", ["DDP", "FSDP2", "ZeRO 1"])
 def test_under_torch_compile(ranks, name):
     if name not in KINDS:
-        pytest.skip("FSDP2 runs on CPU from torch 2.7 on")
+        pytest.skip("FSDP2 does not run on CPU in torch 2.6")
     for wrong in ranks(2).run(compiled, name, seconds=120):
         assert wrong <= KINDS[name].bound

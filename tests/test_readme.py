@@ -2,7 +2,8 @@
 
 Each python block runs in a namespace of its own, on as many ranks as its fence says (```python ranks=2). Those
 before and after another find a model and its company made. A comment behind a print is what it must give, one after
-the other where ` | ` is between.
+the other where ` | ` is between. Blocks fenced as ```python run=no show calls of what is tested elsewhere, and must
+at least be Python.
 """
 
 from __future__ import annotations
@@ -59,6 +60,17 @@ def test_block(ranks, num, code):
 
 def test_the_readme_has_blocks():
     assert len(BLOCKS) > 5
+
+
+SHOWN = re.findall(r"^```python run=no\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+
+
+def test_what_is_only_shown_is_python_and_the_engine_is_the_tested_one():
+    for code in SHOWN:
+        compile(code, "README.md", "exec")
+    tested = (Path(__file__).parent / "test_choosing.py").read_text()
+    engines = [code for code in SHOWN if "class SummingEngine" in code]
+    assert len(engines) == 1 and engines[0].strip() in tested
 
 
 def test_all_links_in_the_repository_lead_somewhere():
