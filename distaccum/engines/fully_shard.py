@@ -184,7 +184,7 @@ class FullyShardEngine(RanksEngine):
         ]
         wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
         largest = total_norm([local(gradient) for gradient in gradients], math.inf, over).to(self._device, wide)
-        for group in dict.fromkeys([self.group, *others]):
+        for group in dict.fromkeys([self.group_for(largest), *others]):
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         return largest
 
@@ -243,7 +243,8 @@ class FullyShardEngine(RanksEngine):
 
 
 # What follows reads private fields of FSDP2 (torch 2.6 to 2.15): it has setters and no getters, so that what was found
-# can be put back only like this, and `reset_iter_state` discards an unreduced window only from torch 2.14 on.
+# can be put back only like this; and its `reset_iter_state` discards an unreduced window in torch 2.15, not in 2.13
+# (2.6 has none).
 
 
 @dataclass

@@ -34,7 +34,11 @@ class RanksEngine(Engine):
         return [row.tolist() for row in rows]
 
     def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
-        return dist.all_reduce(values, group=self.group, async_op=True)
+        return dist.all_reduce(values, group=self.group_for(values), async_op=True)
+
+    def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        """Offloaded parameters leave numbers on the host, which the device's group cannot send."""
+        return self.host_group if tensor.device.type == "cpu" else self.group
 
     def refuse_synchronised_norms(self, plan: Plan) -> None:
         """Stand-ins, or a rank without any, would enter the statistics; and the longer ranks wait for ever."""
