@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-SECONDS = 40  # for one function; what takes longer hangs
+SECONDS = 90  # for one function; what takes longer hangs (DeepSpeed's first import takes 20)
 
 
 class Ranks:
