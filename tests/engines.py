@@ -140,6 +140,8 @@ def import_deepspeed() -> Any:
     os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "LOCAL_RANK": str(rank)})
     warnings.filterwarnings("ignore", message=".*model_fields.*")  # of DeepSpeed 0.16 with a newer pydantic
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    if not COALESCES:
+        warnings.filterwarnings("ignore", message="ZeRO stage . reduces gradients in each micro-step")
     import deepspeed
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

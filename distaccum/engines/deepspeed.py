@@ -158,6 +158,12 @@ class DeepSpeedEngine(RanksEngine):
                 "each; give each micro-batch a count above 0 for each name"
                 + (", or use sync='last'" if self._stage == 2 and self._is_managed else "")
             )
+        if plan.some_rank_is_dry and getattr(self._optimizer, "immediate_grad_update", False):
+            raise DistaccumError(
+                f"ranks have {list(plan.kept)} micro-batches, and a BF16_Optimizer with immediate_grad_update (the "
+                'default in 0.16) takes gradients from backward alone; put "immediate_grad_update": false into the '
+                '"bf16" part of its config, or give each rank a micro-batch'
+            )
         average = getattr(self._deepspeed, "gradient_average", True)
         self.divisor = self.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
 
@@ -223,7 +229,7 @@ class DeepSpeedEngine(RanksEngine):
         for parameter in missing:
             parameter.grad = torch.zeros_like(parameter)
         if update is not None:
-            self._optimizer.backward_epilogue()
+            update(clear_lp_grads=True)
 
     def release(self) -> None:
         # Private: no public call puts back None, which leaves the boundary to the engine, for which each step is one.
@@ -285,6 +291,9 @@ def _discard(engine: Any, stage: int) -> None:
     optimizer = engine.optimizer
     optimizer.zero_grad()
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    for name, nothing in {"grads_in_ipg_bucket": [], "params_in_ipg_bucket": [], "elements_in_ipg_bucket": 0}.items():
+        if name in vars(optimizer):  # 0.16
+            setattr(optimizer, name, nothing)
     if stage in (1, 2):
         for name in ("averaged_gradients", "all_grad_tensors"):
             for key in getattr(optimizer, name, {}):
@@ -293,7 +302,8 @@ def _discard(engine: Any, stage: int) -> None:
             bucket.clear()
         if hasattr(optimizer, "params_already_reduced"):
             optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-            optimizer.extra_large_param_to_reduce.clear()
+            kept = optimizer.extra_large_param_to_reduce
+            optimizer.extra_large_param_to_reduce = {} if isinstance(kept, dict) else None
             optimizer.micro_step_id = -1
             optimizer._release_ipg_buffers()
     elif stage == 3:
