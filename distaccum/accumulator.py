@@ -62,8 +62,9 @@ class Accumulator:
     0 {'samples': 6}
     1 {'samples': 1}
 
-    `model` is a module, plain, under DDP or with DDP inside, or a sequence of them trained together;
-    `optimizer` is one, several, or None where the caller steps. Either `steps` micro-batches per rank and
+    `model` is a module, plain or with wrappers of one kind in it (DDP, fully_shard, FSDP1), or a sequence of them
+    trained together, or a DeepSpeed engine; `optimizer` is one, several, or None where the caller or the engine
+    steps; `accelerator` is the Accelerator that prepared them. Either `steps` micro-batches per rank and
     update, or `batch_size` samples over all ranks of which one forward holds `micro_batch_size`; `steps` and
     `batch_size` may be callables of the update's index. `max_norm=inf` measures the norm and clips nothing.
     """
