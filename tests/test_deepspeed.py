@@ -88,8 +88,7 @@ def only_the_last_backward(stage: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_all_backwards_count_where_deepspeed_alone_keeps_the_last(ranks, stage):
     for by_hand, ours in ranks(2).run(only_the_last_backward, stage):
-        if not hasattr(torch, "_the_trap_is_mended"):  # it is not, in 0.19.8; in 0.16 it was not there
-            assert by_hand > 0.1 or by_hand < 1e-5
+        assert ours < by_hand or by_hand <= 1e-5  # 0.19.8 by hand: 0.9; 0.16.9: exact
         assert ours <= 1e-5
 
 
