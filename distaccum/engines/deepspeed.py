@@ -116,15 +116,17 @@ class DeepSpeedEngine(RanksEngine):
         return "each" if why else "coalesced"
 
     def guarded(self) -> list[Optimizer]:
+        return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]
+
+    def _own_optimizers(self) -> list[Any]:
+        """What deepspeed.initialize gave, and what it was given, each once."""
         named = (getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer"))
-        inner = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
-        return list({id(one): one for one in inner if isinstance(one, Optimizer)}.values())
+        every = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
+        return list({id(one): one for one in every if one is not None}.values())
 
     def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        own = [self._optimizer, getattr(self._optimizer, "optimizer", None)]
-        own += [getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer")]
         for one in optimizers:
-            if not any(one is other for other in own):
+            if not any(one is other for other in self._own_optimizers()):
                 raise ValueError(
                     f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass what "
                     "deepspeed.initialize gave, or leave it out: window.step() steps the engine"
@@ -163,6 +165,11 @@ class DeepSpeedEngine(RanksEngine):
                 f"ranks have {list(plan.kept)} micro-batches, and a BF16_Optimizer with immediate_grad_update (the "
                 'default in 0.16) takes gradients from backward alone; put "immediate_grad_update": false into the '
                 '"bf16" part of its config, or give each rank a micro-batch'
+            )
+        if plan.some_rank_is_dry and self._stage == 1 and not self._can_fill_a_dry_rank():
+            raise DistaccumError(
+                f"ranks have {list(plan.kept)} micro-batches, and ZeRO stage 1 of this version of DeepSpeed cannot "
+                "reduce on a rank that ran no backward; give each rank a micro-batch, or use DeepSpeed 0.19"
             )
         average = getattr(self._deepspeed, "gradient_average", True)
         self.divisor = self.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
@@ -216,6 +223,9 @@ class DeepSpeedEngine(RanksEngine):
         """What has a step that is not a torch optimizer's, which is guarded by a hook."""
         own = () if isinstance(self._optimizer, Optimizer) else (self._optimizer,)
         return [self._deepspeed, *own]
+
+    def _can_fill_a_dry_rank(self) -> bool:
+        return hasattr(self._optimizer, "setup_buckets") or hasattr(self._optimizer, "update_hp_grads")
 
     def _give_all_a_gradient(self) -> None:
         """Ranks reduce what they have, and must have alike; ZeRO takes what is missing for zeros as well."""
