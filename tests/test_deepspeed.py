@@ -131,6 +131,28 @@ def test_every_window_steps_and_a_short_one_is_not_scaled_by_the_full_count(rank
         assert boundary is None, "a later loop of the caller's own finds the engine as it was"
 
 
+def overlapped(stage: int, bucket: int, **config: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket}, **config}
+
+
+@pytest.mark.skipif(not COALESCES, reason="needs coalesce_grad_reduction")
+@pytest.mark.parametrize(("stage", "bucket"), [(1, 40), (1, 10**6), (2, 40), (3, 10**6)])
+def test_reductions_that_overlap_backward_are_exact(ranks, stage, bucket):
+    for seen, steps, *_ in ranks(2).run(one_step_after_the_other, stage, overlapped(stage, bucket)):
+        assert steps == 2
+        assert max(seen) <= 1e-5
+
+
+def refused_overlap() -> str:
+    return refused(one_step_after_the_other, 1, overlapped(1, 10**6))
+
+
+@pytest.mark.skipif(COALESCES, reason="this version can be kept from it")
+def test_stage_1_that_cannot_be_kept_from_reducing_is_refused(ranks):
+    for message in ranks(2).run(refused_overlap):
+        assert 'put "overlap_comm": false' in message
+
+
 def collectives(stage: int, sync: str, config: dict[str, Any]) -> Any:
     config = {
         **config,

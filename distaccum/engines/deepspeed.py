@@ -5,6 +5,8 @@
 | 0, 1  | no_sync, one all-reduce after the last backward   | -                          |
 | 2, 3  | coalesced: one reduction after the last backward  | a reduction per micro-step |
 
+Stage 1 coalesces too where its config has `overlap_comm`, with which no_sync keeps nothing back.
+
 An engine whose config says `"managed_gradient_accumulation": false` (0.19.4) leaves the window to the caller; its
 stages 2 and 3 reduce in each backward. Where a managed one cannot coalesce (before 0.19.2, or where it is told to add
 up in another dtype than that of the model, which coalescing does not), they do too, and a warning says so. Stages that
@@ -57,7 +59,7 @@ class DeepSpeedEngine(RanksEngine):
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         self._refuse_what_cannot_accumulate(models)
         self._form = self._choose_form(sync)
-        if self._form == "no_sync":
+        if self._stage < 2:
             self.policies = ("last",)
         group: Any = engine.data_parallel_group or dist.group.WORLD
         super().__init__(models, sync, group)
@@ -99,6 +101,8 @@ class DeepSpeedEngine(RanksEngine):
             raise ValueError("DeepSpeed with its all-reduce turned off: nothing would reduce; turn it on")
 
     def _choose_form(self, sync: Sync) -> Form:
+        if self._stage == 1 and getattr(self._optimizer, "overlap_comm", False):
+            return self._choose_overlapped_form()
         if self._stage < 2:
             return "no_sync"
         if sync != "last":
@@ -114,6 +118,15 @@ class DeepSpeedEngine(RanksEngine):
         if why and self._deepspeed.global_rank == 0:
             warnings.warn(f"ZeRO stage {self._stage} reduces gradients in each micro-step: {why}", stacklevel=6)
         return "each" if why else "coalesced"
+
+    def _choose_overlapped_form(self) -> Form:
+        """Stage 1 with overlap_comm sends from hooks in each backward, which no_sync does not keep it from."""
+        if not hasattr(self._optimizer, "_coalesce_grad_reduction"):
+            raise ValueError(
+                'ZeRO stage 1 with "overlap_comm": true reduces within each backward, and this version of DeepSpeed '
+                'cannot be kept from it (0.19.2 can); put "overlap_comm": false into its config'
+            )
+        return "coalesced"
 
     def guarded(self) -> list[Optimizer]:
         return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]
