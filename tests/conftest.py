@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+from programs import Programs
 from ranks import Ranks
 
 
@@ -28,3 +29,11 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     yield get
     for these in started.values():
         these.stop()
+
+
+@pytest.fixture(scope="session")
+def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
+    """Starts the programs under launch/, from a process that has imported what they import."""
+    started = Programs(tmp_path_factory.mktemp("programs"))
+    yield started
+    started.stop()

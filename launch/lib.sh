@@ -1,0 +1,27 @@
+# shellcheck shell=bash
+# What the scripts here share. They run where the caller is, whose paths are meant; `root` is the repository.
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+
+# The lines at a script's top are its help.
+help() {
+    sed -n '2,/^[^#]/{ /^#/!d; s/^# \{0,1\}//; /^shellcheck/d; /^SBATCH/d; p; }' "$1"
+}
+
+# stop MESSAGE: one line, and the status of a wrong call.
+stop() {
+    echo "$(basename "$0"): $1" >&2
+    exit 2
+}
+
+# The interpreter: $PYTHON, else that of .venv (or $VENV), else python3; one that has torch and distaccum.
+find_python() {
+    local python=${PYTHON:-python3}
+    [[ -z ${PYTHON:-} && -x ${VENV:-$root/.venv}/bin/python ]] && python=${VENV:-$root/.venv}/bin/python
+    command -v "$python" >/dev/null || stop "$python is no interpreter here; name one by PYTHON="
+    [[ $python != */* ]] || python=$(realpath -s "$python")
+    (cd / && exec "$python" -) <<'CHECK' || stop "$python has no torch or no distaccum; run 'bash launch/venv.sh launch', or name another by PYTHON="
+import importlib.util, sys
+sys.exit(not all(importlib.util.find_spec(name) for name in ("torch", "distaccum")))
+CHECK
+    echo "$python"
+}

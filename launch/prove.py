@@ -1,0 +1,99 @@
+"""Prove a run: train again in one process with each update's samples in one batch, by hand, and compare.
+
+    python launch/prove.py runs/demo
+
+The loop below is plain PyTorch and shares with the run its data, model, loss, optimizer and schedule. It needs the
+memory of the whole batch. Exit status 1 says that the run is not that of the big batches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from training.config import Config, stop
+from training.data import Order
+from training.tasks import make_task
+from training.wrapping import make_optimizer
+
+BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # float32: rounding, which training amplifies
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path, help="the folder of a run that has ended")
+    parser.add_argument(
+        "--bound", type=float, help="the largest relative difference that is equal (1e-10 in float64, 1e-3 in float32)"
+    )
+    given = parser.parse_args(arguments)
+    if given.bound is not None and not given.bound > 0:
+        stop(f"--bound {given.bound}, expected a number above 0")
+    try:
+        config = Config(**json.loads((given.run / "config.json").read_text()))
+        log = [json.loads(line) for line in (given.run / "log.jsonl").read_text().splitlines()]
+        weights = torch.load(given.run / "weights.pt", weights_only=True)
+    except FileNotFoundError as error:
+        stop(f"{error.filename} is not there, expected the folder of a run that has ended")
+    except Exception as error:
+        stop(f"{given.run} has files that are not those of a run: {error}")
+    if not log or [update.get("index") for update in log] != list(range(len(log))):
+        stop(
+            f"{given.run}/log.jsonl does not hold every update from the first, so that the run cannot be trained again"
+        )
+    if config.precision not in BOUNDS:
+        stop(f"the run was in {config.precision}, whose rounding hides what is shown; use float32 or float64")
+    bound = given.bound or BOUNDS[config.precision]
+    worst = compare(config, log, weights)
+    good = worst["the weights"] <= bound  # which hold every update; float32 turns a ReLU here and there in a gradient
+    print(f"{given.run}: {len(log)} updates, against one process with one batch per update:")
+    for name, value in worst.items():
+        print(f"  largest relative difference of {name:<18} {value:.1e}")
+    print(f"  {'equal' if good else 'NOT EQUAL'} ({config.precision}, bound {bound:.0e})")
+    if not good and any(isinstance(module, nn.BatchNorm2d) for module in make_task(config).model.modules()):
+        print("  the model has BatchNorm, which normalises each micro-batch by itself; --norm group is exact")
+    return 0 if good else 1
+
+
+def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor]) -> dict[str, float]:
+    """The largest relative difference between the run and the same training by hand, by what was compared."""
+    task = make_task(config)
+    model = task.model
+    order = Order(len(task.train), config.batch_size, config.seed)
+    optimizer, schedule = make_optimizer(model, config, config.updates or config.epochs * order.updates_per_epoch)
+    if model.state_dict().keys() != weights.keys():
+        stop("the run's weights are those of another model than its config.json names")
+    worst = {"a loss": 0.0, "a learning rate": 0.0}
+    for update, seen in enumerate(tqdm(log, unit="update", disable=None)):
+        keys = order.of_update(update).tolist()
+        loss = task.loss(model, task.collate([task.train[key] for key in keys]))
+        loss.backward()  # type: ignore[no-untyped-call]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_norm or math.inf)
+        if seen["grad_norm"] is not None:
+            worst["a gradient's norm"] = max(worst.get("a gradient's norm", 0.0), apart(seen["grad_norm"], norm))
+        worst["a loss"] = max(worst["a loss"], apart(seen["loss"], loss.detach()))
+        for group in optimizer.param_groups:  # a run that was gone on with may have had another schedule
+            worst["a learning rate"] = max(worst["a learning rate"], abs(seen["lr"] - group["lr"]) / config.lr)
+            group["lr"] = seen["lr"]
+        if seen["stepped"]:
+            optimizer.step()
+            schedule.step()
+        optimizer.zero_grad()
+    theirs, ours = (
+        torch.cat([w.flatten().double() for _, w in sorted(s.items())]) for s in (weights, model.state_dict())
+    )
+    return {**worst, "the weights": float((theirs - ours).norm() / ours.norm())}
+
+
+def apart(value: float, exact: Tensor) -> float:
+    return float((value - exact.double()).abs() / exact.double().abs())
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

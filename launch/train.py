@@ -1,0 +1,111 @@
+"""Train a model with exact gradient accumulation: one loop for one process, several, and several nodes.
+
+    python launch/train.py
+    torchrun --nproc-per-node 2 launch/train.py --config configs/ddp-cpu.toml
+    python launch/train.py --help
+
+The loop is in `train`; what is around it is in `training/`. The seed alone decides the order of the data, whatever the
+number of ranks, so that every way to start a run ends with the same weights.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch.utils.data import DataLoader
+from training.checkpoints import Checkpoints, save_weights
+from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line
+from training.data import MicroBatches, Order
+from training.evaluation import evaluate
+from training.job import Job, Signals
+from training.report import Report, plan
+from training.tasks import make_task, to_device
+from training.wrapping import wrap
+
+from distaccum import Accumulator
+
+
+def train(config: Config, job: Job) -> int:
+    """Trains, and gives the exit status."""
+    task = make_task(config, job.is_first_here, job.wait_for_all)
+    order = Order(len(task.train), config.batch_size, config.seed)
+    steps = math.ceil(config.batch_size / (job.ranks * config.micro_batch_size))
+    updates = config.updates or config.epochs * order.updates_per_epoch
+    job.say(plan(config, job, task, order, steps, updates))
+    if job.is_planned:
+        return 0
+
+    with refusals_in_a_line():
+        wrapped = wrap(task.model, config, job, updates)
+        model = wrapped.model
+        accumulator = Accumulator(
+            model,
+            wrapped.optimizer,
+            steps=steps,
+            count=task.count,
+            max_norm=config.max_norm or None,
+            scheduler=wrapped.schedule,
+            scaler=wrapped.scaler,
+            accelerator=wrapped.accelerator,
+            sync=config.sync,
+            on_nonfinite=config.on_nonfinite,
+        )
+    checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)
+    torch.manual_seed(config.seed + 1 + job.rank)  # weights are alike on all ranks, dropout is not
+    if config.resume:
+        checkpoints.resume()
+    if checkpoints.is_finished(updates):
+        job.say(f"nothing left to do: {accumulator.index} updates are done, and this run asks for {updates}")
+        return 0
+
+    measured: dict[str, float] = {}
+    left = accumulator.index >= updates
+    with Signals(job) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
+        while not left:  # an epoch, or what is left of it
+            micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.rank, job.ranks)
+            loader = DataLoader(
+                task.train,
+                batch_sampler=micro_batches,
+                collate_fn=task.collate,
+                num_workers=config.workers,
+                pin_memory=job.device.type == "cuda",
+                generator=torch.Generator(),  # its own, so that a resume draws no number more
+            )
+            for window in accumulator.windows(loader):
+                for batch in window:
+                    with job.autocast():
+                        loss = task.loss(model, to_device(batch, job.device))
+                    window.backward(loss)
+                lr = wrapped.lr
+                report.update(window.step(), lr)
+
+                done = accumulator.index
+                left = signals.agreed()
+                if not left and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
+                    measured = evaluate(model, task, config, job)
+                    report.evaluation(done, measured)
+                left = left or done == updates
+                if left or checkpoints.due():
+                    report.flush(to_disk=True)  # else it would lack an update after a kill
+                    checkpoints.save()
+                if left:
+                    break
+        if accumulator.index < updates:
+            job.say(f"stopped by {signals.name} after update {accumulator.index - 1}, and saved; --resume goes on")
+            return signals.status
+        save_weights(config, job, wrapped)
+        report.summary(measured or evaluate(model, task, config, job))
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    with failures_in_a_line():
+        config, planned_ranks = read_config(arguments)
+        with Job.find(config, planned_ranks) as job:
+            return train(config, job)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

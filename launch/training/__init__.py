@@ -1,0 +1,1 @@
+"""What `train.py` needs around its loop: options, ranks, tasks, wrappers, checkpoints, reports."""

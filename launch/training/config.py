@@ -1,0 +1,299 @@
+"""The options of a run: those of the command line, then those of a flat TOML file, then the defaults below."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from distaccum import DistaccumError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def option(default: Any, text: str) -> Any:
+    return dataclasses.field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class Config:
+    task: Literal["vision", "language"] = option("vision", "what is trained")
+    model: str = option(
+        "", "vision: a torchvision name or 'cnn' (resnet18); language: 'gpt' or a Hugging Face name or path (gpt)"
+    )
+    norm: Literal["group", "batch"] = option(
+        "group",
+        "for networks that have BatchNorm: 'group' puts GroupNorm in its place, with which accumulation is exact",
+    )
+    data: str = option(
+        "",
+        "vision: digits, a torchvision dataset such as CIFAR10, or a folder of images by class (digits); language: "
+        "a text file or a folder of them (this project's README)",
+    )
+    data_folder: str = option("data", "where torchvision datasets are, or are downloaded to")
+    image_size: int = option(32, "images are resized to this many pixels a side")
+    augment: bool = option(False, "random crops and flips, for image datasets and folders")
+    context: int = option(128, "tokens in the longest row of a text")
+    width: int = option(128, "of gpt")
+    layers: int = option(4, "of gpt")
+
+    batch_size: int = option(64, "samples (rows of text) per update, over all ranks")
+    micro_batch_size: int = option(8, "samples that one forward on one rank can hold")
+    epochs: int = option(5, "passes over the training data")
+    updates: int = option(0, "updates to train for, in the place of epochs; 0: as epochs says")
+
+    optimizer: Literal["sgd", "adamw"] = option("sgd", "with lr, momentum (sgd) and weight_decay")
+    lr: float = option(0.02, "the highest learning rate")
+    momentum: float = option(0.9, "of sgd")
+    weight_decay: float = option(0.0, "of either optimizer")
+    base_batch_size: int = option(0, "the batch that lr is meant for, where lr_scaling is asked for")
+    lr_scaling: Literal["none", "linear", "sqrt"] = option("none", "lr times batch_size / base_batch_size, or its root")
+    warmup: int = option(0, "updates until the learning rate is at its highest")
+    schedule: Literal["cosine", "constant"] = option("cosine", "after the warm-up, counted in updates")
+    max_norm: float = option(1.0, "clip the gradient's norm; 0: do not")
+    on_nonfinite: Literal["raise", "skip"] = option("raise", "what a gradient with a NaN or an infinity does")
+    precision: Literal["float32", "bf16", "fp16", "float64"] = option("float32", "fp16 scales the loss")
+
+    engine: Literal["auto", "plain", "ddp", "fsdp2", "deepspeed", "accelerate"] = option(
+        "auto", "what the model is wrapped in; auto: plain on one rank, ddp on several"
+    )
+    sync: Literal["last", "every", "gathered", "replicas"] = option("last", "when gradients are reduced")
+    replicas: int = option(1, "fsdp2: groups of ranks that hold the whole model each (HSDP)")
+    stage: int = option(2, "deepspeed: the ZeRO stage, 0 to 3, as in configs/deepspeed/")
+    deepspeed_config: str = option("", "deepspeed: another JSON file; its stage is then the one used")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "GPUs where there are")
+    workers: int = option(0, "processes that load data, on each rank")
+    seed: int = option(0, "of weights, data order and dropout")
+
+    out: str = option("", "the run's folder; runs/ and the name of the config file (runs/train)")
+    resume: bool = option(False, "go on from the newest checkpoint in the run's folder, if there is one")
+    checkpoint_every: int = option(50, "updates between checkpoints; 0: only at the end and when told to stop")
+    keep: int = option(2, "checkpoints that stay")
+    evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
+    tensorboard: bool = option(False, "write events for TensorBoard too")
+
+
+# What a checkpoint can be gone on with although it was made with another value.
+MAY_CHANGE = {
+    "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
+    "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
+    "checkpoint_every", "keep", "evaluate_every", "tensorboard",
+}  # fmt: skip
+# Options that do nothing unless another has this value.
+NEEDS = {
+    "stage": ("engine", "deepspeed"), "deepspeed_config": ("engine", "deepspeed"), "replicas": ("engine", "fsdp2"),
+    "norm": ("task", "vision"), "image_size": ("task", "vision"), "augment": ("task", "vision"),
+    "data_folder": ("task", "vision"), "context": ("task", "language"), "width": ("model", "gpt"),
+    "layers": ("model", "gpt"), "momentum": ("optimizer", "sgd"),
+}  # fmt: skip
+LARGEST = 2**31
+ABOVE_0 = {
+    "image_size",
+    "context",
+    "width",
+    "layers",
+    "batch_size",
+    "micro_batch_size",
+    "epochs",
+    "lr",
+    "replicas",
+    "keep",
+}
+
+
+def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | None]:
+    """The options, and the ranks that `--plan` is asked for (0: those of this job; None: train)."""
+    parser = _Parser(
+        description="Train a model with exact gradient accumulation, on whatever this is started with.",
+        epilog="example: torchrun --nproc-per-node 2 launch/train.py --config configs/ddp-cpu.toml --updates 20",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="FILE", help="a TOML file of these options; the command line beats it"
+    )
+    parser.add_argument(
+        "--plan",
+        type=int,
+        nargs="?",
+        const=0,
+        metavar="RANKS",
+        help="print what would be done (on so many ranks), and stop",
+    )
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # DeepSpeed's launcher adds it
+    kinds = get_type_hints(Config)
+    for field in dataclasses.fields(Config):
+        kind, flag = kinds[field.name], f"--{field.name.replace('_', '-')}"
+        text = field.metadata["help"] + (f" ({field.default})" if field.default not in ("", False) else "")
+        if kind is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
+        elif get_origin(kind) is Literal:
+            parser.add_argument(flag, choices=get_args(kind), help=text)
+        else:
+            parser.add_argument(flag, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"{unknown[0]!r} is not known{_nearest(unknown[0], parser.flags())}; --help lists the options")
+    options = {name: value for name, value in vars(given).items() if value is not None and name in kinds}
+    if "epochs" in options and "updates" in options:
+        stop("both epochs and updates are given, expected one of them")
+    in_file = _read_file(given.config, kinds) if given.config else {}
+    config = Config(**{**in_file, **options})
+    name = given.config.stem if given.config else "train"
+    default = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "README.md"))}[config.task]
+    config = dataclasses.replace(
+        config,
+        model=config.model or default[0],
+        data=config.data or default[1],
+        out=config.out or str(Path("runs") / name),
+    )
+    for name, (other, value) in NEEDS.items():
+        meant = name in options or (name in in_file and other not in options)  # what beats the file may make it idle
+        if meant and getattr(config, other) != value:
+            stop(f"{name} does nothing unless {other} is {value!r}, and it is {getattr(config, other)!r}; leave it out")
+    _check(config)
+    if given.plan is None:
+        _check_folder(Path(config.out), config.resume)
+    elif given.plan < 0:
+        stop(f"--plan {given.plan}, expected a number of ranks")
+    return config, given.plan
+
+
+def _read_file(path: Path, kinds: dict[str, Any]) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = tomllib.loads(path.read_text())
+    except OSError:
+        folder = path if path.is_dir() else path.parent
+        near = sorted(str(file) for file in folder.glob("*.toml") if file.is_file()) if folder.is_dir() else []
+        stop(
+            f"{path} is {'a folder' if path.is_dir() else 'not there'}, expected a TOML file"
+            + (f" such as {', '.join(near[:4])}" if near else "")
+        )
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        stop(f"{path} is not TOML: {error}")
+    for name, value in values.items():
+        if name not in kinds:
+            stop(f"{path} has {name!r}, which is not known{_nearest(name, kinds)}; known are {', '.join(kinds)}")
+        kind = kinds[name]
+        choices = get_args(kind) if get_origin(kind) is Literal else ()
+        if choices and value not in choices:
+            stop(f"{path} has {name} = {value!r}, expected one of {', '.join(choices)}")
+        if kind is float and type(value) is int and abs(value) < LARGEST:
+            values[name] = float(value)
+        elif not choices and type(value) is not kind:
+            stop(f"{path} has {name} = {value!r}, expected {_article(kind)}")
+    return values
+
+
+def _check(config: Config) -> None:
+    for name, value in dataclasses.asdict(config).items():
+        if isinstance(value, bool | str):
+            continue
+        if value >= LARGEST and not (name == "lr" and value < math.inf):
+            stop(f"{name} = {value!r}, expected a number below {LARGEST}")
+        if not math.isfinite(value) or value < 0 or (name in ABOVE_0 and value == 0):
+            stop(f"{name} = {value!r}, expected a number {'above' if name in ABOVE_0 else 'of at least'} 0")
+    if config.context == 1:
+        stop("context = 1, expected at least 2 tokens: the last one has none to come")
+    if config.stage > 3:
+        stop(f"stage = {config.stage}, expected a ZeRO stage from 0 to 3")
+    if (config.lr_scaling == "none") != (config.base_batch_size == 0):
+        stop(
+            f"lr_scaling = {config.lr_scaling!r} and base_batch_size = {config.base_batch_size}: one needs the other; "
+            "give the batch that lr is meant for and 'linear' or 'sqrt', or neither"
+        )
+    if config.engine == "deepspeed" and config.precision == "float64":
+        stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
+    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        stop("tensorboard is asked for and not installed; pip install tensorboard, or leave it out")
+    if config.task == "language" and config.precision == "float64" and config.model != "gpt":
+        stop("precision = 'float64' with a Hugging Face model, expected float32, bf16 or fp16")
+
+
+def _check_folder(folder: Path, resume: bool) -> None:
+    if folder.exists() and not folder.is_dir():
+        stop(f"{folder} is a file, expected a folder for the run; give another --out")
+    log = folder / "log.jsonl"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        stop(f"{folder} cannot be made ({error.strerror}); give another --out")
+    if not os.access(folder, os.W_OK):
+        stop(f"{folder} cannot be written to; give another --out")
+    if not resume and ((log.exists() and log.stat().st_size) or any(folder.glob("checkpoints/update-*"))):
+        stop(f"{folder} holds a run already; go on with it by --resume, or give another --out")
+
+
+def check_batch(config: Config, ranks: int) -> None:
+    """Stops where the batch cannot be cut over the ranks: each update gives every rank as many micro-batches."""
+    batch, micro = config.batch_size, config.micro_batch_size
+    steps = -(-batch // (ranks * micro))
+    if batch // ranks < steps:
+        stop(
+            f"batch_size = {batch} on {ranks} ranks gives some rank fewer than {steps} micro-batches of {micro}; "
+            f"give a batch_size that {ranks} divides, such as {max(1, round(batch / ranks)) * ranks}"
+        )
+    if ranks % config.replicas:
+        stop(f"replicas = {config.replicas} on {ranks} ranks, expected a number that divides them")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        stop(message)
+
+    def flags(self) -> list[str]:
+        return [flag for action in self._actions for flag in action.option_strings]
+
+
+def stop(message: str, everywhere: bool = False, status: int = 2) -> NoReturn:
+    """One line, from one rank of each machine, and the exit status of a wrong call."""
+    if everywhere or os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"{Path(sys.argv[0]).stem}: {message}", file=sys.stderr, flush=True)
+    raise SystemExit(status)
+
+
+@contextmanager
+def refusals_in_a_line() -> Iterator[None]:
+    """What the library and the wrappers refuse, told as any other mistake in the options."""
+    try:
+        yield
+    except (ValueError, TypeError, AssertionError, DistaccumError) as error:  # DeepSpeed asserts
+        stop(" ".join(str(error).split()))
+
+
+@contextmanager
+def failures_in_a_line() -> Iterator[None]:
+    """What a run cannot go on after, and is no mistake of ours."""
+    resume = "what was saved is whole, and --resume goes on from it"
+    try:
+        yield
+    except DistaccumError as error:
+        stop(f"{' '.join(str(error).split())}; {resume}", status=1)
+    except OSError as error:
+        stop(f"{error}; {resume}", everywhere=True, status=1)
+    except KeyboardInterrupt:
+        stop(f"stopped by SIGINT before there was anything to save; {resume}", status=130)
+
+
+def _nearest(name: str, known: Any) -> str:
+    near = difflib.get_close_matches(name, list(known), n=1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
+def _article(kind: type) -> str:
+    return {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}[kind]

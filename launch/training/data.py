@@ -1,0 +1,93 @@
+"""The order of the samples, which the seed alone decides: the same on any number of ranks, and after a resume."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which samples an update takes: a permutation per epoch, `batch_size` after `batch_size`.
+
+    >>> order = Order(num_samples=5, batch_size=2, seed=0)
+    >>> order.updates_per_epoch, [len(order.of_update(update)) for update in range(4)]
+    (3, [2, 2, 1, 2])
+    """
+
+    num_samples: int
+    batch_size: int
+    seed: int
+
+    @property
+    def updates_per_epoch(self) -> int:
+        return -(-self.num_samples // self.batch_size)
+
+    def of_update(self, update: int) -> Tensor:
+        epoch, place = divmod(update, self.updates_per_epoch)
+        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        # The epoch is in the key, so that what is drawn at random for a sample differs between epochs.
+        return epoch * self.num_samples + order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """A rank's micro-batches from update `first` to the end of its epoch or of the run, as a `batch_sampler`.
+
+    Every update but the last of an epoch gives each rank `steps` of them, as even as can be.
+
+    >>> two_ranks = [MicroBatches(Order(10, 8, 0), 0, 9, 2, rank, ranks=2) for rank in range(2)]
+    >>> [[len(micro_batch) for micro_batch in micro_batches] for micro_batches in two_ranks]
+    [[2, 2, 1], [2, 2, 1]]
+    """
+
+    order: Order
+    first: int
+    updates: int
+    steps: int
+    rank: int
+    ranks: int
+
+    def __iter__(self) -> Iterator[list[int]]:
+        per_epoch = self.order.updates_per_epoch
+        for update in range(self.first, min(self.updates, (self.first // per_epoch + 1) * per_epoch)):
+            batch = self.order.of_update(update)
+            mine = part(batch, self.rank, self.ranks)
+            steps = self.steps if len(batch) == self.order.batch_size else -(-len(mine) // self._largest)
+            for i in range(steps):
+                yield part(mine, i, steps).tolist()
+
+    @property
+    def _largest(self) -> int:
+        return -(-self.order.batch_size // (self.ranks * self.steps))
+
+
+def part(whole: Tensor, i: int, parts: int) -> Tensor:
+    """The i-th of so many parts, in order, as even as can be."""
+    return whole[i * len(whole) // parts : (i + 1) * len(whole) // parts]
+
+
+class Keyed(Dataset[Any]):
+    """`dataset` by the keys of an `Order`; what it draws at random is drawn from seed and key alone.
+
+    So a sample does not depend on the rank, the worker or the number of samples loaded before it.
+    """
+
+    def __init__(self, dataset: Any, seed: int, draws: bool) -> None:
+        self.dataset, self.seed, self.draws = dataset, seed, draws
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: int) -> Any:
+        index = key % len(self.dataset)
+        if not self.draws:
+            return self.dataset[index]
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed * 1_000_003 + key)
+            return self.dataset[index]

@@ -1,0 +1,176 @@
+"""Job: this process among those that were started, whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .config import Config, check_batch, stop
+
+POLICIES = {
+    "plain": ("last", "every"),
+    "ddp": ("last", "every"),
+    "fsdp2": ("last", "every", "gathered", "replicas"),
+    "deepspeed": ("last", "every"),
+    "accelerate": ("last", "every", "gathered"),
+}
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Job:
+    """Rank, number of ranks and device, from the variables that torchrun, Accelerate, DeepSpeed or Slurm set."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+    device: torch.device
+    engine: str
+    precision: str
+    is_planned: bool = False  # nothing is started
+
+    @classmethod
+    def find(cls, config: Config, plan: int | None = None) -> Job:
+        """With `plan`, as rank 0 of so many, on a machine that need not have the devices."""
+        if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun python launch/train.py
+            named = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
+            os.environ.update({name: os.environ[f"SLURM_{slurm}"] for name, slurm in named.items()})
+        rank, ranks, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
+        if plan is not None:
+            rank, ranks, local_rank = 0, plan or ranks, 0
+        elif ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+            stop(f"{ranks} ranks and no MASTER_ADDR and MASTER_PORT; start with torchrun or launch/slurm.sh")
+        kind = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        if kind == "cuda" and plan is None:
+            if not torch.cuda.is_available():
+                stop("device = 'cuda' and torch sees no GPU here; use --device cpu, or a build of torch for your GPU")
+            if local_rank >= torch.cuda.device_count():
+                stop(
+                    f"process {local_rank} of this machine has no GPU of its own ({torch.cuda.device_count()} here); "
+                    "start as many processes as GPUs, or use --device cpu",
+                    everywhere=True,
+                )
+        check_batch(config, ranks)
+        engine = config.engine
+        if engine == "auto":
+            engine = "ddp" if ranks > 1 else "plain"
+        if engine == "plain" and ranks > 1:
+            stop(f"engine = 'plain' on {ranks} ranks, whose gradients nothing would reduce; use ddp or one process")
+        if config.sync not in POLICIES[engine]:
+            stop(f"sync = {config.sync!r} with {engine}, expected one of {', '.join(POLICIES[engine])}")
+        if config.sync == "replicas" and config.replicas == 1:
+            stop("sync = 'replicas' and one replica; give replicas, the groups of ranks that hold the whole model each")
+        index = {"index": local_rank} if kind == "cuda" else {}
+        return cls(rank, ranks, local_rank, torch.device(kind, **index), engine, config.precision, plan is not None)
+
+    def __enter__(self) -> Job:
+        warnings.formatwarning = _in_a_line  # type: ignore[assignment]
+        if self.is_planned:
+            return self
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        if self.ranks > 1:
+            dist.init_process_group(backend, rank=self.rank, world_size=self.ranks, timeout=timedelta(minutes=10))
+        elif self.engine in ("ddp", "fsdp2", "deepspeed"):  # which want a group, be it of one
+            store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in __all__
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if dist.is_initialized() and kind is None:  # after an error the others may be waiting: leave at once
+            dist.destroy_process_group()
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def is_first_here(self) -> bool:
+        """Of this machine."""
+        return self.local_rank == 0
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Where the engine does not lower the precision by itself."""
+        if self.precision in ("float32", "float64") or self.engine in ("fsdp2", "deepspeed", "accelerate"):
+            return nullcontext()
+        return torch.autocast(self.device.type, DTYPES[self.precision])
+
+    def sum(self, numbers: Tensor) -> Tensor:
+        """Over the ranks, on the host."""
+        numbers = numbers.cpu()
+        if self.ranks > 1 and not self.is_planned:
+            dist.all_reduce(numbers)
+        return numbers
+
+    def largest(self, number: int) -> int:
+        """Of the ranks' numbers."""
+        found = torch.tensor([number])
+        if self.ranks > 1 and not self.is_planned:
+            dist.all_reduce(found, dist.ReduceOp.MAX)
+        return int(found)
+
+    def wait_for_all(self) -> None:
+        self.largest(0)
+
+    def say(self, text: str) -> None:
+        if self.is_first:
+            print(text, flush=True)
+
+
+class Signals:
+    """SIGTERM or Ctrl-C asks for a stop; all ranks then agree on the update after which they leave.
+
+    A launcher passes one Ctrl-C on a second time, so that asking again changes nothing.
+    """
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self._number = 0
+
+    def __enter__(self) -> Signals:
+        self._found = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._found.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: object) -> None:
+        self._number = number
+
+    def agreed(self) -> bool:
+        agreed = self._job.largest(self._number)
+        self._number = agreed or self._number  # a signal may have come while the ranks agreed
+        return agreed > 0
+
+    @property
+    def name(self) -> str:
+        return signal.Signals(self._number).name
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that such a signal ends."""
+        return 128 + self._number
+
+
+def _number(name: str, default: int) -> int:
+    """Of a variable that a launcher sets."""
+    value = os.environ.get(name, str(default))
+    if not value.isdigit():
+        stop(f"the variable {name} is {value!r}, expected a number; a launcher such as torchrun sets it")
+    return int(value)
+
+
+def _in_a_line(message: Warning | str, *_: object) -> str:
+    """A warning without the line of code that gave it."""
+    return f"train: {message}\n"

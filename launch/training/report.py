@@ -1,0 +1,258 @@
+"""What a run tells: the plan before it, a bar and a log while it goes on, a summary and a picture at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from distaccum import Update
+
+from .config import Config
+from .data import Order
+from .job import DTYPES, Job
+from .tasks import Task
+from .wrapping import read_deepspeed
+
+NAMES = {
+    "plain": "a plain module",
+    "ddp": "DDP",
+    "fsdp2": "FSDP2",
+    "deepspeed": "DeepSpeed",
+    "accelerate": "Accelerate",
+}
+
+
+def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates: int) -> str:
+    """Ranks, steps and bytes, worked out from the batch that is wanted and what fits."""
+    number = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
+    batch, epoch = config.batch_size, order.updates_per_epoch
+    largest, tail = -(-batch // (job.ranks * steps)), order.num_samples % batch
+    engine = NAMES[job.engine]
+    if job.engine == "deepspeed":
+        engine += f" ZeRO {read_deepspeed(config).get('zero_optimization', {}).get('stage', 0)}"
+    if config.replicas > 1:
+        engine += f", {config.replicas} replicas of {job.ranks // config.replicas} shards,"
+    lines = [
+        f"{task.title}: {number / 1e6:.2f} million parameters, {order.num_samples} samples to train on",
+        f"{job.ranks} rank{'s' * (job.ranks > 1)}, {engine} on {job.device.type}, {config.precision}",
+        f"an update is {batch} samples: {job.ranks} x {steps} micro-batches of {largest}"
+        + ("" if job.ranks * steps * largest == batch else " or fewer")
+        + (f"; about {batch * task.per_sample:.0f} {task.unit}" if task.unit != "samples" else ""),
+        f"{updates} updates, {epoch} per epoch" + (f", whose last is {tail} samples" if tail else ""),
+    ]
+    # What autocast and FSDP2's policy lower is not the gradient; DeepSpeed's bf16 and fp16 lower that too.
+    dtype = config.precision if job.engine == "deepspeed" or config.precision == "float64" else "float32"
+    gradients = f"{number * DTYPES[dtype].itemsize / 1e6:.1f} MB of gradients"
+    each = f"in each of {steps} micro-steps" if steps > 1 else "in its one micro-step"
+    if job.ranks == 1:
+        lines.append("one rank: nothing to reduce")
+    elif config.sync == "every":
+        lines.append(f"{gradients}, reduced {each}")
+    elif config.sync == "replicas":
+        lines.append(f"{gradients}, scattered over shards {each}, and reduced between replicas once per update")
+    else:
+        lines.append(f"{gradients}, reduced once per update" + (f" and not {each}" if steps > 1 else ""))
+    if batch > order.num_samples:
+        lines.append(
+            f"no update is that large: an epoch has {order.num_samples} samples, and an update takes none twice"
+        )
+    if config.norm == "batch" and config.task == "vision":
+        lines.append(
+            "norm 'batch': each micro-batch is normalised by itself, so no update equals that of the big batch"
+        )
+    return "\n".join(lines)
+
+
+class Report:
+    """The log of updates, the bar and the rest; all but rank 0 write nothing.
+
+    An update's numbers are read one update later, when they are there without waiting for the device.
+    """
+
+    def __init__(self, config: Config, job: Job, unit: str, updates: int, start: int) -> None:
+        self._config, self._job, self._unit = config, job, unit
+        self._folder = Path(config.out)
+        self._last: tuple[Update, float, float] | None = None  # with its learning rate and the time of its end
+        self._began, self._counted, self._start = time.perf_counter(), 0.0, start
+        self._losses: list[float] = []
+        self._seconds = 0.0  # within updates
+        self._board: Any = None
+        self._bar = tqdm(
+            total=updates, initial=start, unit="update", disable=None if job.is_first else True, dynamic_ncols=True
+        )
+        if job.is_first:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            _write(self._folder / "config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+            for name in ("log.jsonl", "evaluation.jsonl"):
+                _cut(self._folder / name, start)
+            self._log = (self._folder / "log.jsonl").open("a")
+            if config.tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=start)
+
+    def __enter__(self) -> Report:
+        return self
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:  # else the last update's numbers may wait for ranks that are gone
+            self.flush()
+        self._bar.close()
+        if self._job.is_first:
+            self._log.close()
+        if self._board is not None:
+            self._board.close()
+
+    def update(self, update: Update, lr: float) -> None:
+        self.flush()
+        self._last = (update, lr, time.perf_counter())
+
+    def flush(self, to_disk: bool = False) -> None:
+        """Writes the update that is still to be read."""
+        if self._job.is_first and self._last is not None:
+            self._write_last()
+        if self._job.is_first and to_disk:
+            os.fsync(self._log.fileno())
+
+    def _write_last(self) -> None:
+        assert self._last is not None
+        (update, lr, now), self._last = self._last, None
+        self._counted += sum(list(update.counts.values())[:1])
+        self._seconds += update.seconds
+        rate = self._counted / (now - self._began)
+        self._losses.append(update.loss)
+        self._log.write(json.dumps({**update.as_dict(), "lr": lr}) + "\n")
+        self._log.flush()
+        self._bar.set_postfix({"loss": f"{update.loss:.4f}", f"{self._unit}/s": f"{rate:.0f}"}, refresh=False)
+        self._bar.update()
+        if not update.stepped:
+            self._tell(f"update {update.index} was skipped: {update.reason}")
+        if self._board is not None:
+            self._board.add_scalar("loss", update.loss, update.index)
+            self._board.add_scalar("learning rate", lr, update.index)
+            self._board.add_scalar(f"{self._unit} per second", rate, update.index)
+            if update.grad_norm is not None:
+                self._board.add_scalar("gradient norm", update.grad_norm, update.index)
+
+    def evaluation(self, index: int, measured: dict[str, float]) -> None:
+        if not self._job.is_first:
+            return
+        with (self._folder / "evaluation.jsonl").open("a") as file:
+            file.write(json.dumps({"index": index, **measured}) + "\n")
+        self._tell(f"after update {index}: {_listed(measured)}", only_on_a_terminal=True)
+        if self._board is not None:
+            for name, value in measured.items():
+                self._board.add_scalar(f"held out/{name}", value, index)
+
+    def _tell(self, line: str, only_on_a_terminal: bool = False) -> None:
+        if not (only_on_a_terminal and self._bar.disable):
+            self._bar.write(line)
+
+    def summary(self, measured: dict[str, float]) -> None:
+        """Printed, and in summary.json; with a picture beside the log."""
+        if not self._job.is_first:
+            return
+        self.flush()
+        self._bar.close()
+        seconds = time.perf_counter() - self._began
+        updates = len(self._losses)
+        values = {
+            "updates": self._start + updates,
+            "seconds": seconds,  # of this start, with evaluation and checkpoints
+            "seconds_per_update": self._seconds / max(1, updates),
+            f"{self._unit}_per_second": self._counted / seconds,
+            "ranks": self._job.ranks,
+            "engine": self._job.engine,
+            "loss": self._losses[-1] if self._losses else None,
+            "held_out": measured,
+        }
+        _write(self._folder / "summary.json", json.dumps(values, indent=1) + "\n")
+        print(
+            f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second", flush=True
+        )
+        if self._losses:
+            print(f"loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}; held out: {_listed(measured)}", flush=True)
+        picture = draw(self._folder)
+        print(
+            f"in {self._folder}: log.jsonl, checkpoints/, weights.pt" + (f", {picture.name}" if picture else ""),
+            flush=True,
+        )
+
+
+def draw(folder: Path) -> Path | None:
+    """The loss and the learning rate of a run, as curve.png beside its log."""
+    try:
+        import matplotlib
+    except ImportError:
+        print("no picture: matplotlib is not installed (pip install matplotlib)")
+        return None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    updates = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    held_out = folder / "evaluation.jsonl"
+    measured = [json.loads(line) for line in held_out.read_text().splitlines()] if held_out.exists() else []
+    if not updates:
+        return None
+    x = [update["index"] for update in updates]
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+    above.plot(x, [update["loss"] for update in updates], color="#0072B2", linewidth=1, label="an update's loss")
+    if measured:
+        at = [point["index"] for point in measured]
+        above.plot(
+            at,
+            [point["loss"] for point in measured],
+            "o-",
+            color="#D55E00",
+            markersize=4,
+            label="loss on held-out data",
+        )
+    above.set_ylabel("loss")
+    above.set_ylim(bottom=0)
+    above.legend(frameon=False)
+    below.plot(x, [update["lr"] for update in updates], color="#009E73")
+    below.set_ylabel("learning rate")
+    below.set_ylim(bottom=0)
+    below.set_xlabel("update")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+    path = folder / "curve.png"
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def _cut(path: Path, start: int) -> None:
+    """Leaves what came before update `start`: a killed run may have written more than it kept."""
+    if not path.exists():
+        return
+    lines = path.read_text(errors="replace").splitlines(keepends=True)
+    kept = []
+    for line in lines:
+        try:
+            index = json.loads(line)["index"]
+        except (ValueError, TypeError, KeyError):
+            break  # half a line
+        if index < start + (path.name == "evaluation.jsonl"):  # which counts the updates before it
+            kept.append(line)
+    if kept != lines:
+        _write(path, "".join(kept))
+
+
+def _write(path: Path, text: str) -> None:
+    """The whole file or, when something goes wrong, the one that was there."""
+    partial = path.with_name(f".{path.name}")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def _listed(measured: dict[str, float]) -> str:
+    return ", ".join(
+        f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4f}" for name, value in measured.items()
+    )

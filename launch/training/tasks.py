@@ -1,0 +1,335 @@
+"""What is trained: data, a model, and the loss of a batch. A task knows nothing of ranks and windows."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.utils.rnn import pad_sequence
+from torch.utils.data import Dataset, TensorDataset
+
+from distaccum import count_samples, count_tokens
+
+from .config import Config, stop
+from .data import Keyed
+from .job import DTYPES
+
+HELD_OUT = 5  # of so many samples one is held out, where the data does not say which
+
+
+@dataclass(frozen=True)
+class Task:
+    model: nn.Module
+    title: str  # of model and data
+    train: Keyed
+    held_out: Dataset[Any]
+    collate: Callable[[list[Any]], Any]
+    loss: Callable[[nn.Module, Any], Tensor]  # model, batch -> the mean over what `count` counts
+    measure: Callable[[nn.Module, Any], Tensor]  # model, batch -> sums over it: of `count`, the loss, what is right
+    count: Callable[[Any], Any]
+    unit: str  # of what `count` counts
+    per_sample: float = 1.0  # of it, on average
+
+
+def make_task(config: Config, is_first_here: bool = True, wait: Callable[[], None] = lambda: None) -> Task:
+    """`is_first_here` is the one process of a machine that downloads, and `wait` makes the others wait for it."""
+    torch.manual_seed(config.seed)
+    task = (_vision if config.task == "vision" else _language)(config, is_first_here, wait)
+    if not len(task.train) or not len(task.held_out):  # type: ignore[arg-type]
+        sizes = f"{len(task.train)} samples to train on and {len(task.held_out)} held out"  # type: ignore[arg-type]
+        stop(f"{config.data} has {sizes}, expected some of both")
+    if config.precision == "float64":
+        task.model.double()
+    return task
+
+
+# Vision
+
+
+def _vision(config: Config, is_first_here: bool, wait: Callable[[], None]) -> Task:
+    train, held_out, classes = _images(config, is_first_here, wait)
+    model = _vision_model(config, classes)
+    dtype = DTYPES["float64" if config.precision == "float64" else "float32"]
+
+    def collate(samples: list[Any]) -> Any:
+        images, labels = zip(*samples, strict=True)
+        return torch.stack(images).to(dtype), torch.tensor([int(label) for label in labels])
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        images, labels = batch
+        return cross_entropy(model(images).to(dtype), labels)
+
+    def measure(model: nn.Module, batch: Any) -> Tensor:
+        images, labels = batch
+        scores = model(images).to(dtype)
+        right = (scores.argmax(1) == labels).sum()
+        return torch.stack(
+            [torch.tensor(len(labels), device=right.device), cross_entropy(scores, labels, reduction="sum"), right]
+        )
+
+    return Task(
+        model,
+        f"{config.model} on {config.data}",
+        Keyed(train, config.seed, draws=config.augment),
+        held_out,
+        collate,
+        loss,
+        measure,
+        count_samples,
+        "samples",
+    )
+
+
+def _images(config: Config, is_first_here: bool, wait: Callable[[], None]) -> tuple[Any, Any, int]:
+    """Images to train on, those held out, and the number of classes."""
+    if config.data == "digits":
+        if config.augment:
+            stop("augment with digits, which come as tensors; it is for image datasets and folders")
+        return (*_digits(config), 10)
+    from torchvision import datasets
+    from torchvision.transforms import v2
+
+    to_tensor = [v2.ToImage(), v2.RGB(), v2.ToDtype(torch.float32, scale=True), v2.Normalize([0.5] * 3, [0.25] * 3)]
+    plain = v2.Compose([v2.Resize((config.image_size, config.image_size)), *to_tensor])
+    crop = [v2.RandomResizedCrop(config.image_size, scale=(0.3, 1.0)), v2.RandomHorizontalFlip()]
+    changed = v2.Compose([*crop, *to_tensor]) if config.augment else plain
+
+    folder = Path(config.data)
+    if folder.is_dir():
+        try:
+            if (folder / "train").is_dir() and (folder / "val").is_dir():
+                train, test = (
+                    datasets.ImageFolder(folder / "train", changed),
+                    datasets.ImageFolder(folder / "val", plain),
+                )
+                if train.classes != test.classes:
+                    stop(
+                        f"{folder}/train has {train.classes} and {folder}/val {test.classes}, expected the same classes"
+                    )
+                return train, test, len(train.classes)
+            if (folder / "train").is_dir() or (folder / "val").is_dir():
+                stop(f"{folder} has one of train and val, expected both, or folders by class alone")
+            train, test = (datasets.ImageFolder(str(folder), transform) for transform in (changed, plain))
+        except FileNotFoundError as error:
+            stop(f"{folder} is no folder of images by class (folder/class/image.png): {error}")
+        if len(train.classes) < 2:
+            stop(f"{folder} has images of {train.classes} alone, expected at least two classes")
+        held_out, kept = _split(len(train), config.seed)
+        return torch.utils.data.Subset(train, kept), torch.utils.data.Subset(test, held_out), len(train.classes)
+
+    kind = getattr(datasets, config.data, None)
+    if kind is None or "train" not in getattr(kind.__init__, "__annotations__", {}):
+        stop(
+            f"data = {config.data!r} is no folder here and no torchvision dataset with train=True, such as CIFAR10, "
+            "CIFAR100, MNIST or FashionMNIST; give one of these, digits, or the path of a folder of images by class"
+        )
+    try:
+        if is_first_here:
+            kind(config.data_folder, train=True, download=True)
+            kind(config.data_folder, train=False, download=True)
+    except (RuntimeError, OSError) as error:
+        stop(f"{config.data} is not in {config.data_folder} and could not be downloaded: {error}")
+    wait()
+    train, test = (
+        kind(config.data_folder, train=which, transform=how) for which, how in ((True, changed), (False, plain))
+    )
+    return train, test, len(train.classes)
+
+
+def _digits(config: Config) -> tuple[TensorDataset, TensorDataset]:
+    from sklearn.datasets import load_digits
+
+    found = load_digits()
+    images = torch.tensor(found.images / 16, dtype=torch.float64).unsqueeze(1)
+    images = interpolate(images, size=(config.image_size, config.image_size), mode="bilinear").expand(-1, 3, -1, -1)
+    labels = torch.tensor(found.target)
+    held_out, kept = _split(len(labels), config.seed)
+    return TensorDataset(images[kept], labels[kept]), TensorDataset(images[held_out], labels[held_out])
+
+
+def _split(number: int, seed: int) -> tuple[list[int], list[int]]:
+    order = torch.randperm(number, generator=torch.Generator().manual_seed(seed)).tolist()
+    return order[: number // HELD_OUT], order[number // HELD_OUT :]
+
+
+def _vision_model(config: Config, classes: int) -> nn.Module:
+    if config.model == "cnn":
+        model: nn.Module = _cnn(classes)
+    else:
+        from torchvision import models
+
+        if config.model not in models.list_models(module=models):
+            near = [name for name in models.list_models(module=models) if name.startswith(config.model[:3].lower())]
+            stop(
+                f"model = {config.model!r} is no torchvision model; "
+                + (
+                    f"there are {', '.join(near[:8])}"
+                    if near
+                    else "there are resnet18, resnet50, resnet101, vit_b_16 and others"
+                )
+            )
+        sized = {"image_size": config.image_size} if config.model.startswith("vit_") else {}
+        try:
+            model = models.get_model(config.model, num_classes=classes, **sized)
+        except ValueError as error:
+            stop(f"model = {config.model!r} with image_size = {config.image_size}: {error}")
+    return _with_group_norm(model) if config.norm == "group" else model
+
+
+def _cnn(classes: int) -> nn.Module:
+    """Small enough for a laptop to train in seconds."""
+    return nn.Sequential(
+        nn.Conv2d(3, 16, 3, stride=2, padding=1),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, stride=2, padding=1),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.AdaptiveAvgPool2d(4),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, classes),
+    )
+
+
+def _with_group_norm(model: nn.Module) -> nn.Module:
+    """The model with GroupNorm for BatchNorm, whose statistics are those of a micro-batch and not of the batch.
+
+    Groups of 16 channels: the variance of two numbers, as in small images and groups, magnifies rounding.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                channels = child.num_features
+                setattr(module, name, nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels))
+    return model
+
+
+# Language
+
+
+def _language(config: Config, *_: object) -> Task:
+    texts = _paragraphs(Path(config.data))
+    if config.model == "gpt":
+        model: nn.Module = GPT(config.width, config.layers, config.context)
+        encode: Callable[[str], list[int]] = lambda text: list(text.encode())  # noqa: E731  # a token is a byte
+    else:
+        model, encode = _from_hugging_face(config)
+    rows: list[Tensor] = []
+    for text in texts:
+        tokens = encode(text)
+        rows += [torch.tensor(tokens[at : at + config.context]) for at in range(0, len(tokens), config.context)]
+    rows = [row for row in rows if len(row) > 1]  # one token has no next one
+    held_out, kept = _split(len(rows), config.seed)
+
+    def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+        """Padded at the end, where a causal model's earlier tokens do not see it."""
+        tokens, labels = (pad_sequence(rows, batch_first=True, padding_value=value) for value in (0, -100))
+        return {"tokens": tokens, "labels": labels}
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return _next_token(model, batch, "mean")
+
+    def measure(model: nn.Module, batch: Any) -> Tensor:
+        total = _next_token(model, batch, "sum")
+        return torch.stack([count(batch), total, torch.zeros_like(total)])
+
+    count = count_tokens("labels", shift=True)
+    return Task(
+        model,
+        f"{config.model} on {Path(config.data).name}",
+        Keyed([rows[i] for i in kept], config.seed, draws=False),
+        [rows[i] for i in held_out],  # type: ignore[arg-type]
+        collate,
+        loss,
+        measure,
+        count,
+        "tokens",
+        sum(len(rows[i]) - 1 for i in kept) / max(1, len(kept)),
+    )
+
+
+def _next_token(model: nn.Module, batch: Any, reduction: str) -> Tensor:
+    scores = model(batch["tokens"])
+    scores = getattr(scores, "logits", scores)  # Hugging Face's models wrap them
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    labels = batch["labels"][:, 1:]
+    return cross_entropy(scores[:, :-1].flatten(0, 1), labels.flatten(), reduction=reduction)
+
+
+def _paragraphs(path: Path) -> list[str]:
+    files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
+    try:
+        text = "\n\n".join(file.read_text() for file in files)
+    except (OSError, UnicodeDecodeError) as error:
+        stop(f"{path} cannot be read as text ({error}), expected a text file or a folder with .txt or .md files")
+    texts = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
+    if len(texts) < 2 * HELD_OUT:
+        stop(f"{path} has {len(texts)} paragraphs (parted by empty lines), expected at least {2 * HELD_OUT}")
+    return texts
+
+
+def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[int]]]:
+    try:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+    except ImportError:
+        stop(f"model = {config.model!r} needs transformers; pip install transformers, or leave the model out for 'gpt'")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(config.model)
+        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    except (OSError, ValueError) as error:
+        stop(f"model = {config.model!r} is no language model that transformers finds: {str(error).splitlines()[0]}")
+    longest = getattr(model.config, "max_position_embeddings", config.context)
+    if config.context > longest:
+        stop(f"context = {config.context} and {config.model} takes {longest} tokens; give a context of at most that")
+    return model, lambda text: list(tokenizer(text)["input_ids"])
+
+
+class GPT(nn.Module):
+    """A small causal language model over bytes."""
+
+    def __init__(self, width: int, layers: int, context: int, tokens: int = 256) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(tokens, width)
+        self.places = nn.Embedding(context, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, math.gcd(width, max(1, width // 32)), 4 * width, 0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.scores = nn.Linear(width, tokens, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        places = torch.arange(length, device=tokens.device)
+        mask = nn.Transformer.generate_square_subsequent_mask(
+            length, device=tokens.device, dtype=self.norm.weight.dtype
+        )
+        hidden = self.tokens(tokens) + self.places(places)
+        for layer in self.layers:
+            hidden = layer(hidden, src_mask=mask, is_causal=True)
+        scores: Tensor = self.scores(self.norm(hidden))
+        return scores
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """Tensors in a dict or a tuple, moved without waiting for the copy."""
+    move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
+    if isinstance(batch, dict):
+        return {name: move(tensor) for name, tensor in batch.items()}
+    return tuple(move(tensor) for tensor in batch)
+
+
+def blocks(model: nn.Module) -> Sequence[nn.Module]:
+    """The parts that a sharded model gathers one at a time: its repeated blocks, those of a Hugging Face model too."""
+    names = {"BasicBlock", "Bottleneck", "EncoderBlock", "TransformerEncoderLayer"}
+    names |= set(itertools.chain(getattr(model, "_no_split_modules", None) or []))
+    return [module for module in model.modules() if type(module).__name__ in names]

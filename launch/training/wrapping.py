@@ -1,0 +1,184 @@
+"""The model in its wrapper, with the optimizer and all that goes with them: one function per engine."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from .config import ROOT, Config, stop
+from .job import DTYPES, Job
+from .tasks import blocks
+
+
+@dataclass
+class Wrapped:
+    model: nn.Module  # what is called, and what the Accumulator gets
+    optimizer: Any  # likewise; None where the engine keeps it
+    schedule: LambdaLR
+    inner: Optimizer  # the torch optimizer in it
+    scaler: torch.amp.GradScaler | None = None
+    accelerator: Any = None
+
+    @property
+    def lr(self) -> float:
+        return float(self.inner.param_groups[0]["lr"])
+
+    def set_schedule(self, stepped: int) -> None:
+        """Puts the schedule of this run, not of the one that wrote the checkpoint, where it is after so many steps."""
+        self.schedule.last_epoch = stepped
+        for group, base, factor in zip(
+            self.inner.param_groups, self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True
+        ):
+            group["initial_lr"], group["lr"] = base, base * factor(stepped)
+
+    @property
+    def is_deepspeed(self) -> bool:
+        return hasattr(self.model, "zero_optimization_stage")
+
+
+def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
+    model = model.to(job.device)
+    if job.engine == "deepspeed":
+        return _deepspeed(model, config, job, updates)
+    if job.engine == "accelerate":
+        return _accelerate(model, config, job, updates)
+    if job.engine == "ddp":
+        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    elif job.engine == "fsdp2":
+        _shard(model, config, job)
+    optimizer, schedule = make_optimizer(model, config, updates)
+    scaler = torch.amp.GradScaler(job.device.type) if config.precision == "fp16" else None
+    return Wrapped(model, optimizer, schedule, optimizer, scaler)
+
+
+def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Optimizer, LambdaLR]:
+    """The optimizer and its schedule, which counts updates."""
+    lr = config.lr
+    if config.base_batch_size:
+        ratio = config.batch_size / config.base_batch_size
+        lr *= ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer: Optimizer
+    if config.optimizer == "sgd":
+        optimizer = SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
+    else:
+        optimizer = AdamW(parameters, lr=lr, weight_decay=config.weight_decay)
+
+    def factor(update: int) -> float:
+        if update < config.warmup:
+            return (update + 1) / config.warmup
+        if config.schedule == "constant":
+            return 1.0
+        done = (update - config.warmup) / max(1, updates - config.warmup)
+        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+    return optimizer, LambdaLR(optimizer, factor)
+
+
+def _shard(model: nn.Module, config: Config, job: Job) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else (job.ranks,)
+    mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
+    policy = MixedPrecisionPolicy()
+    if config.precision in ("bf16", "fp16"):
+        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
+    for module in (*blocks(model), model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def read_deepspeed(config: Config) -> dict[str, Any]:
+    """DeepSpeed's JSON, with what the run says in the place of "auto" and of what is not there."""
+    path = Path(config.deepspeed_config or ROOT / "configs" / "deepspeed" / f"zero{config.stage}.json")
+    try:
+        values: dict[str, Any] = json.loads(path.read_text())
+    except OSError as error:
+        stop(f"{path} cannot be read: {error.strerror}; configs/deepspeed/ has a file for each stage")
+    except ValueError as error:
+        stop(f"{path} is not JSON: {error}")
+    if not isinstance(values, dict) or not isinstance(values.get("zero_optimization", {}), dict):
+        stop(f'{path} is no config of DeepSpeed, expected one such as {{"zero_optimization": {{"stage": 2}}}}')
+    ours = {
+        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "gradient_accumulation_steps": 1,  # distaccum accumulates
+        "gradient_clipping": config.max_norm,
+        "bf16": {"enabled": config.precision == "bf16"},
+        "fp16": {"enabled": config.precision == "fp16"},
+    }
+    values.update({name: value for name, value in ours.items() if values.get(name, "auto") == "auto"})
+    for name in ("bf16", "fp16"):
+        if bool(values[name].get("enabled")) != (config.precision == name):
+            stop(f'{path} has "{name}": {values[name]} and precision is {config.precision!r}; leave it out')
+    return values
+
+
+def import_deepspeed(job: Job) -> Any:
+    """DeepSpeed in this job's process group."""
+    os.environ.setdefault("LOCAL_RANK", str(job.local_rank))
+    if job.device.type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    try:
+        import deepspeed
+    except ImportError:
+        stop("engine = 'deepspeed' and it is not installed; pip install 'distaccum[deepspeed]'")
+    if job.device.type == "cpu":
+        # A kernel for shared memory, which it would compile when it starts; gloo does without.
+        getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    deepspeed.utils.logger.setLevel("ERROR")
+    return deepspeed
+
+
+def _deepspeed(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
+    values = read_deepspeed(config)
+    deepspeed = import_deepspeed(job)
+    if config.precision != "float32":  # its weights are then of this dtype, and what goes in must be too
+        dtype = DTYPES[config.precision]
+        model.register_forward_pre_hook(
+            lambda _, given: tuple(x.to(dtype) if x.is_floating_point() else x for x in given)
+        )
+    deepspeed.init_distributed(dist_backend="nccl" if job.device.type == "cuda" else "gloo", verbose=False)
+    inner, schedule = make_optimizer(model, config, updates)
+    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=inner, config=values)
+    return Wrapped(engine, optimizer, schedule, inner)
+
+
+def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
+    """As `accelerate launch` and its config file say: DDP, FSDP or DeepSpeed."""
+    is_cpu, is_deepspeed = job.device.type == "cpu", os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+    if is_cpu and os.environ.get("ACCELERATE_USE_FSDP") == "true":
+        stop("Accelerate's config asks for FSDP, and on CPU it would make DDP of it; use --engine fsdp2, or GPUs")
+    if is_deepspeed:
+        import_deepspeed(job)
+    try:
+        from accelerate import Accelerator, InitProcessGroupKwargs
+    except ImportError:
+        stop("engine = 'accelerate' and it is not installed; pip install 'distaccum[accelerate]'")
+    names = {"float32": "no", "float64": "no", "bf16": "bf16", "fp16": "fp16"}
+    accelerator = Accelerator(
+        # It must hear that this is the CPU, or it leaves the ranks apart; but then it would not hear of DeepSpeed.
+        cpu=is_cpu and not is_deepspeed,
+        mixed_precision=names[config.precision],
+        kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu and is_deepspeed else [],
+    )
+    if is_deepspeed:
+        accelerator.state.deepspeed_plugin.deepspeed_config.update(
+            train_micro_batch_size_per_gpu=config.micro_batch_size, gradient_clipping=config.max_norm
+        )
+    if accelerator.num_processes != job.ranks:
+        stop(
+            f"Accelerate sees {accelerator.num_processes} processes and there are {job.ranks}; start with its launcher"
+        )
+    inner, schedule = make_optimizer(model, config, updates)
+    prepared_model, optimizer = accelerator.prepare(model, inner)
+    return Wrapped(prepared_model, optimizer, schedule, inner, accelerator=accelerator)

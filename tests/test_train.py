@@ -1,0 +1,445 @@
+"""launch/train.py: the same weights however it is started, stopped and killed, and a sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import ROOT, Programs, wait_for
+
+SMALL = ("--model", "cnn", "--checkpoint-every", 0)
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "weights.pt", weights_only=True)
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = weights_of(one), weights_of(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def trained(programs: Programs, out: Path, *arguments: object, ranks: int = 1, **environment: str) -> str:
+    done = programs.run("train", *arguments, "--out", out, ranks=ranks, **environment)
+    assert done.status == 0, done.text
+    return done.text
+
+
+def proven(programs: Programs, run: Path, bound: float = 1e-5) -> str:
+    done = programs.run("prove", run, "--bound", bound)
+    assert done.status == 0, done.text
+    assert "equal (" in done.text and "NOT" not in done.text
+    return done.text
+
+
+# The law
+
+
+ENGINES = {
+    "plain": (1, ()),
+    "ddp": (2, ("--engine", "ddp")),
+    "ddp, every": (2, ("--engine", "ddp", "--sync", "every")),
+    "ddp, 3 ranks": (3, ("--batch-size", 60)),
+    "fsdp2": (2, ("--engine", "fsdp2")),
+    "fsdp2, gathered": (2, ("--engine", "fsdp2", "--sync", "gathered")),
+    "fsdp2, every": (2, ("--engine", "fsdp2", "--sync", "every")),
+    "fsdp2, replicas": (2, ("--engine", "fsdp2", "--sync", "replicas", "--replicas", 2)),
+    "accelerate": (2, ("--engine", "accelerate")),
+    "accelerate, one rank": (1, ("--engine", "accelerate")),
+    "zero 0": (2, ("--engine", "deepspeed", "--stage", 0)),
+    "zero 1": (2, ("--engine", "deepspeed", "--stage", 1)),
+    "zero 3": (2, ("--engine", "deepspeed", "--stage", 3)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "options"), ENGINES.values(), ids=ENGINES)
+def test_each_engine_ends_with_the_weights_of_the_big_batch(programs, tmp_path, ranks, options):
+    # 25 updates of the small network end in the second epoch, past a short last window.
+    updates = 25 if "deepspeed" not in options else 4
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", updates, *options, ranks=ranks)
+    assert f"{ranks} rank" in text
+    proven(programs, tmp_path / "run")
+    log = log_of(tmp_path / "run")
+    assert [update["index"] for update in log] == list(range(updates))
+    assert all(update["stepped"] and update["grad_norm"] > 0 for update in log)
+    if updates == 25 and ranks == 2:
+        assert [update["counts"]["samples"] for update in log[21:24]] == [64, 30, 64]
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2"))])
+def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options):
+    small = ("--task", "language", "--width", 32, "--layers", 1, "--context", 48, "--updates", 4)
+    text = trained(programs, tmp_path / "run", *small, *options, "--precision", "float64", ranks=ranks)
+    assert re.search(r"an update is 64 samples: . x . micro-batches of 8; about \d{4} tokens", text)
+    assert "perplexity" in text
+    counts = [update["counts"]["tokens"] for update in log_of(tmp_path / "run")]
+    assert len(set(counts)) == 4, "rows have different lengths"
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+def test_a_hugging_face_model_by_path(programs, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: i for i, word in enumerate(["[UNK]", *re.findall(r"\w+", (ROOT / "README.md").read_text())][:200])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    options = ("--task", "language", "--model", tmp_path / "model", "--context", 32, "--updates", 3)
+    trained(programs, tmp_path / "run", *options)
+    proven(programs, tmp_path / "run")
+
+
+def test_an_image_folder_is_the_same_on_any_number_of_ranks_with_augmentation(programs, tmp_path):
+    from torchvision.transforms.functional import to_pil_image
+
+    torch.manual_seed(0)
+    for name in ("cats", "dogs"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(15):
+            to_pil_image(torch.rand(3, 20, 24)).save(tmp_path / "images" / name / f"{i}.png")
+    options = ("--data", tmp_path / "images", "--batch-size", 8, "--micro-batch-size", 2, "--augment", "--epochs", 2)
+    for out, ranks, more in (("one", 1, ()), ("two", 2, ()), ("workers", 1, ("--workers", 2))):
+        trained(programs, tmp_path / out, *SMALL, *options, "--precision", "float64", *more, ranks=ranks)
+        proven(programs, tmp_path / out, 1e-10)
+    assert same(tmp_path / "one", tmp_path / "workers")
+
+
+def test_a_torchvision_dataset(programs, tmp_path):
+    folder = tmp_path / "data" / "FashionMNIST" / "raw"
+    folder.mkdir(parents=True)
+    for name, number in (("train", 40), ("t10k", 10)):  # in the format of the files that it downloads
+        images = bytes([0, 0, 8, 3, *number.to_bytes(4), *(28).to_bytes(4), *(28).to_bytes(4)])
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(images + random.Random(0).randbytes(number * 28 * 28))
+        labels = bytes([0, 0, 8, 1, *number.to_bytes(4), *(i % 10 for i in range(number))])
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
+    options = ("--data", "FashionMNIST", "--data-folder", tmp_path / "data", "--batch-size", 16, "--epochs", 1)
+    text = trained(programs, tmp_path / "run", *SMALL, *options)
+    assert "40 samples to train on" in text
+    proven(programs, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "millions"), [("resnet50", "23.53"), ("vit_b_16", "85.67"), ("mobilenet_v3_small", "1.53")]
+)
+def test_torchvision_models_build(programs, model, millions):
+    done = programs.run("train", "--model", model, "--image-size", 64, "--plan")
+    assert done.status == 0, done.text
+    assert f"{model} on digits: {millions} million parameters" in done.text
+
+
+def test_batchnorm_is_said_to_forbid_equality(programs, tmp_path):
+    text = trained(programs, tmp_path / "run", *SMALL, "--norm", "batch", "--updates", 2)
+    assert "no update equals that of the big batch" in text
+    assert "normalise each micro-batch" in text  # the library's own warning, with the layers' names
+    done = programs.run("prove", tmp_path / "run")
+    assert done.status == 1
+    assert "NOT EQUAL" in done.text and "--norm group is exact" in done.text
+
+
+@pytest.mark.parametrize("engine", ["plain", "ddp", "fsdp2", "accelerate", "deepspeed"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_trains(programs, tmp_path, engine, precision):
+    ranks = 1 if engine == "plain" else 2
+    if (engine, precision) == ("deepspeed", "fp16"):
+        pytest.skip("DeepSpeed has no fp16 on CPU")
+    options = ("--engine", engine, "--precision", precision, "--updates", 23, "--lr", 0.1)
+    text = trained(programs, tmp_path / "run", *SMALL, *options, ranks=ranks)
+    losses = [update["loss"] for update in log_of(tmp_path / "run") if update["stepped"]]
+    assert losses[-1] < 0.8 * losses[0], text
+    assert programs.run("prove", tmp_path / "run").status == 2
+
+
+# Options
+
+
+def test_a_key_on_the_command_line_beats_the_file(programs, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('batch_size = 32\nmicro_batch_size = 4\nmodel = "cnn"\nlr = 1\n')
+    done = programs.run("train", "--config", file, "--batch-size", 96, "--plan", 3)
+    assert done.status == 0
+    assert "an update is 96 samples: 3 x 8 micro-batches of 4" in done.text
+    assert programs.run("train", "--config", file, "--plan").text.count("32 samples: 1 x 8") == 1
+
+
+def test_the_plan_is_worked_out(programs):
+    text = programs.run("train", "--model", "resnet101", "--batch-size", 100, "--micro-batch-size", 50, "--plan").text
+    assert "42.5" in text and "100 samples: 1 x 2 micro-batches of 50" in text
+    assert "15 per epoch, whose last is 38 samples" in text
+    text = programs.run("train", "--batch-size", 100, "--micro-batch-size", 50, "--plan", 4).text
+    assert "44.7 MB of gradients, reduced once per update" in text
+    assert "100 samples: 4 x 1 micro-batches of 25" in text
+
+
+MISTAKES = {
+    ("--batchsize", "3"): "'--batchsize' is not known (did you mean --batch-size?)",
+    ("--batch-size", "many"): "argument --batch-size: invalid int value: 'many'",
+    ("--engine", "fsdp3"): "invalid choice: 'fsdp3'",
+    ("--config", "not/there.toml"): "not/there.toml is not there, expected a TOML file",
+    ("--config", "unknown.toml"): "has 'batch', which is not known (did you mean batch_size?); known are task, model",
+    ("--config", "type.toml"): "has batch_size = 'many', expected a whole number",
+    ("--config", "choice.toml"): "has engine = 'magic', expected one of auto, plain, ddp",
+    ("--config", "broken.toml"): "broken.toml is not TOML",
+    ("--batch-size", "0"): "batch_size = 0, expected a number above 0",
+    ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
+    ("--batch-size", "1", "--plan", "2"): "gives some rank fewer than 1 micro-batches",
+    ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
+    ("--stage", "3"): "stage does nothing unless engine is 'deepspeed'",
+    ("--stage", "4", "--engine", "deepspeed"): "stage = 4, expected a ZeRO stage from 0 to 3",
+    ("--lr-scaling", "linear"): "one needs the other",
+    ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
+    ("--data", "CIFAR11"): "no folder here and no torchvision dataset",
+    ("--task", "language", "--data", "not/there.txt"): "cannot be read as text",
+    ("--task", "language", "--model", "./not-there"): "no language model that transformers finds",
+    ("--device", "cuda"): "torch sees no GPU here",
+    ("--sync", "gathered"): "sync = 'gathered' with plain, expected one of last, every",
+    ("--engine", "deepspeed", "--deepspeed-config", "not.json"): "not.json cannot be read",
+    ("--engine", "deepspeed", "--precision", "float64"): "float32 at most",
+    ("--config", "."): ". is a folder, expected a TOML file such as",
+    ("--config", "idle.toml"): "context does nothing unless task is 'language'",
+    ("--config", "huge.toml"): "has lr = 1000",
+    ("--epochs", "2", "--updates", "3"): "both epochs and updates are given",
+    ("--seed", "9999999999"): "seed = 9999999999, expected a number below 2147483648",
+    ("--task", "language", "--context", "1"): "context = 1, expected at least 2 tokens",
+    ("--engine", "fsdp2", "--sync", "replicas", "--plan", "2"): "sync = 'replicas' and one replica",
+    ("--engine", "deepspeed", "--deepspeed-config", "list.json"): "list.json is no config of DeepSpeed",
+    (
+        "--engine",
+        "deepspeed",
+        "--deepspeed-config",
+        "bf16.json",
+    ): "precision is 'float32'; leave it out",
+    ("--data", "one"): "has one of train and val, expected both",
+    ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
+    ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_a_mistake_gets_one_line_and_status_2(programs, tmp_path, arguments):
+    if arguments == ("--device", "cuda") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (tmp_path / "unknown.toml").write_text("batch = 3\n")
+    (tmp_path / "type.toml").write_text('batch_size = "many"\n')
+    (tmp_path / "choice.toml").write_text('engine = "magic"\n')
+    (tmp_path / "broken.toml").write_text("batch_size 3\n")
+    (tmp_path / "idle.toml").write_text("context = 3\n")
+    (tmp_path / "huge.toml").write_text(f"lr = 1{'0' * 400}\n")
+    (tmp_path / "list.json").write_text("[]")
+    (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "log.jsonl").write_text('{"index": 0}\n')
+    (tmp_path / "file").touch()
+    (tmp_path / "one" / "train" / "cats").mkdir(parents=True)
+    done = programs.start("train", *arguments, cwd=tmp_path).wait()
+    assert done.status == 2, done.text
+    (line,) = [line for line in done.text.splitlines() if line.startswith("train: ")]
+    assert MISTAKES[arguments] in line
+    assert "Traceback" not in done.text
+
+
+def test_several_ranks_say_it_once(programs):
+    ended = wait_for(programs.start_ranks(2, "train", "--batch-size", 1))
+    assert [done.status for done in ended] == [2, 2]
+    assert sum(done.text.count("train: ") for done in ended) == 1
+
+
+# What is left behind
+
+
+def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+    text = trained(programs, run, *SMALL, "--epochs", 2, "--evaluate-every", 10, "--tensorboard", "--warmup", 5)
+    assert len(log := log_of(run)) == 46
+    assert {
+        "index",
+        "loss",
+        "losses",
+        "grad_norm",
+        "counts",
+        "micro_batches",
+        "stepped",
+        "reason",
+        "seconds",
+        "lr",
+    } <= (log[0].keys())
+    assert [round(update["lr"], 4) for update in log[:6]] == [0.004, 0.008, 0.012, 0.016, 0.02, 0.02]
+    assert log[-1]["lr"] < 1e-4
+    measured = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [point["index"] for point in measured] == [10, 20, 30, 40, 46]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["updates"] == 46 and summary["held_out"]["accuracy"] == measured[-1]["accuracy"]
+    assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((run / "tensorboard").glob("events*"))
+    assert "accuracy" in text and "\r" not in text  # no bar off a terminal
+
+
+def test_the_learning_rate_is_scaled_from_a_base_batch_on_request(programs, tmp_path):
+    for how, factor in (("linear", 2.0), ("sqrt", 2.0**0.5)):
+        options = ("--lr", 0.01, "--base-batch-size", 32, "--lr-scaling", how, "--schedule", "constant", "--updates", 2)
+        trained(programs, tmp_path / how, *SMALL, *options)
+        assert [update["lr"] for update in log_of(tmp_path / how)] == pytest.approx([0.01 * factor] * 2)
+
+
+# Stopping and going on
+
+
+WITH_DROPOUT = ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 8, "--micro-batch-size", 2)
+KEPT = {
+    "plain": (1, WITH_DROPOUT),
+    "adamw on ddp": (2, (*WITH_DROPOUT, "--optimizer", "adamw", "--lr", 0.001)),
+    "fsdp2": (2, (*WITH_DROPOUT, "--engine", "fsdp2")),
+    "fp16": (1, (*SMALL, "--precision", "fp16")),
+    "accelerate": (2, (*SMALL, "--engine", "accelerate")),
+    "zero 3": (2, (*SMALL, "--engine", "deepspeed", "--stage", 3, "--optimizer", "adamw", "--lr", 0.001)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "options"), KEPT.values(), ids=KEPT)
+def test_resume_goes_on_bit_for_bit(programs, tmp_path, ranks, options):
+    options = (*options, "--updates", 6, "--checkpoint-every", 3, "--keep", 9)
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "update-00000006")
+    (tmp_path / "again" / "weights.pt").unlink()
+    text = trained(programs, tmp_path / "again", *options, "--resume", ranks=ranks)
+    assert "goes on after update 2" in text and "3 updates in" in text
+    assert same(tmp_path / "whole", tmp_path / "again")
+    logs = [[(one["index"], one["loss"]) for one in log_of(tmp_path / name)] for name in ("whole", "again")]
+    assert logs[0] == logs[1]
+
+
+def test_a_run_goes_on_under_another_engine_and_on_other_ranks(programs, tmp_path):
+    options = (*SMALL, "--precision", "float64", "--schedule", "constant")
+    trained(programs, tmp_path / "run", *options, "--updates", 4, ranks=2)
+    trained(programs, tmp_path / "run", *options, "--updates", 8, "--engine", "fsdp2", "--resume", ranks=2)
+    text = trained(programs, tmp_path / "run", *options, "--updates", 12, "--resume", ranks=1)
+    assert "of 2 ranks and this run has 1" in text
+    trained(programs, tmp_path / "run", *options, "--updates", 16, "--resume", ranks=3)
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+def test_a_resumed_run_has_the_schedule_of_its_own_options(programs, tmp_path):
+    options = (*SMALL, "--precision", "float64")
+    trained(programs, tmp_path / "run", *options, "--epochs", 1)
+    trained(programs, tmp_path / "run", *options, "--epochs", 2, "--lr", 0.01, "--resume")
+    rates = [update["lr"] for update in log_of(tmp_path / "run")]
+    assert rates[22] < 1e-4, "the end of the first schedule"
+    assert rates[23] == pytest.approx(0.005), "the middle of the second"
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+def test_a_loss_that_is_not_finite_gets_a_line_and_what_was_saved_stays(programs, tmp_path):
+    options = (*SMALL, "--updates", 5, "--checkpoint-every", 1, "--max-norm", 0, "--schedule", "constant")
+    done = programs.run("train", *options, "--lr", 1e30, "--out", tmp_path / "run")
+    assert done.status == 1
+    (line,) = [line for line in done.text.splitlines() if line.startswith("train: ")]
+    assert "is not finite" in line and "--resume goes on from it" in line
+    assert "Traceback" not in done.text
+    text = trained(programs, tmp_path / "skip", *options, "--lr", 1e30, "--on-nonfinite", "skip")
+    assert "was skipped: a gradient is not finite" in text
+    assert not log_of(tmp_path / "skip")[-1]["stepped"]
+
+
+def test_resume_says_what_it_found(programs, tmp_path):
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", 2, "--resume")
+    assert "no checkpoint in" in text
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", 2, "--resume")
+    assert "nothing left to do: 2 updates are done" in text
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
+    done = programs.run("train", *SMALL, "--batch-size", 32, "--updates", 4, "--out", tmp_path / "run", "--resume")
+    assert done.status == 2
+    assert "was made with batch_size = 64 and this run has 32; give the same, or another --out" in done.text
+    ended = wait_for(programs.start_ranks(2, "train", *SMALL, "--seed", 3, "--out", tmp_path / "run", "--resume"))
+    assert [done.status for done in ended] == [2, 2]
+    (tmp_path / "run" / "checkpoints" / "update-00000002" / "state.pt").write_bytes(b"half")
+    done = programs.run("train", *SMALL, "--updates", 4, "--out", tmp_path / "run", "--resume")
+    assert done.status == 2
+    assert "cannot be read" in done.text and "remove it to go on from the one before" in done.text
+
+
+def test_what_a_kill_left_of_a_checkpoint_is_passed_over(programs, tmp_path):
+    options = (*SMALL, "--updates", 4)
+    trained(programs, tmp_path / "run", *options[:-1], 2, "--schedule", "constant")
+    partial = tmp_path / "run" / "checkpoints" / ".update-00000003"
+    partial.mkdir()
+    (partial / "state.pt").write_bytes(b"half")
+    with (tmp_path / "run" / "log.jsonl").open("a") as log:
+        log.write('{"index": 2, "loss": 1.0}\n{"index": 3, "lo')
+    trained(programs, tmp_path / "run", *options, "--schedule", "constant", "--resume")
+    assert not partial.exists()
+    assert [update["index"] for update in log_of(tmp_path / "run")] == [0, 1, 2, 3]
+    proven(programs, tmp_path / "run")
+
+
+def killed_somewhere(programs: Programs, out: Path, ranks: int, seconds: float, options: tuple[Any, ...]) -> bool:
+    """Whether the kill came before the end."""
+    started = programs.start_ranks(ranks, "train", *options, "--out", out, "--resume")
+    time.sleep(seconds)
+    for one in started:
+        one.send(signal.SIGKILL)
+    return wait_for(started)[0].status == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 14), (2, 6)])
+def test_killed_at_random_moments_and_resumed_the_weights_are_the_same_bit_for_bit(programs, tmp_path, ranks, kills):
+    options = ("--model", "cnn", "--epochs", 1, "--checkpoint-every", 1)
+    began = time.monotonic()
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    seconds = time.monotonic() - began
+    seed = random.SystemRandom().randrange(10**6)
+    draw = random.Random(seed)
+    run, kept = 0, []
+    while kills:
+        out = tmp_path / f"run {run}"
+        if killed_somewhere(programs, out, ranks, draw.uniform(0.3, 0.9) * seconds, options):
+            kills -= 1
+            found = sorted((out / "checkpoints").glob("update-*")) if (out / "checkpoints").exists() else []
+            kept.append(int(found[-1].name[7:]) if found else 0)
+        else:
+            assert same(tmp_path / "whole", out), f"{seed=}"
+            run += 1
+    trained(programs, out, *options, "--resume", ranks=ranks)
+    assert same(tmp_path / "whole", out), f"{seed=}"
+    assert [update["index"] for update in log_of(out)] == list(range(23))
+    assert len(set(kept)) > 2, f"the kills came where nothing was to be lost: {kept}, {seed=}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_told_to_stop_it_saves_and_goes_on_later(programs, tmp_path, ranks, number):
+    """The signal reaches one rank alone; the others stop after the same update."""
+    options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
+    run = tmp_path / "run"
+    started = programs.start_ranks(ranks, "train", *options, "--updates", 10**5, "--out", run)
+    until = time.monotonic() + 60
+    while not (run / "log.jsonl").exists() or len((run / "log.jsonl").read_text()) < 1000:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    started[-1].send(number)
+    ended = wait_for(started)
+    assert [done.status for done in ended] == [128 + number] * ranks
+    done = len(log_of(run))
+    assert f"stopped by {number.name} after update {done - 1}, and saved" in ended[0].text
+    options = (*options, "--updates", done + 3)
+    trained(programs, run, *options, "--resume", ranks=ranks)
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    assert same(tmp_path / "whole", run)
+    assert [update["index"] for update in log_of(run)] == list(range(done + 3))
