@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# Starts this node's share of a job over several nodes. Run it on each of them, with its own --node.
+#
+#   bash launch/nodes.sh --nodes 2 --node 0 --address HOST [--port 29500] [--ranks 8] -- [options of train.py]
+#   bash launch/nodes.sh --nodes 2 --node 0 --address 10.0.0.1 -- --config configs/nodes.toml
+#
+# --nodes    how many there are           ($SLURM_JOB_NUM_NODES)
+# --node     which this is, from 0        ($SLURM_NODEID)
+# --address  of node 0, as all reach it   (the first of $SLURM_JOB_NODELIST)
+# --port     a free one on node 0         (29500, under Slurm one by the job's number)
+# --ranks    processes on this node       ($RANKS; as many as GPUs, or as cores where there are none)
+#
+# What is not given comes from Slurm's variables, where it started this. With several networks name the one to use:
+# NCCL_SOCKET_IFNAME=eth0 (GPUs) and GLOO_SOCKET_IFNAME=eth0 (CPU, and the library's small collectives).
+# PYTHON=... names an interpreter other than that of .venv.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# shellcheck disable=SC1091 # which is checked by itself
+source "$root/launch/lib.sh"
+
+nodes=${SLURM_JOB_NUM_NODES:-} node=${SLURM_NODEID:-} address='' ranks=${RANKS:-auto}
+port=$((29500 + ${SLURM_JOB_ID:-0} % 1000))
+while (($#)); do
+    case $1 in
+        -h | --help) help "${BASH_SOURCE[0]}" && exit ;;
+        --)
+            shift
+            break
+            ;;
+        --nodes | --node | --address | --port | --ranks)
+            (($# > 1)) || stop "$1 without a value"
+            declare "${1#--}=$2"
+            shift 2
+            ;;
+        *) stop "$1 is not known; options of train.py come after --, and --help lists those before it" ;;
+    esac
+done
+if [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]]; then
+    address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+fi
+for name in nodes node address; do
+    [[ -n ${!name} ]] || stop "--$name is missing, and Slurm has not set it; --help says what it is"
+done
+((node < nodes)) || stop "--node $node of --nodes $nodes, expected 0 to $((nodes - 1))"
+python=$(find_python)
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+exec "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" \
+    --master-addr "$address" --master-port "$port" "$root/launch/train.py" "$@"

@@ -1,0 +1,320 @@
+"""The launchers, for real: each runs the default configuration and ends with the weights of the big batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from programs import ROOT, free_port, wait_for
+
+CONFIGS = sorted(ROOT.glob("configs/*.toml"))
+SCRIPTS = sorted(ROOT.glob("launch/*.sh"))
+BIN = Path(sys.executable).parent
+
+
+def run(*command: object, status: int = 0, seconds: float = 400, **environment: str) -> str:
+    """What a command prints, to either stream."""
+    mine = {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=ROOT, env={**os.environ, **mine}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=seconds,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def weights_of(folder: Path) -> torch.Tensor:
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    return torch.cat([weights[name].flatten().double() for name in sorted(weights)])
+
+
+@pytest.fixture(scope="session")
+def big_batch(programs, tmp_path_factory) -> torch.Tensor:
+    """The default configuration in one process, with all samples of an update in one batch, by hand."""
+    out = tmp_path_factory.mktemp("big") / "run"
+    assert programs.run("train", "--updates", 3, "--out", out).status == 0
+    done = programs.run("prove", out, "--bound", 1e-5)
+    assert done.status == 0, done.text
+    return weights_of(out)
+
+
+def launch(*command: object, **environment: str) -> Callable[[Path], str]:
+    """Starts `command` with the default configuration; gives what it prints."""
+
+    def job(folder: Path) -> str:
+        words = [free_port() if word == "PORT" else word for word in command]
+        return run(*words, "--updates", 3, "--device", "cpu", "--out", folder / "run", **environment)
+
+    return job
+
+
+def through_slurm(folder: Path) -> str:
+    """Two agents of torchrun on this machine, with the variables and the two commands of Slurm that are used."""
+    slurm = folder / "bin"
+    slurm.mkdir()
+    (slurm / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames localhost" ] && echo 127.0.0.1\n')
+    (slurm / "srun").write_text(
+        '#!/bin/bash\n[[ $1 == --ntasks-per-node=1 ]] && shift\nSLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait\n'
+    )
+    for file in slurm.iterdir():
+        file.chmod(0o755)
+    job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost"}
+    environment = {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "RANKS": "1", **job}
+    return launch("bash", shutil.copy(ROOT / "launch" / "slurm.sh", folder), **environment)(folder)
+
+
+def two_namespaces(folder: Path) -> str:
+    return run("bash", "launch/two_nodes.sh", "--rate", "1gbit", "--out", folder, "--", "--updates", 3)
+
+
+def deepspeed_under_accelerate(folder: Path) -> str:
+    return run(*command_of(ROOT / "configs/accelerate/zero2.yaml"), "--updates", 3, "--out", folder / "run")
+
+
+def demo(folder: Path) -> str:
+    return run("bash", "launch/demo.sh", VENV=sys.prefix)
+
+
+# How many ranks, and how they are started.
+LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
+    "python": (1, launch(sys.executable, "launch/train.py")),
+    "torchrun": (2, launch("bash", "launch/torchrun.sh", 2)),
+    "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
+    "accelerate, DeepSpeed": (2, deepspeed_under_accelerate),
+    "deepspeed": (
+        2,
+        launch(BIN / "deepspeed", "--master_port", "PORT", "--num_accelerators", 2, "launch/train.py",
+               "--config", "configs/zero2.toml"),
+    ),
+    "two nodes of Slurm": (2, through_slurm),
+}  # fmt: skip
+JOBS = {**{name: job for name, (_, job) in LAUNCHERS.items()}, "two namespaces": two_namespaces, "demo": demo}
+
+
+@pytest.fixture(scope="module")
+def launched(request, tmp_path_factory) -> Iterator[Callable[[str], tuple[str, Path]]]:
+    """What a job printed, and its folder. Three run at a time: most of a start is imports, on one core."""
+    wanted = [
+        item.callspec.params["job"] for item in request.session.items if "job" in getattr(item, "fixturenames", ())
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        folders = {name: tmp_path_factory.mktemp("job") for name in wanted if runs_here(name)}
+        started = {name: pool.submit(JOBS[name], folder) for name, folder in folders.items()}
+        yield lambda name: (started[name].result(), folders[name])
+
+
+def error(folder: Path, big_batch: torch.Tensor) -> float:
+    return float((weights_of(folder) - big_batch).norm() / big_batch.norm())
+
+
+@pytest.mark.parametrize("job", LAUNCHERS)
+def test_each_launcher_ends_with_the_weights_of_the_big_batch(launched, big_batch, job):
+    ranks, _ = LAUNCHERS[job]
+    text, folder = launched(job)
+    assert f"{ranks} rank" in text
+    assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
+    assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
+    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "which is always told to resume"
+    assert error(folder / "run", big_batch) <= 1e-5
+
+
+ALONE = {  # what each launcher tells one process
+    "torchrun": {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "LOCAL_WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+    },
+    "accelerate": {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"},
+    "deepspeed": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"},
+    "slurm": {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
+}
+
+
+def test_one_process_under_each_launcher_is_the_same_program(programs, tmp_path):
+    options = ("train", "--model", "cnn", "--updates", 3)
+    assert programs.run(*options, "--out", tmp_path / "python").status == 0
+    for name, told in ALONE.items():
+        more = ("--local_rank=0",) if name == "deepspeed" else ()
+        done = programs.run(*options, "--out", tmp_path / name, *more, **told)
+        assert done.status == 0, done.text
+        assert "1 rank, a plain module on cpu" in done.text
+        assert torch.equal(weights_of(tmp_path / name), weights_of(tmp_path / "python"))
+
+
+def test_srun_may_start_the_ranks_itself(programs, tmp_path):
+    port = free_port()
+    tasks = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    options = ("--model", "cnn", "--updates", 2, "--out", tmp_path / "run")
+    ranks = [
+        programs.start("train", *options, **tasks, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
+    ]
+    assert [done.status for done in wait_for(ranks)] == [0, 0]
+    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+
+
+def no_namespaces() -> str:
+    """Why network namespaces cannot be made here, if so."""
+    if os.geteuid():
+        return "needs root"
+    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
+        return f"needs iproute2, {missing[0]} is not here"
+    name = f"distaccum-test{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    if made.returncode:
+        return f"ip netns does not work here: {made.stderr.strip()}"
+    shaped = subprocess.run(
+        ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst",
+         "256kb", "latency", "50ms"], capture_output=True, text=True,
+    )  # fmt: skip
+    subprocess.run(["ip", "netns", "del", name], check=True)
+    return f"tc has no tbf here: {shaped.stderr.strip()}" if shaped.returncode else ""
+
+
+def runs_here(job: str) -> bool:
+    return job != "two namespaces" or not no_namespaces()
+
+
+@pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces() or "-")
+@pytest.mark.parametrize("job", ["two namespaces"])
+def test_two_nodes_train_and_reduce_once_per_update(launched, big_batch, job):
+    text, folder = launched(job)
+    sent = {}
+    for sync in ("last", "every"):
+        assert error(folder / sync, big_batch) <= 1e-5
+        sent[sync] = int((folder / sync / "sent").read_text()) / 3 / 44.7e6
+    assert 1 <= sent["last"] < 1.1, "the gradients, once, and little else"
+    assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
+    assert re.search(r"once per update +4\d\.\d", text) and re.search(r"in each micro-step +1[78]\d\.\d", text)
+    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert "distaccum" not in left
+
+
+@pytest.mark.parametrize("job", ["demo"])
+def test_the_demo_trains_and_proves_itself(launched, job):
+    text, _ = launched(job)
+    accuracy = float(re.search(r"accuracy (\d+\.\d)%", text).group(1))  # type: ignore[union-attr]
+    assert accuracy >= 95
+    assert "2 x 4 micro-batches of 8" in text
+    assert re.search(r"equal \(float64, bound 1e-10\)", text) and "NOT" not in text
+    assert (ROOT / "runs" / "demo" / "curve.png").exists()
+
+
+# Configs and scripts
+
+
+def command_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()[0].removeprefix("# ").split()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_every_config_starts(programs, tmp_path, path):
+    """As its first line says; those that need GPUs as far as the plan."""
+    command = command_of(path)
+    assert command[-2:] == ["--config", str(path.relative_to(ROOT))]
+    ranks = int(command[command.index("--nproc-per-node") + 1]) if command[0] == "torchrun" else 1
+    if command[1] == "launch/nodes.sh":
+        ranks = int(command[command.index("--nodes") + 1]) * int(command[command.index("--ranks") + 1])
+    config = path.read_text()
+    if 'device = "cuda"' in config:
+        done = programs.run("train", "--config", path, "--data", images(tmp_path), "--plan", ranks)
+        assert done.status == 0, done.text
+        assert f"{ranks} ranks, " in done.text and "on cuda" in done.text
+        assert re.search(rf"{ranks} x \d+ micro-batches of \d+", done.text)
+        return
+    done = programs.run("train", "--config", path, "--updates", 1, "--out", tmp_path / "run", ranks=ranks)
+    assert done.status == 0, done.text
+    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+
+
+def images(folder: Path) -> Path:
+    """A text and a folder of images by class in one."""
+    from torchvision.transforms.functional import to_pil_image
+
+    for part in ("train", "val"):
+        (folder / "data" / part / "dogs").mkdir(parents=True, exist_ok=True)
+        (folder / "data" / part / "cats").mkdir(parents=True, exist_ok=True)
+        for name in ("dogs", "cats"):
+            to_pil_image(torch.rand(3, 8, 8)).save(folder / "data" / part / name / "0.png")
+    (folder / "data" / "text.md").write_text("\n\n".join(["some words in a paragraph"] * 20))
+    return folder / "data"
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/accelerate/*.yaml")), ids=lambda path: path.stem)
+def test_accelerate_reads_its_files(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    command = command_of(path)
+    assert command[:3] == ["bash", "launch/accelerate.sh", str(path.relative_to(ROOT))]
+    config = load_config_from_file(str(path))
+    assert config.num_processes in (1, 2, 8)
+    assert ("--device" in command) == (config.num_processes == 8), "those that need GPUs say so"
+
+
+def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs, tmp_path):
+    done = programs.run(
+        "train", "--engine", "accelerate", "--out", tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"
+    )
+    assert done.status == 2
+    assert "use --engine fsdp2" in done.text
+
+
+def test_each_deepspeed_file_is_that_of_its_stage():
+    for path in ROOT.glob("configs/deepspeed/*.json"):
+        assert f"zero{json.loads(path.read_text())['zero_optimization']['stage']}" == path.stem
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_each_script_is_clean_and_has_help(path):
+    subprocess.run([shutil.which("shellcheck") or BIN / "shellcheck", path], cwd=ROOT, check=True)
+    if path.stem in ("lib", "venv"):
+        return
+    text = run("bash", path, "--help")
+    assert f"launch/{path.name}" in text and len(text.splitlines()) >= 5
+    assert "#" not in text
+
+
+WRONG = {
+    ("launch/nodes.sh",): "--nodes is missing",
+    ("launch/nodes.sh", "--nodes", "2", "--node", "2", "--address", "a"): "--node 2 of --nodes 2, expected 0 to 1",
+    ("launch/nodes.sh", "--updates", "3"): "--updates is not known; options of train.py come after --",
+    ("launch/nodes.sh", "--nodes"): "--nodes without a value",
+    ("launch/slurm.sh",): "no Slurm job here; submit it: sbatch launch/slurm.sh",
+    ("launch/torchrun.sh", "two"): "two is no number of ranks",
+    ("launch/accelerate.sh",): "which config file?",
+    ("launch/accelerate.sh", "not.yaml"): "not.yaml is not there, expected a config file such as ",
+    ("launch/two_nodes.sh", "--only", "first"): "--only first, expected last or every",
+}
+
+
+@pytest.mark.parametrize("command", WRONG, ids=" ".join)
+def test_a_wrong_call_of_a_script_gets_one_line_and_status_2(command):
+    text = run("bash", *command, status=2)
+    assert WRONG[command] in text
+    assert len(text.splitlines()) == 1
+
+
+def test_paths_are_those_of_the_folder_that_a_script_is_called_in(tmp_path):
+    folder = tmp_path / "my folder"
+    folder.mkdir()
+    (folder / "my.toml").write_text('model = "cnn"\n')
+    words = ["bash", str(ROOT / "launch/torchrun.sh"), "1", "--config", "my.toml", "--plan"]
+    text = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
+    assert "cnn on digits" in text
+
+
+def test_an_interpreter_without_torch_is_named_with_the_cure(tmp_path):
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
+    text = run("bash", "launch/torchrun.sh", "2", status=2, PYTHON=str(tmp_path / "bare" / "bin" / "python"))
+    assert "has no torch or no distaccum; run 'bash launch/venv.sh launch'" in text
