@@ -1,7 +1,7 @@
 """The README's code runs, and prints what it says that it prints.
 
 Each python block runs in a namespace of its own, on as many ranks as its fence says (```python ranks=2). Those
-before and after another find a model and its company made. A comment behind a print is what it must give, one after
+that make no model find one and its company made. A comment behind a print is what it must give, one after
 the other where ` | ` is between. Blocks fenced as ```python run=no show calls of what is tested elsewhere, and must
 at least be Python.
 """
@@ -16,8 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from engines import import_deepspeed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import Accumulator
 
@@ -28,7 +30,11 @@ BLOCKS = re.findall(r"^```python(?: ranks=(\d+))?\n(.*?)^```", README.read_text(
 def printed_by(code):
     warnings.simplefilter("error")
     out = io.StringIO()
-    names = {} if "import" in code else made()
+    names = {} if "import torch" in code or "from distaccum" in code else made()
+    if "import deepspeed" in code:
+        import_deepspeed()
+    if "import Fabric" in code:
+        warnings.simplefilter("ignore")  # lightning's own
     with redirect_stdout(out):
         exec(compile(code, "README.md", "exec"), names)
     return out.getvalue().strip().splitlines()
@@ -41,8 +47,10 @@ def made():
         "Accumulator": Accumulator,
         "clip_grad_norm_": nn.utils.clip_grad_norm_,
         "criterion": nn.CrossEntropyLoss(),
-        "loader": [(torch.randn(8, 20), torch.randint(0, 2, (8,))) for _ in range(6)],
+        "loader": DataLoader(TensorDataset(torch.randn(48, 20), torch.randint(0, 2, (48,))), batch_size=8),
         "model": model,
+        "network": (network := nn.Linear(20, 2)),
+        "sgd": torch.optim.SGD(network.parameters(), lr=0.1),
         "nullcontext": nullcontext,
         "optimizer": optimizer,
         "scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1),
