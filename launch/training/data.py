@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -30,9 +31,14 @@ class Order:
 
     def of_update(self, update: int) -> Tensor:
         epoch, place = divmod(update, self.updates_per_epoch)
-        order = torch.randperm(self.num_samples, generator=torch.Generator().manual_seed(self.seed * 1_000_003 + epoch))
+        order = _permutation(self.num_samples, self.seed * 1_000_003 + epoch)
         # The epoch is in the key, so that what is drawn at random for a sample differs between epochs.
         return epoch * self.num_samples + order[place * self.batch_size : (place + 1) * self.batch_size]
+
+
+@lru_cache(maxsize=1)  # one epoch's, for all of its updates
+def _permutation(number: int, seed: int) -> Tensor:
+    return torch.randperm(number, generator=torch.Generator().manual_seed(seed))
 
 
 @dataclass(frozen=True)
