@@ -90,6 +90,7 @@ LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
     "python": (1, launch(sys.executable, "launch/train.py")),
     "torchrun": (2, launch("bash", "launch/torchrun.sh", 2)),
     "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
+    "accelerate, one rank": (1, launch("bash", "launch/accelerate.sh", "configs/accelerate/one.yaml")),
     "accelerate, DeepSpeed": (2, deepspeed_under_accelerate),
     "deepspeed": (
         2,

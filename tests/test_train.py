@@ -101,7 +101,9 @@ def test_a_hugging_face_model_by_path(programs, tmp_path):
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     options = ("--task", "language", "--model", tmp_path / "model", "--context", 32, "--updates", 3)
-    trained(programs, tmp_path / "run", *options)
+    text = trained(programs, tmp_path / "run", *options)
+    assert f"{tmp_path / 'model'} on README.md: 0.03 million parameters" in text, "the model of that folder"
+    assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
     proven(programs, tmp_path / "run")
 
 
@@ -124,9 +126,9 @@ def test_a_torchvision_dataset(programs, tmp_path):
     folder = tmp_path / "data" / "FashionMNIST" / "raw"
     folder.mkdir(parents=True)
     for name, number in (("train", 40), ("t10k", 10)):  # in the format of the files that it downloads
-        images = bytes([0, 0, 8, 3, *number.to_bytes(4), *(28).to_bytes(4), *(28).to_bytes(4)])
+        images = bytes([0, 0, 8, 3, *number.to_bytes(4, "big"), *(28).to_bytes(4, "big"), *(28).to_bytes(4, "big")])
         (folder / f"{name}-images-idx3-ubyte").write_bytes(images + random.Random(0).randbytes(number * 28 * 28))
-        labels = bytes([0, 0, 8, 1, *number.to_bytes(4), *(i % 10 for i in range(number))])
+        labels = bytes([0, 0, 8, 1, *number.to_bytes(4, "big"), *(i % 10 for i in range(number))])
         (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
     options = ("--data", "FashionMNIST", "--data-folder", tmp_path / "data", "--batch-size", 16, "--epochs", 1)
     text = trained(programs, tmp_path / "run", *SMALL, *options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -331,5 +330,5 @@ def to_device(batch: Any, device: torch.device) -> Any:
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The parts that a sharded model gathers one at a time: its repeated blocks, those of a Hugging Face model too."""
     names = {"BasicBlock", "Bottleneck", "EncoderBlock", "TransformerEncoderLayer"}
-    names |= set(itertools.chain(getattr(model, "_no_split_modules", None) or []))
+    names |= set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__ in names]
