@@ -13,6 +13,27 @@ stop() {
     exit 2
 }
 
+# read_options "NAME ..." "$@": sets the variable of each --NAME VALUE before --, and `rest` to what comes after it.
+read_options() {
+    local known=" $1 "
+    shift
+    while (($#)); do
+        case $1 in
+            -h | --help) help "$0" && exit ;;
+            --)
+                shift
+                break
+                ;;
+        esac
+        [[ $1 == --* && $known == *" ${1#--} "* ]] ||
+            stop "$1 is not known; options of train.py come after --, and --help lists those before it"
+        (($# > 1)) || stop "$1 without a value"
+        declare -g "${1#--}=$2"
+        shift 2
+    done
+    rest=("$@")
+}
+
 # The interpreter: $PYTHON, else that of .venv (or $VENV), else python3; one that has torch and distaccum.
 find_python() {
     local python=${PYTHON:-python3}

@@ -20,21 +20,8 @@ source "$root/launch/lib.sh"
 
 nodes=${SLURM_JOB_NUM_NODES:-} node=${SLURM_NODEID:-} address='' ranks=${RANKS:-auto}
 port=$((29500 + ${SLURM_JOB_ID:-0} % 1000))
-while (($#)); do
-    case $1 in
-        -h | --help) help "${BASH_SOURCE[0]}" && exit ;;
-        --)
-            shift
-            break
-            ;;
-        --nodes | --node | --address | --port | --ranks)
-            (($# > 1)) || stop "$1 without a value"
-            declare "${1#--}=$2"
-            shift 2
-            ;;
-        *) stop "$1 is not known; options of train.py come after --, and --help lists those before it" ;;
-    esac
-done
+rest=()
+read_options "nodes node address port ranks" "$@"
 if [[ -z $address && -n ${SLURM_JOB_NODELIST:-} ]]; then
     address=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 fi
@@ -45,4 +32,4 @@ done
 python=$(find_python)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" \
-    --master-addr "$address" --master-port "$port" "$root/launch/train.py" "$@"
+    --master-addr "$address" --master-port "$port" "$root/launch/train.py" "${rest[@]}"

@@ -16,21 +16,8 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$root/launch/lib.sh"
 
 rate=200mbit out=runs/two-nodes only=''
-while (($#)); do
-    case $1 in
-        -h | --help) help "${BASH_SOURCE[0]}" && exit ;;
-        --)
-            shift
-            break
-            ;;
-        --rate | --out | --only)
-            (($# > 1)) || stop "$1 without a value"
-            declare "${1#--}=$2"
-            shift 2
-            ;;
-        *) stop "$1 is not known; options of train.py come after --, and --help lists those before it" ;;
-    esac
-done
+rest=()
+read_options "rate out only" "$@"
 case $only in '' | last | every) ;; *) stop "--only $only, expected last or every" ;; esac
 ((EUID == 0)) || stop "network namespaces need root; run it with sudo"
 for tool in ip tc; do command -v $tool >/dev/null || stop "$tool is not here; install iproute2"; done
@@ -87,7 +74,7 @@ for sync in ${only:-last every}; do
     agents=()
     for i in 0 1; do
         ip netns exec "${nodes[i]}" bash "$root/launch/nodes.sh" --nodes 2 --node $i --address 10.77.0.1 --ranks 1 -- \
-            --device cpu "$@" --sync "$sync" --out "$out/$sync" &
+            --device cpu "${rest[@]}" --sync "$sync" --out "$out/$sync" &
         agents+=($!)
     done
     status=0
