@@ -391,6 +391,20 @@ def test_what_a_kill_left_of_a_checkpoint_is_passed_over(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
+def test_a_finished_run_that_goes_on_and_is_killed_is_not_taken_for_finished(programs, tmp_path):
+    options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
+    run = tmp_path / "run"
+    trained(programs, run, *options, "--updates", 2)
+    started = programs.start("train", *options, "--updates", 10**5, "--checkpoint-every", 1, "--out", run, "--resume")
+    until = time.monotonic() + 60
+    while not any(int(path.name[7:]) > 2 for path in run.glob("checkpoints/update-*")):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    started.send(signal.SIGKILL)
+    started.wait()
+    assert not (run / "weights.pt").exists(), "they would be those of update 2"
+
+
 def killed_somewhere(programs: Programs, out: Path, ranks: int, seconds: float, options: tuple[Any, ...]) -> bool:
     """Whether the kill came before the end."""
     started = programs.start_ranks(ranks, "train", *options, "--out", out, "--resume")

@@ -88,6 +88,7 @@ class Report:
         )
         if job.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
+            (self._folder / "weights.pt").unlink(missing_ok=True)  # of a shorter run that this one goes on with
             _write(self._folder / "config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
             for name in ("log.jsonl", "evaluation.jsonl"):
                 _cut(self._folder / name, start)
