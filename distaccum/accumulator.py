@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -24,7 +23,10 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from .batches import Count, batch_length, count_samples, cut_batch
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
-from .precision import look_at, refuse_mixed, unscale
+from .feed import Feed, Stream
+from .memory import FAILED, OUT_OF_MEMORY, Before, Fit, Guard, free, is_out_of_memory
+from .nonfinite import find_nonfinite
+from .precision import look_at, refuse_mixed, unscale, update_without_gradients
 from .shares import (
     REDUCTIONS,
     DistaccumError,
@@ -34,16 +36,22 @@ from .shares import (
     Schedule,
     at_update,
     cut_evenly,
+    guess_counts,
     listed,
     make_plan,
     steps_for,
+    tidy,
     whole_number,
 )
+from .state import Unfinished, pack, random_devices, unpack
 from .update import Update, Waitable
-from .window import Spare, Window
+from .window import Spare, Stage, Window
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 BatchNorm = Literal["warn", "ignore"]
+LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
+MOST_SKIPS = 50  # in a row
+WATCHED_WINDOWS = 100  # after one whose gradient was not finite and nobody could say where
 WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 
 
@@ -76,7 +84,7 @@ class Accumulator:
         *,
         steps: Schedule | None = None,
         batch_size: Schedule | None = None,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         reduction: Reduction | Mapping[str, Reduction] = "mean",
         count: Count | Mapping[str, Count] = count_samples,
         max_norm: float | None = None,
@@ -86,6 +94,7 @@ class Accumulator:
         sync: Sync = "last",
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
+        lookahead: bool = True,
     ) -> None:
         self._models: list[nn.Module] = _several("model", model, "forward")
         self._accelerated = Accelerated(
@@ -106,7 +115,11 @@ class Accumulator:
                 "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
             )
         self._steps, self._batch_size, self._micro_batch_size = _sizes(steps, batch_size, micro_batch_size)
+        self._fit = Fit(None if self._micro_batch_size == "auto" else self._micro_batch_size)
         self._reductions, self._counts = _by_name(reduction, count)
+        self._lookahead = lookahead
+        if not lookahead:
+            self._refuse_to_stream(sync)
         self._max_norm = self._engine.adopt_max_norm(_positive("max_norm", max_norm))
         self._on_nonfinite = _choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._batchnorm = _choice("batchnorm", batchnorm, get_args(BatchNorm))
@@ -139,6 +152,11 @@ class Accumulator:
             )
         self._batchnorms = [named for model in self._models for named in _batchnorms(model)]
         self._index = 0
+        self._skipped = 0  # in a row
+        self._watched_windows = 0  # to come
+        self._before: Before | None = None
+        self._feed: Feed | None = None  # of the windows() at hand
+        self._loaded: tuple[Unfinished | None, Any] = (None, None)  # of a state: a window, and the loader's
         self._warned: set[str] = set()
         self._stepping = False
         self._unfinished = False
@@ -160,38 +178,46 @@ class Accumulator:
         What the loader yields is never cut. The last window may be short, and ranks may run out at
         different times.
         """
-        if self._steps is None and self._batch_size is None:
+        if self._steps is None and (self._batch_size is None or self._micro_batch_size == "auto"):
             raise ValueError(
                 "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "
-                "micro_batch_size=, to the Accumulator"
+                "micro_batch_size= as a number, to the Accumulator ('auto' is for update(), which cuts)"
             )
         return self._windows(loader)
 
     def _windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        iterator: Iterator[Any] | None = None
-        exhausted = False
+        unfinished, state = self._loaded
+        self._loaded = unfinished, None
+        if state is not None and not hasattr(loader, "load_state_dict"):
+            self._warn("loader", f"the state has a loader's in it, and a {type(loader).__name__} cannot load that")
+            state = None
+        self._feed = feed = Feed(loader, state)
 
         def draw() -> _Drawn:
-            nonlocal iterator, exhausted
             steps = self._steps_now()
-            iterator = iter(loader) if iterator is None else iterator
-            micro_batches = [] if exhausted else list(islice(iterator, steps))  # asked once more, some start anew
-            exhausted = len(micro_batches) < steps
-            return _Drawn(micro_batches, steps=steps, exhausted=exhausted)
+            feed.begin()
+            if self._lookahead:
+                return _Drawn(feed.draw(steps), steps=steps, exhausted=feed.exhausted)
+            stream = Stream(feed, steps, lambda batches: self._count(_Drawn(batches)), alone=not self._in_step)
+            first = stream()
+            return _Drawn([] if first is None else [first[0]], steps=steps, exhausted=feed.exhausted, stream=stream)
 
-        with self._accelerated.reading(loader):
-            while True:
-                window = self._plan(draw)
-                if window._plan.empty:
-                    return
-                try:
-                    yield window
-                except GeneratorExit:
-                    window._let_go()
-                    raise
-                if window._plan.exhausted:
-                    window._make_way()  # else a step() forgotten on the last window would pass in silence
-                    return
+        try:
+            with self._accelerated.reading(loader):
+                while True:
+                    window = self._plan(draw)
+                    if window._plan.empty:
+                        return
+                    try:
+                        yield window
+                    except GeneratorExit:
+                        window._let_go()
+                        raise
+                    if window._plan.exhausted:
+                        window._make_way()  # else a step() forgotten on the last window would pass in silence
+                        return
+        finally:
+            self._feed = None if self._feed is feed else self._feed
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -200,16 +226,20 @@ class Accumulator:
         ones last. Every tensor whose first dimension is the batch's is cut (as views), and lists of one value
         per sample; all else goes whole to each. `length` says the batch's length where it cannot be seen.
         """
+        self._refuse_to_cut_without_size("split")
+        return self._plan(lambda: self._cut(batch, length))
+
+    def _cut(self, batch: Any, length: int | None = None) -> _Drawn:
+        total = batch_length(batch) if length is None else operator.index(length)
+        steps = None if self._steps is None else at_update("steps", self._steps, self._index, WHOLE)
+        largest = self._fit.size or max(total, 1)
+        parts = -(-total // largest) if steps is None else max(steps, -(-total // largest))
+        sizes = cut_evenly(total, parts=parts)
+        return _Drawn(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
+
+    def _refuse_to_cut_without_size(self, name: str) -> None:
         if self._steps is None and self._micro_batch_size is None:
-            raise ValueError("split() cuts a batch and no size was given; pass micro_batch_size= or steps=")
-
-        def cut() -> _Drawn:
-            total = batch_length(batch) if length is None else operator.index(length)
-            parts = None if self._steps is None else at_update("steps", self._steps, self._index, WHOLE)
-            sizes = cut_evenly(total, parts=parts, largest=self._micro_batch_size)
-            return _Drawn(list(cut_batch(batch, sizes, total)), lengths=sizes)
-
-        return self._plan(cut)
+            raise ValueError(f"{name}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
         """One window of the micro-batches that the caller made; ranks may have different numbers of them."""
@@ -218,7 +248,7 @@ class Accumulator:
     def _steps_now(self) -> int:
         if self._steps is not None:
             return at_update("steps", self._steps, self._index, WHOLE)
-        assert self._batch_size is not None and self._micro_batch_size is not None
+        assert self._batch_size is not None and isinstance(self._micro_batch_size, int)
         wanted = at_update("batch_size", self._batch_size, self._index)
         ranks, micro = self._engine.num_ranks, self._micro_batch_size
         steps = steps_for(wanted, micro, ranks)
@@ -230,7 +260,7 @@ class Accumulator:
             )
         return steps
 
-    def _plan(self, draw: Callable[[], _Drawn]) -> Window:
+    def _plan(self, draw: Callable[[], _Drawn], guard: Guard | None = None) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
         standing = self._window() if self._window is not None else None
         if standing is not None:
@@ -246,14 +276,18 @@ class Accumulator:
         kept = [i for i, numbers in enumerate(counts) if any(numbers)]
         whole = [i for i in kept if all(counts[i])]
         offer = Offer(
+            index=self._index,
             steps=drawn.steps,
-            drawn=len(drawn.micro_batches),
+            drawn=len(drawn.micro_batches) if drawn.stream is None else drawn.stream.drawn,
             kept=len(kept),
             exhausted=drawn.exhausted,
             whole=whole == kept,
             whole_last=whole[-1:] == kept[-1:],
             ready=self._spare is not None,
             failed=error is not None,
+            guarded=guard is not None,
+            by_hand=bool(self._watched_windows) or (guard is not None and self._is_unproven(drawn)),
+            largest=max(drawn.lengths or [0]),
             totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
         )
         rows = self._engine.gather(offer.to_row())
@@ -263,6 +297,12 @@ class Accumulator:
             finally:
                 del error, drawn  # or the traceback would keep what was drawn, and itself
         plan = make_plan(names, [Offer.from_row(row) for row in rows])
+        if drawn.stream is not None and not plan.nothing:
+            plan = guess_counts(plan, drawn.steps)
+        unfinished, loader = self._loaded
+        if unfinished is not None:
+            self._refuse_another_window(unfinished, [counts[i] for i in kept])
+            self._loaded = None, loader
         if not plan.nothing:
             self._engine.check(plan)
             self._look_at_batchnorm(plan)
@@ -283,9 +323,29 @@ class Accumulator:
             watched=self._watched(),
             scaler=self._scaler,
             scales=self._accelerated.run_backward is None,
+            stream=None if plan.nothing else drawn.stream,
+            guard=guard,
+            unfinished=unfinished,
+            looks=bool(self._watched_windows),
         )
         self._window = weakref.ref(window)
         return window
+
+    def _refuse_another_window(self, unfinished: Unfinished, counts: list[tuple[float, ...]]) -> None:
+        """A state of mid-window goes on in the window that it was taken in, or all ranks hear that it is not."""
+        known = counts if self._lookahead else counts[:1]  # streaming, the first
+        other = (
+            unfinished.index != self._index
+            or unfinished.counts[: len(known)] != known
+            or (self._lookahead and len(unfinished.counts) != len(known))
+        )
+        others = [rank for rank, (differs,) in enumerate(self._engine.gather([float(other)])) if differs]
+        if others:
+            raise DistaccumError(
+                f"the state was taken in the middle of update {unfinished.index} and this window is not that one on "
+                f"rank {', '.join(map(str, others))} (here it counted {unfinished.counts}, and now {counts}); "
+                "give windows() the loader from that window's first micro-batch on"
+            )
 
     def _count(self, drawn: _Drawn) -> list[tuple[float, ...]]:
         """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
@@ -305,6 +365,85 @@ class Accumulator:
         numbers = [float(value) for value in values]
         return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
 
+    @property
+    def _in_step(self) -> bool:
+        """Whether each forward or backward takes part of all ranks."""
+        return self._engine.in_step and self._engine.sync != "gathered"
+
+    def _is_unproven(self, drawn: _Drawn) -> bool:
+        """Whether nobody knows that these micro-batches fit.
+
+        Where ranks are in step a failure on one cannot be undone either way, and the size asked for is believed.
+        """
+        return max(drawn.lengths or [0]) > self._fit.proven and (
+            not self._in_step or (self._micro_batch_size == "auto" and "gathered" in self._engine.policies)
+        )
+
+    # The window, and all that can go wrong in it
+
+    def update(self, batch: Any, loss_fn: LossFn) -> Update:
+        """Cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to
+
+            window = accumulator.split(batch)
+            for micro_batch in window:
+                window.backward(loss_fn(micro_batch))
+            return window.step()
+
+        but where a micro-batch does not fit into memory all ranks undo the window, halve the micro-batch and do it
+        again; the size is remembered, and a larger one is tried now and then. `loss_fn` may give a dict of named
+        losses. An error in it, on any rank, undoes the window on all: gradients, buffers and random numbers.
+        """
+        self._refuse_to_cut_without_size("update")
+        self._before = self._before or Before(self._models)
+        while True:
+            self._before.look()
+            guard = Guard(self._engine)
+            window = self._plan(lambda: self._cut(batch), guard)
+            try:
+                _run(window, loss_fn)
+            except Exception as error:
+                self._undo(window, guard, error)
+            except BaseException:
+                window.discard()
+                self._before.put_back()
+                raise
+            else:
+                try:
+                    update = window.step()
+                except _NonfiniteError as error:
+                    self._before.put_back()
+                    if error.is_placed:
+                        raise
+                    continue  # once more, and look at each micro-batch: the error then names it
+                self._fit.came_through(window._plan.largest, max(window._plan.kept))
+                return update
+            free()
+
+    def _undo(self, window: Window, guard: Guard, error: Exception) -> None:
+        """Puts all back, on all ranks; returns where a smaller micro-batch may fit."""
+        assert self._before is not None
+        alone = window._reducing and self._engine.num_ranks > 1 and not is_out_of_memory(error)
+        largest, rank = window._plan.largest, self._engine.rank
+        window.discard()
+        self._before.put_back()
+        if alone:  # the others are in the reduction, where nothing reaches them; or they failed in the same way
+            raise error
+        guard.hear(error)
+        if guard.verdicts[rank] == FAILED:
+            raise error
+        if failed := guard.ranks(FAILED):
+            raise DistaccumError(
+                f"rank {failed} failed in update {self._index} (its own error says why); the window is undone on all "
+                "ranks, and nothing was stepped"
+            )
+        if not self._fit.ran_out(largest):
+            seen = f": {' '.join(str(error).split())[:200]}" if guard.verdicts[rank] == OUT_OF_MEMORY else ""
+            raise DistaccumError(
+                f"a micro-batch of {largest} sample does not fit into the memory of rank "
+                f"{guard.ranks(OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, activation "
+                "checkpointing, or a lower precision"
+            )
+
     # One update
 
     def _begin(self, window: Window) -> None:
@@ -318,23 +457,70 @@ class Accumulator:
         self._engine.begin(window._plan, window._parameters)
 
     def _complete(self, window: Window) -> None:
-        self._engine.finish()
+        if window._guard is not None and not self._engine.will_reduce(True):
+            window._guard()
+            window._reducing = True
+        try:
+            self._engine.finish()
+        except RuntimeError as error:
+            self._engine.refuse_lost_ranks(error)
+            raise
+        if window._stream is not None:
+            self._correct(window)
         caller_steps = not self._optimizers and not self._engine.steps
         if caller_steps and self._scaler is None and self._on_nonfinite == "raise":
             finite, _ = look_at(partial(self._engine.norm, window._parameters), None)
             if not finite:
-                raise DistaccumError(_nonfinite("gradient"))
+                self._judge(window, "gradient")
+
+    def _correct(self, window: Window) -> None:
+        """Streaming, shares were made with a guess of the window's count; here it is known."""
+        rows = self._engine.gather(window._total)
+        total = sum(row[0] for row in rows)
+        (name,), (reduction,) = window._plan.counts, self._reductions.values()
+        window.counts[name] = tidy(total)
+        if reduction != "sum":
+            window._factor = window._plan.counts[name] / total
+            self._engine.scale(window._parameters, window._factor)
+
+    def _refuse_to_stream(self, sync: Sync) -> None:
+        if len(self._reductions) > 1:
+            raise ValueError(
+                f"lookahead=False with several denominators ({', '.join(self._reductions)}): streaming learns a count "
+                "at the window's end, and can then correct the gradient once; give one, or lookahead=True"
+            )
+        if self._engine.steps:
+            raise ValueError(
+                f"lookahead=False with {self._engine.name}, which keeps gradients where they cannot be corrected at "
+                "the window's end; leave lookahead at True"
+            )
+        if sync == "every" and not self._engine.in_step and self._engine.num_ranks > 1:
+            raise ValueError(
+                f"lookahead=False and sync='every' with {self._engine.name}: which micro-batches all ranks have is not "
+                "known before they are drawn; use sync='last'"
+            )
+        if any(isinstance(module, nn.SyncBatchNorm) for model in self._models for module in model.modules()):
+            raise ValueError(
+                "lookahead=False with SyncBatchNorm, whose forwards wait for each other, while no rank knows how many "
+                "the others have; leave lookahead at True"
+            )
 
     def _commit(self, window: Window) -> Update:
         if window._plan.nothing:
-            reason: str | None = f"no {' and no '.join(window.counts)} in any micro-batch of any rank"
+            reason: str | None = f"no {' and no '.join(self._reductions)} in any micro-batch of any rank"
             terms, reduction, norm = None, None, None
         else:
+            flags = self._unscale(window)
             terms = window._terms()
+            if self._scaler is not None:  # ranks agree on an overflow by the record's own collective
+                found = [flag.to(terms.device, terms.dtype).reshape(1) for flag in flags]
+                terms = torch.cat([terms, torch.stack(found).sum(0) if found else terms.new_zeros(1)])
             reduction = self._engine.sum_over_ranks(terms)
-            reason, norm = self._step_optimizers(window, terms, reduction)
+            reason, norm = self._step_optimizers(window, terms, reduction, flags)
             if reason is None and self._engine.in_step:
                 self._spare = window._spare
+            self._watched_windows = max(0, self._watched_windows - 1)
+            self._skipped = 0 if reason is None else self._skipped + 1
         window._close()
         self._unfinished = False
         self._index += 1
@@ -342,6 +528,12 @@ class Accumulator:
         if reason is None:
             for schedule in self._schedulers:
                 schedule.step()
+        elif self._skipped >= MOST_SKIPS:
+            skipped, self._skipped = self._skipped, 0
+            raise DistaccumError(
+                f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like this. "
+                "Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
+            )
         return Update(
             index=window.index,
             counts=window.counts,
@@ -349,47 +541,55 @@ class Accumulator:
             stepped=reason is None,
             reason=reason,
             seconds=time.perf_counter() - window._started,
-            _terms=terms,
+            _terms=None if terms is None else terms[: len(self._reductions)],
             _divisor=window._divisor,
             _reduction=reduction,
             _norm=norm,
         )
 
+    def _unscale(self, window: Window) -> list[Tensor]:
+        """Unscales what the scaler scaled; gives this rank's flags of overflow."""
+        if not self._optimizers and not self._engine.steps:
+            return []
+        window._refuse_cleared_gradients()
+        if self._scaler is None:
+            return []
+        others = [other for other in _windows_on(self._scaler) if other is not window and other._is_open]
+        if others:
+            raise DistaccumError(
+                "another window is open on one GradScaler, whose update() would change the scale under it; finish "
+                "one window before the next begins, or give each accumulator a GradScaler of its own"
+            )
+        if not len(window):
+            self._scaler.scale(self._trained[0].new_zeros(()))  # makes its scale, which elsewhere the losses made
+        return unscale(self._scaler, self._optimizers)
+
     def _step_optimizers(
-        self, window: Window, terms: Tensor, reduction: Waitable | None
+        self, window: Window, terms: Tensor, reduction: Waitable | None, flags: list[Tensor]
     ) -> tuple[str | None, Tensor | None]:
         """Steps every optimizer, or none and says why. Gives the norm before clipping, where it was asked for."""
         if not self._optimizers and not self._engine.steps:
             return None, None
-        window._refuse_cleared_gradients()
         stepped = [parameter for parameter in self._owned() if parameter.grad is not None]
         norm_of = partial(self._engine.norm, stepped)
-        overflows = None
-        if self._scaler is not None:
-            others = [other for other in _windows_on(self._scaler) if other is not window and other._is_open]
-            if others:
-                raise DistaccumError(
-                    "another window is open on one GradScaler, whose update() would change the scale under it; finish "
-                    "one window before the next begins, or give each accumulator a GradScaler of its own"
-                )
-            if not len(window):
-                self._scaler.scale(terms.new_zeros(()))  # makes its scale, which on other ranks the losses made
-            overflows = unscale(self._scaler, self._optimizers, self._engine.agree)
         judges = self._engine.judges
         norm = norm_of(2.0) if self._max_norm is not None and not judges else None
 
         reason = None
-        if overflows is not None:
+        if self._scaler is not None:
+            if reduction is not None:
+                reduction.wait()
+            overflows = terms[-1]
+            for flag in flags:  # what the scaler's step and update will read
+                flag.copy_(overflows.clamp(max=1.0))
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
                 if self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)
         elif self._on_nonfinite != "ignore" and not judges:
             finite, norm = look_at(norm_of, norm)
-            if not finite and self._on_nonfinite == "raise":
-                window.discard()
-                raise DistaccumError(_nonfinite("gradient"))
-            reason = None if finite else "a gradient is not finite"
+            if not finite:
+                reason = self._judge(window, "gradient")
 
         if reason is None:
             if norm is not None and self._max_norm is not None and self._max_norm < math.inf:
@@ -407,34 +607,93 @@ class Accumulator:
                 if reason is not None and self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)
                     if not self._engine.scales:
-                        window.discard()
-                        raise DistaccumError(_nonfinite("gradient"))
-        if self._scaler is not None and overflows is not None:
-            self._scaler.update()
+                        self._judge(window, "gradient")
+        if self._scaler is not None:
+            self._update_scaler(flags, terms[-1])
         return reason, norm
+
+    def _update_scaler(self, flags: list[Tensor], overflows: Tensor) -> None:
+        assert self._scaler is not None
+        if flags:
+            self._scaler.update()
+        elif self._engine.num_ranks > 1:
+            # Other ranks had gradients to look at, this one has none in its shards; their scales stay alike.
+            update_without_gradients(self._scaler, overflows)
 
     def _refuse_nonfinite_loss(self, window: Window, terms: Tensor, reduction: Waitable | None) -> None:
         if reduction is not None:
             reduction.wait()
         if not bool(terms.isfinite().all()):
-            window.discard()
-            raise DistaccumError(_nonfinite("loss"))
+            self._judge(window, "loss")
+
+    def _judge(self, window: Window, what: str) -> str:
+        """Names what is not finite, on all ranks alike; raises it, or gives the reason for a skip."""
+        found = find_nonfinite(window, self._engine, _names(self._models))
+        if not found.is_placed:
+            self._watched_windows = WATCHED_WINDOWS
+        if self._on_nonfinite != "raise":
+            return f"a {what} is not finite ({found.told})"
+        window.discard()
+        raise _NonfiniteError(
+            f"the {what} of this window is not finite ({found.told}), on all ranks alike; nothing was stepped and the "
+            "window is discarded. Look for it in the data or lower the learning rate; on_nonfinite='skip' skips such "
+            "updates",
+            found.is_placed,
+        )
 
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The update's index and the scaler's state, between two windows."""
+        """Where this is: the update's index, what was learned, the scaler, and the loader where it can tell.
+
+        Between two micro-batches of a window (after `window.backward`) also what this rank needs to go on there: all
+        ranks take it after as many micro-batches, and `window.can_pause` says whether they can. Save every rank's; what
+        is under `rank 0`, `rank 1`, ... is that rank's own.
+        """
         window = self._window() if self._window is not None else None
-        if window is not None and window._is_open:
-            raise DistaccumError("state_dict() in mid-window, expected it between two; call window.step() first")
-        return {"index": self._index, "scaler": self._scaler.state_dict() if self._scaler else None}
+        if window is not None and window._stage is Stage.COMPLETE:
+            raise DistaccumError("state_dict() between a window's loop and its step(); call window.step() first")
+        unfinished = None
+        if window is not None and window._stage is Stage.RUNNING:
+            unfinished = window._state(random_devices(self._models))
+        loader = None if self._feed is None else self._feed.state() if unfinished is None else self._feed.at_start
+        return {
+            "index": self._index,
+            "skipped": self._skipped,
+            "watched_windows": self._watched_windows,
+            "fit": self._fit.state(),
+            "scaler": self._scaler.state_dict() if self._scaler else None,
+            "ranks": self._engine.num_ranks,
+            "in_window": unfinished is not None,
+            f"rank {self._engine.rank}": pack(unfinished, loader),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Goes on where `state_dict` was taken; from mid-window on as many ranks, on which the next window must be the
+        same: give `windows` the loader from that window's first micro-batch on. Those done are drawn and not yielded.
+        """
         if (state["scaler"] is None) != (self._scaler is None):
             has, wants = ("no", "one") if state["scaler"] is None else ("a", "none")
             raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
-        self._index = int(state["index"])
+        window = self._window() if self._window is not None else None
+        if window is not None and window._is_open:
+            raise DistaccumError(f"load_state_dict() while a window is {window._describe()}; finish it or discard() it")
+        ranks = self._engine.num_ranks
+        if state["in_window"] and state["ranks"] != ranks:
+            raise DistaccumError(
+                f"the state was taken in mid-window on {state['ranks']} ranks and this job has {ranks}, expected as "
+                "many: each has its own part of the gradient. Start as many, or load a state from between two windows"
+            )
+        mine = state.get(f"rank {self._engine.rank}", b"") if state["ranks"] == ranks else b""
+        if state["in_window"] and not mine:
+            raise DistaccumError(
+                f"the state was taken in mid-window and has no part for rank {self._engine.rank}; save and load the "
+                "state_dict() of every rank"
+            )
+        self._loaded = unpack(mine)
+        self._index, self._skipped = int(state["index"]), int(state["skipped"])
+        self._watched_windows = int(state["watched_windows"])
+        self._fit.load(state["fit"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 
@@ -489,8 +748,18 @@ class Accumulator:
 class _Drawn:
     micro_batches: list[Any]
     lengths: list[int] | None = None  # in samples, where they were cut
+    stream: Stream | None = None  # that draws the others
     steps: int = 0  # that were wanted; 0: as many as there are
     exhausted: bool = False
+
+
+def _run(window: Window, loss_fn: LossFn) -> None:
+    for micro_batch in window:
+        loss = loss_fn(micro_batch)
+        if isinstance(loss, Mapping):
+            window.backward(**loss)
+        else:
+            window.backward(loss)
 
 
 def _read(values: list[Any]) -> list[Any]:
@@ -545,12 +814,19 @@ def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
-def _nonfinite(what: str) -> str:
-    return (
-        f"the {what} of this window is not finite (a NaN or an infinity), on all ranks alike; nothing was stepped "
-        "and the window is discarded. Look for it in the data or lower the learning rate; on_nonfinite='skip' "
-        "skips such updates"
-    )
+def _names(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Of parameters by identity; a second model's start with its place."""
+    return {
+        id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
+        for i, model in reversed(list(enumerate(models)))
+        for name, parameter in model.named_parameters()
+    }
+
+
+class _NonfiniteError(DistaccumError):
+    def __init__(self, message: str, is_placed: bool) -> None:
+        super().__init__(message)
+        self.is_placed = is_placed
 
 
 # Arguments
@@ -568,8 +844,8 @@ def _several(name: str, value: Any, needs: str) -> list[Any]:
 
 
 def _sizes(
-    steps: Schedule | None, batch_size: Schedule | None, micro_batch_size: int | None
-) -> tuple[Schedule | None, Schedule | None, int | None]:
+    steps: Schedule | None, batch_size: Schedule | None, micro_batch_size: int | Literal["auto"] | None
+) -> tuple[Schedule | None, Schedule | None, int | Literal["auto"] | None]:
     if steps is not None and (batch_size is not None or micro_batch_size is not None):
         raise ValueError(
             "steps says how many micro-batches, batch_size and micro_batch_size how many samples; give one or the other"
@@ -579,7 +855,9 @@ def _sizes(
     return (
         steps if steps is None or callable(steps) else whole_number("steps", steps, WHOLE),
         batch_size if batch_size is None or callable(batch_size) else whole_number("batch_size", batch_size),
-        None if micro_batch_size is None else whole_number("micro_batch_size", micro_batch_size),
+        micro_batch_size
+        if micro_batch_size is None or micro_batch_size == "auto"
+        else whole_number("micro_batch_size", micro_batch_size, ", or 'auto'"),
     )
 
 

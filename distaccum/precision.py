@@ -14,13 +14,10 @@ from torch.optim import Optimizer
 HALF = (torch.float16, torch.bfloat16)
 
 
-Agree = Callable[[Tensor | None], Tensor | None]
+def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[Tensor]:
+    """Divides each optimizer's gradients by the scale, once, and gives the flags of overflow that `update` will read.
 
-
-def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], agree: Agree) -> Tensor | None:
-    """Divides each optimizer's gradients by the scale, once, and gives the number of overflows found.
-
-    `agree` makes the number on this rank one of all ranks. None where there was no gradient to look at.
+    None of them where there was no gradient to look at.
     """
     found: list[Tensor] = []
     for optimizer in optimizers:
@@ -33,12 +30,15 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], agree: Agree) -
                 raise
         # Private, and the only way to the flag without a second pass: GradScaler.step reads it too.
         found += scaler._found_inf_per_device(optimizer).values()
-    here = torch.stack([flag.to(found[0].device) for flag in found]).sum() if found else None
-    overflows = agree(here)
-    if overflows is not here and overflows is not None:
-        for flag in found:  # what update() will read
-            flag.copy_(overflows.clamp(max=1.0))
-    return overflows
+    return found
+
+
+def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
+    """What `scaler.update()` does, which refuses where it was shown no gradient. Private: the fields that it reads."""
+    scale, growth = scaler._scale, scaler._growth_tracker
+    if scale is not None and growth is not None:
+        factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
+        torch._amp_update_scale_(scale, growth, overflows.to(scale.device, torch.float32), *factors)
 
 
 def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
@@ -69,15 +69,18 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
 
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scales gradients of norm `norm` to at most `max_norm`."""
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's
+    scale(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as torch's
+
+
+def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.is_sparse:
-            gradient.mul_(factor.to(gradient.device))
+            gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
         else:
             by_kind.setdefault((gradient.device, gradient.dtype), []).append(local(gradient))
     for (device, _), alike in by_kind.items():
-        torch._foreach_mul_(alike, factor.to(device))
+        torch._foreach_mul_(alike, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 class Norm(Protocol):

@@ -7,9 +7,10 @@ once, and every rank makes the same `Plan` of them. After that each micro-loss h
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import Literal, get_args
 
 Reduction = Literal["mean", "sum", "sum_to_mean"]
@@ -87,6 +88,7 @@ def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = N
 class Offer:
     """What one rank has for a window. Travels as a row of floats (exact up to 2**53)."""
 
+    index: int  # of the update
     steps: int  # micro-batches per rank and update that this rank was told; 0: whatever comes
     drawn: int  # micro-batches that the loader gave
     kept: int  # those with a count above 0
@@ -95,6 +97,9 @@ class Offer:
     whole_last: bool  # the last one has
     ready: bool  # holds a micro-batch from an earlier window, to stand in with
     failed: bool  # this rank could not plan, and will raise
+    guarded: bool  # update() runs it: ranks agree before they reduce
+    by_hand: bool  # no backward shall reduce: nobody knows yet whether all ranks come through
+    largest: int  # samples in a micro-batch, where they were cut
     totals: tuple[float, ...]  # by name
 
     def to_row(self) -> list[float]:
@@ -103,9 +108,13 @@ class Offer:
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Offer:
-        steps, drawn, kept = map(int, row[:3])
-        exhausted, whole, whole_last, ready, failed = map(bool, row[3:8])
-        return cls(steps, drawn, kept, exhausted, whole, whole_last, ready, failed, totals=tuple(row[8:]))
+        index, steps, drawn, kept = map(int, row[:4])
+        exhausted, whole, whole_last, ready, failed, guarded, by_hand = map(bool, row[4:11])
+        return cls(
+            *(index, steps, drawn, kept, exhausted, whole, whole_last, ready, failed, guarded, by_hand),
+            largest=int(row[11]),
+            totals=tuple(row[12:]),
+        )
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,9 @@ class Plan:
     ready: tuple[bool, ...]  # by rank: holds a micro-batch from an earlier window, to stand in with
     empty: bool  # no rank drew anything: the epoch is over
     exhausted: bool  # no rank has more
+    guarded: bool = False  # ranks agree before they reduce
+    by_hand: bool = False  # no backward reduces: the engine does after the last, when all ranks came through
+    largest: int = 0  # samples in a micro-batch of any rank, where they were cut
 
     @property
     def uneven(self) -> bool:
@@ -142,24 +154,51 @@ def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
             f"rank {', '.join(map(str, failed))} could not plan this window (its own error says why); "
             "no gradient was touched"
         )
-    if len({offer.steps for offer in offers}) > 1:
-        seen = ", ".join(f"rank {rank}: {offer.steps or 'any'}" for rank, offer in enumerate(offers))
-        raise DistaccumError(
-            f"ranks disagree on steps ({seen}), expected one number everywhere; "
-            "give every rank the same steps, batch_size and kind of window"
-        )
+    _refuse_disagreement(
+        "the update's index", [offer.index for offer in offers], "load the same state, and ask for as many windows"
+    )
+    _refuse_disagreement(
+        "who runs the window",
+        ["update()" if offer.guarded else "a loop" for offer in offers],
+        "call update(), or make a loop,",
+    )
+    _refuse_disagreement(
+        "steps", [offer.steps or "any" for offer in offers], "give the same steps, batch_size and kind of window"
+    )
     return Plan(
-        counts={name: _tidy(sum(offer.totals[i] for offer in offers)) for i, name in enumerate(names)},
+        counts={name: tidy(sum(offer.totals[i] for offer in offers)) for i, name in enumerate(names)},
         kept=tuple(offer.kept for offer in offers),
         whole=all(offer.whole for offer in offers),
         whole_last=all(offer.whole_last for offer in offers),
         ready=tuple(offer.ready for offer in offers),
         empty=not any(offer.drawn for offer in offers),
         exhausted=all(offer.exhausted for offer in offers),
+        guarded=any(offer.guarded for offer in offers),
+        by_hand=any(offer.by_hand for offer in offers),
+        largest=max(offer.largest for offer in offers),
     )
 
 
-def _tidy(number: float) -> float:
+def _refuse_disagreement(what: str, by_rank: Sequence[object], cure: str) -> None:
+    if len(set(by_rank)) > 1:
+        seen = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(by_rank))
+        raise DistaccumError(f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank")
+
+
+def guess_counts(plan: Plan, steps: int) -> Plan:
+    """Of a window that is not drawn yet, from its first micro-batches: a power of two near what it may hold.
+
+    Shares that are made with it are corrected at the window's edge. A power of two rounds nothing, and all ranks make
+    the same one.
+
+    >>> plan = make_plan(["samples"], [Offer(0, 8, 1, 1, False, True, True, True, False, False, False, 0, (6.0,))])
+    >>> guess_counts(plan, steps=8).counts
+    {'samples': 64.0}
+    """
+    return replace(plan, counts={name: 2.0 ** round(math.log2(n * steps)) for name, n in plan.counts.items()})
+
+
+def tidy(number: float) -> float:
     """Whole numbers as int, so that a count prints as one."""
     return int(number) if number == int(number) else number
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -14,8 +16,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .engines import Engine
-from .precision import HALF
+from .precision import HALF, total_norm
 from .shares import DistaccumError, Plan, Reduction, share_of
+from .state import Losses, Unfinished, random_state, set_random_state
 from .update import Update
 
 Item = TypeVar("Item")
@@ -31,7 +34,8 @@ class _Weight:
     seed: Tensor  # times the scaler's scale: the same for all losses of a window
     dtype: torch.dtype
     device: int
-    losses: list[Tensor]  # that went backward with it
+    losses: list[Tensor] = field(default_factory=list)  # that went backward with it
+    places: list[int] = field(default_factory=list)  # the micro-batches that they came from
 
 
 @dataclass(slots=True)
@@ -62,6 +66,15 @@ class Stage(Enum):
     COMPLETE = auto()  # after the loop: gradients are final
     STEPPED = auto()
     LEFT = auto()  # discarded
+
+
+class Stream(Protocol):
+    """Draws a window while it runs."""
+
+    steps_alone: bool  # ranks need not know of each other's micro-batches before the window's edge
+
+    def __call__(self) -> tuple[Any, tuple[float, ...]] | None:
+        """The next micro-batch with anything that counts, and its counts."""
 
 
 class Owner(Protocol):
@@ -103,27 +116,41 @@ class Window:
         watched: Sequence[Sequence[nn.Parameter]],
         scaler: GradScaler | None,
         scales: bool,
+        stream: Stream | None = None,
+        guard: Callable[[], None] | None = None,
+        unfinished: Unfinished | None = None,
+        looks: bool = False,
     ) -> None:
         self.index = index
-        self.counts = dict(plan.counts)
+        self.counts = {} if stream is not None else dict(plan.counts)
         self._plan = plan
         self._started = time.perf_counter()
         self._owner = owner
         self._engine = engine
-        self._micro_batches = micro_batches
+        self._micro_batches = deque(micro_batches)
         self._num = len(micro_batches)
         self._turns = 0 if plan.nothing else engine.turns(plan)
         self._num_early = engine.num_early(plan)  # so many first micro-steps reduce too
         self._divisor = engine.divisor
         self._names = tuple(reductions)
         self._several = len(self._names) > 1
+        self._reductions = reductions
         shares = {ns: self._shares_of(ns, plan, reductions) for ns in set(counts)}
         self._shares: list[Shares] = [shares[ns] for ns in counts]
         self._spare = spare
         if self._turns > self._num:
             assert spare is not None
             self._micro_batches += [spare.micro_batch] * (self._turns - self._num)
-            self._shares += [[0.0 if n else None for n in spare.counts]] * (self._turns - self._num)
+            self._shares += [_of_a_stand_in(spare)] * (self._turns - self._num)
+        self._counts = list(counts)
+        self._stream = stream
+        self._total = [sum(numbers) for numbers in zip(*counts, strict=True)] or [0.0] * len(self._names)
+        self._factor = 1.0  # that the gradient is multiplied by at the edge: streaming, the shares were guesses
+        self._guard = guard
+        self._unfinished = unfinished
+        self._done_before = 0 if unfinished is None else unfinished.done
+        self._looks: list[Tensor] | None = [] if looks else None  # the largest gradient after each micro-batch
+        self._reducing = False  # in a backward that other ranks take part in
         self._parameters = parameters
         self._watched = watched
         self._scaler = scaler
@@ -142,8 +169,20 @@ class Window:
         self._wide = torch.float32 if self._device.type == "mps" else torch.float64  # which Apple's GPUs lack
 
     def __len__(self) -> int:
-        """This rank's micro-batches; stand-ins are not among them."""
+        """This rank's micro-batches (streaming, those known of); stand-ins are not among them."""
         return self._num
+
+    @property
+    def can_pause(self) -> bool:
+        """Whether this is between two micro-batches on every rank that has done as many: all can take their
+        `state_dict()` here and go on from it. False in a window's last micro-batch, and streaming.
+        """
+        return (
+            self._stage is Stage.RUNNING
+            and self._stream is None
+            and self._turn == DONE
+            and self._position + 1 < min(self._plan.kept)
+        )
 
     @property
     def stand_in(self) -> bool:
@@ -163,16 +202,14 @@ class Window:
         try:
             if not self._plan.nothing:
                 self._owner._begin(self)
-            micro_batches, self._micro_batches = self._micro_batches, []
-            micro_batches.reverse()
-            while micro_batches:
-                self._position += 1
-                self._turn = WAITING
+            if self._unfinished is not None:
+                self._take_up(self._unfinished)
+            while self._advance():
                 if self._position < self._num:
-                    yield micro_batches.pop()  # not kept: what is done with can be freed
+                    yield self._micro_batches.popleft()  # not kept: what is done with can be freed
                 else:
                     with self._owner._untouched_statistics():
-                        yield micro_batches.pop()
+                        yield self._micro_batches.popleft()
                 if self._turn or self._more_parts or self._several or self._stage is Stage.LEFT:
                     self._end_of_micro_batch()
             self._check_gradients()
@@ -183,6 +220,75 @@ class Window:
         finally:
             if self._stage is not Stage.COMPLETE:
                 self.discard()
+
+    def _advance(self) -> bool:
+        """To the next micro-batch, if there is one."""
+        while self._micro_batches:
+            self._position += 1
+            if self._stream is not None:
+                self._draw_ahead(self._stream)
+            if self._position >= self._done_before:
+                if self._unfinished is not None:
+                    set_random_state(self._unfinished.random)  # what was drawn since then has drawn numbers too
+                    self._unfinished = None
+                self._turn = WAITING
+                return True
+            self._micro_batches.popleft()  # done before the state was taken
+        return False
+
+    def _draw_ahead(self, stream: Stream) -> None:
+        """Streaming: the micro-batch after the one at hand, to know whether this one reduces."""
+        if not stream.steps_alone and self._position < self._num:
+            self._spare = Spare(self._micro_batches[0], (1.0,))
+        drawn = stream() if self._num == len(self._shares) else None
+        if drawn is not None:
+            micro_batch, counts = drawn
+            self._micro_batches.append(micro_batch)
+            self._shares.append(self._shares_of(counts, self._plan, self._reductions))
+            self._total = [total + count for total, count in zip(self._total, counts, strict=True)]
+            self._num += 1
+        if stream.steps_alone:
+            self._turns = max(self._num, self._turns)
+            return
+        kept = tuple(int(row[0]) for row in self._engine.gather([float(self._num)]))
+        plan = replace(self._plan, kept=kept)
+        self._engine.check(plan)
+        self._turns, self._num_early = self._engine.turns(plan), self._engine.num_early(plan)
+        if self._turns > len(self._shares):
+            assert self._spare is not None
+            self._micro_batches.append(self._spare.micro_batch)
+            self._shares.append(_of_a_stand_in(self._spare))
+
+    def _take_up(self, unfinished: Unfinished) -> None:
+        """Goes on where the state of this window was taken."""
+        self._engine.put_partial(self._parameters, unfinished.partial)
+        for place, name, share, loss in unfinished.losses:
+            weight = self._weight(name, loss.to(self._device), share)
+            weight.losses.append(loss.to(self._device))
+            weight.places.append(place)
+        self._is_first = False
+
+    def _state(self, devices: Sequence[torch.device]) -> Unfinished:
+        """What `_take_up` needs, in a window that has done some of its micro-batches."""
+        if self._turn != DONE or self._more_parts:
+            raise DistaccumError(
+                f"state_dict() {self._where()} before its backward, expected it after window.backward(loss), between "
+                "two micro-batches"
+            )
+        losses: Losses = [
+            (place, name, share, loss.to("cpu"))
+            for name, weights in self._weights.items()
+            for share, weight in weights.items()
+            for place, loss in zip(weight.places, weight.losses, strict=True)
+        ]
+        return Unfinished(
+            done=self._position + 1,
+            index=self.index,
+            counts=self._counts,
+            losses=losses,
+            partial=self._engine.partial(self._parameters),
+            random=random_state(devices),
+        )
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yields `items`; each gets a backward of its own, so that one graph lives at a time.
@@ -227,25 +333,46 @@ class Window:
         reduce = (self._position == self._turns - 1 or self._position < self._num_early) and not self._more_parts
         if named or self._several:
             terms = self._by_name(loss, named)
-            self._turn = TORN
-            if terms:
-                self._engine.backward([loss for loss, _ in terms], [weight.seed for _, weight in terms], reduce)
-            else:
-                self._engine.skip()
         else:
             terms = [self._weighted(self._names[0], loss, self._shares[self._position][0] or 0.0)]
-            loss, weight = terms[0]
-            self._turn = TORN
-            self._engine.backward((loss,), (weight.seed,), reduce)
+        if self._guard is not None and self._engine.will_reduce(reduce):
+            self._guard()
+            self._reducing = True
+        self._turn = TORN
+        try:
+            if self._several:
+                self._run_several(terms, reduce)
+            else:
+                loss, weight = terms[0]
+                self._engine.backward((loss,), (weight.seed,), reduce)
+        except RuntimeError as error:
+            self._engine.refuse_lost_ranks(error)
+            raise
+        self._reducing = False
         if self._position < self._num:
             for one, weight in terms:
                 weight.losses.append(one.detach())
+                weight.places.append(self._position)
         self._turn, self._is_first = DONE, False
+        if self._looks is not None:
+            self._look()
         if reduce:
             self._marks = []  # gradients may have moved
         for mark in self._marks or self._mark_gradients(reduce):
             mark.gradient = gradient = mark.holder.grad
             mark.version = _version(gradient)
+
+    def _run_several(self, terms: Sequence[Term], reduce: bool) -> None:
+        if terms:
+            self._engine.backward([loss for loss, _ in terms], [weight.seed for _, weight in terms], reduce)
+        else:
+            self._engine.skip()
+
+    def _look(self) -> None:
+        """Whether what has added up here is finite; where ranks reduce, it is looked at before."""
+        assert self._looks is not None
+        holders = self._engine.holders(self._parameters)
+        self._looks.append(total_norm([one.grad for one in holders if one.grad is not None], float("inf")))
 
     def _weighted(self, name: str, loss: Tensor | None, share: float) -> Term:
         """The loss, ready for backward, and what weighs it."""
@@ -263,11 +390,19 @@ class Window:
                         "0.2% in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
                     )
                 return self._weighted(name, loss.float(), share)
-            tensor = torch.full((), share, dtype=loss.dtype, device=loss.device)
-            seed = self._scaler.scale(tensor) if self._scaler is not None and self._scales else tensor
-            weight = _Weight(tensor, seed, loss.dtype, loss.get_device(), weight.losses if weight is not None else [])
-            self._weights[name][share] = weight
+            weight = self._weight(name, loss, share)
         return loss, weight
+
+    def _weight(self, name: str, loss: Tensor, share: float) -> _Weight:
+        """A share for losses like this one."""
+        found = self._weights[name].get(share)
+        tensor = torch.full((), share, dtype=loss.dtype, device=loss.device)
+        seed = self._scaler.scale(tensor) if self._scaler is not None and self._scales else tensor
+        weight = _Weight(tensor, seed, loss.dtype, loss.get_device())
+        if found is not None:
+            weight.losses, weight.places = found.losses, found.places
+        self._weights[name][share] = weight
+        return weight
 
     def _by_name(self, loss: Tensor | None, named: dict[str, Tensor | None]) -> Sequence[Term]:
         if loss is not None:  # positional, or a name that happens to be "loss"
@@ -337,7 +472,8 @@ class Window:
 
     def _terms(self) -> Tensor:
         """The losses by name, weighted, on the device: what the ranks add up for the record."""
-        return torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
+        terms = torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
+        return terms if self._factor == 1.0 else terms * self._factor
 
     def _weighted_sum(self, weights: Iterable[_Weight]) -> Tensor:
         used = [weight for weight in weights if weight.losses]
@@ -348,6 +484,25 @@ class Window:
             return losses.sum() * used[0].share.to(self._device)
         shares = torch.stack([weight.share for weight in used for _ in weight.losses])
         return torch.dot(losses, shares.to(self._device, self._wide))
+
+    def _first_nonfinite_loss(self) -> tuple[int, float] | None:
+        """The micro-batch, and the loss."""
+        every = [
+            (place, loss)
+            for weights in self._weights.values()
+            for weight in weights.values()
+            for place, loss in zip(weight.places, weight.losses, strict=True)
+        ]
+        every.sort(key=lambda one: one[0])
+        for (place, _), value in zip(every, _read([loss for _, loss in every]), strict=True):
+            if not math.isfinite(value):
+                return place, value
+        return None
+
+    def _first_nonfinite_look(self) -> int:
+        """The micro-batch after which what had added up was not finite any more; -1: none, or nobody looked."""
+        found = (i for i, value in enumerate(_read(self._looks or [])) if not math.isfinite(value))
+        return self._done_before + next(found, -1 - self._done_before)
 
     def _shares_of(self, counts: Counts, plan: Plan, reductions: Mapping[str, Reduction]) -> Shares:
         return [
@@ -436,7 +591,20 @@ class Window:
         }[self._stage]
 
     def _forget(self) -> None:
-        self._micro_batches, self._weights, self._marks, self._spare = [], {}, [], None
+        self._micro_batches.clear()
+        self._weights, self._marks, self._spare, self._stream, self._unfinished = {}, [], None, None, None
+
+
+def _read(values: Sequence[Tensor]) -> list[float]:
+    """Together, in one wait for the device."""
+    if not values:
+        return []
+    read: list[float] = torch.stack([value.detach().to(values[0].device, torch.float32) for value in values]).tolist()
+    return read
+
+
+def _of_a_stand_in(spare: Spare) -> Shares:
+    return [0.0 if n else None for n in spare.counts]
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, full_gradient, full_weights, fully_sharded
 from problems import error, gradient, gradient_of_trunk, join, loss_of, make_batch, run_window, trunk, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -16,6 +17,7 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from distaccum import Accumulator, DistaccumError
+from distaccum.accumulator import MOST_SKIPS
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 
@@ -223,7 +225,11 @@ def test_raise_names_it_and_changes_nothing(value):
     accumulator = Accumulator(model, optimizer)
     before = weights(model)
     window = run_window(accumulator.window([*BATCHES, poison(BATCHES[0], value)]), model)
-    with pytest.raises(DistaccumError, match="the gradient of this window is not finite"):
+    told = (
+        r"the gradient of this window is not finite \(the loss of micro-batch 3 on rank 0 is nan; "
+        r"first in 0.0.weight, 0.0.bias, 0.2.weight and 3 more\)"
+    )
+    with pytest.raises(DistaccumError, match=told):
         window.step()
     assert torch.equal(weights(model), before)
     assert not optimizer.state
@@ -239,7 +245,10 @@ def test_skip_leaves_weights_and_optimizer_alone():
     run_window(accumulator.window(BATCHES), model).step()
     before, state = weights(model), copy.deepcopy(optimizer.state_dict())
     update = run_window(accumulator.window([poison(BATCHES[0])]), model).step()
-    assert (update.index, update.stepped, update.reason) == (1, False, "a gradient is not finite")
+    assert (update.index, update.stepped) == (1, False)
+    assert update.reason.startswith(
+        "a gradient is not finite (the loss of micro-batch 0 on rank 0 is nan; first in 0.0."
+    )
     assert torch.equal(weights(model), before)
     for mine, theirs in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
@@ -273,30 +282,96 @@ def test_large_finite_gradients_are_finite():
     assert float((before - weights(model)).norm()) == pytest.approx(1.0)
 
 
-def one_rank_is_poisoned(on_nonfinite):
+def wrap_trunk(kind):
+    return DistributedDataParallel(trunk()) if kind == "DDP" else fully_sharded(parts=False)(trunk(), 0.1)[0]
+
+
+def one_rank_is_poisoned(kind, on_nonfinite, where):
+    model = wrap_trunk(kind)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
+    before = full_weights(model)
+    seen = []
+    for _ in range(2):
+        window = accumulator.window(BATCHES)
+        for i, batch in enumerate(window):
+            is_bad = (dist.get_rank(), i) == (1, 1)
+            loss = loss_of(model, poison(batch) if is_bad and where == "loss" else batch)
+            window.backward(Poisoned.apply(loss) if is_bad and where == "backward" else loss)
+        try:
+            seen.append(window.step().reason)
+        except DistaccumError as caught:
+            seen.append(str(caught))
+    unchanged = torch.equal(full_weights(model), before)
+    run_window(accumulator.window(BATCHES), model)
+    return seen, unchanged, error(full_gradient(model), gradient_of_trunk(BATCHES))
+
+
+class Poisoned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * math.nan
+
+
+@pytest.mark.parametrize("where", ["loss", "backward"])
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("kind", ["DDP", *(["FSDP2"] if FSDP2_RUNS_ON_CPU else [])])
+def test_all_ranks_decide_alike_and_name_rank_and_micro_batch(ranks, kind, on_nonfinite, where):
+    """A loss that is not finite at once; a backward in the window after, whose every micro-batch is looked at."""
+    (seen, unchanged, wrong), (other, also_unchanged, also_wrong) = ranks(2).run(
+        one_rank_is_poisoned, kind, on_nonfinite, where
+    )
+    assert seen == other
+    assert all(
+        text.startswith("the gradient of this window" if on_nonfinite == "raise" else "a gradient") for text in seen
+    )
+    places = {
+        "loss": ["(the loss of micro-batch 1 on rank 1 is nan; first in 0.0.weight, 0.0.bias, "] * 2,
+        "backward": [
+            "(every loss is finite, so it came up in a backward; update() finds out in which; first in 0.0.weight",
+            "(it came up in the backward of micro-batch 1 on rank 1, whose loss is finite; first in 0.0.weight",
+        ],
+    }[where]
+    assert all(place in text for place, text in zip(places, seen, strict=True)), seen
+    assert unchanged and also_unchanged
+    assert max(wrong, also_wrong) <= 1e-12
+
+
+def test_a_run_of_skips_is_an_error():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite="skip")
+    for i in range(MOST_SKIPS - 1):
+        assert not run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
+        if i == 3:
+            accumulator.load_state_dict(accumulator.state_dict())  # which counts on
+    with pytest.raises(
+        DistaccumError, match=r"50 updates in a row were skipped, the last because a gradient is not fin"
+    ):
+        run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def overflow_after_the_reduction():
+    """On one rank alone, which DDP's reduction does not spread."""
     ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler)
     before = weights(ddp)
-    mine = [poison(batch) if dist.get_rank() == 1 and i == 1 else batch for i, batch in enumerate(BATCHES)]
-    window = run_window(accumulator.window(mine), ddp)
-    try:
-        seen = window.step().reason
-    except DistaccumError as caught:
-        seen = str(caught)[:45]
-    unchanged = torch.equal(weights(ddp), before)
-    run_window(accumulator.window(BATCHES), ddp)
-    return seen, unchanged, error(gradient(ddp), gradient_of_trunk(BATCHES))
+    window = run_window(accumulator.window(BATCHES), ddp)
+    if dist.get_rank() == 1:
+        next(ddp.parameters()).grad.view(-1)[0] = math.inf
+    update = window.step()
+    return update.stepped, scaler.get_scale(), torch.equal(weights(ddp), before), update.loss
 
 
-@pytest.mark.parametrize(
-    ("on_nonfinite", "expected"),
-    [("raise", "the gradient of this window is not finite (a N"[:45]), ("skip", "a gradient is not finite")],
-)
-def test_all_ranks_decide_alike(ranks, on_nonfinite, expected):
-    for seen, unchanged, wrong in ranks(2).run(one_rank_is_poisoned, on_nonfinite):
-        assert seen == expected
-        assert unchanged
-        assert wrong <= 1e-12
+def test_found_inf_is_agreed_by_all_ranks(ranks):
+    (one, other) = ranks(2).run(overflow_after_the_reduction)
+    assert one == other
+    assert one[:3] == (False, 2.0**9, True) and math.isfinite(one[3])
 
 
 def test_sparse_gradients_are_normed_and_clipped():

@@ -364,8 +364,9 @@ def unknown_name(accumulator, model, optimizer):
 def state_in_mid_window(accumulator, model, optimizer):
     window = accumulator.window(BATCHES)
     for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
+        loss = loss_of(model, micro_batch)
         accumulator.state_dict()
+        window.backward(loss)
 
 
 MISUSES = {
@@ -394,7 +395,7 @@ MISUSES = {
     parts_left_early: (DistaccumError, "left before its last item"),
     retry_a_failed_backward: (DistaccumError, "half added up; leave the loop"),
     unknown_name: (ValueError, r"\['tokens'\], expected losses by name, of \['samples'\]"),
-    state_in_mid_window: (DistaccumError, r"state_dict\(\) in mid-window"),
+    state_in_mid_window: (DistaccumError, r"state_dict\(\) in micro-batch 0 of 3 before its backward"),
 }
 
 
@@ -477,7 +478,7 @@ def schedule(optimizer):
         ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
         ({"batch_size": 4}, ValueError, "without micro_batch_size"),
         ({"batch_size": 4.5, "micro_batch_size": 2}, TypeError, "batch_size=4.5 is a float"),
-        ({"micro_batch_size": "auto"}, TypeError, "micro_batch_size='auto' is a str"),
+        ({"micro_batch_size": "all"}, TypeError, "micro_batch_size='all' is a str, expected a whole number, or 'auto'"),
         ({"reduction": "avg"}, ValueError, "reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'"),
         ({"reduction": {"a": "mean"}, "count": {"b": count_samples}}, ValueError, "the same losses in both"),
         ({"count": 5}, TypeError, "count=5.*expected a callable"),

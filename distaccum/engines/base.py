@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..precision import clip, total_norm
-from ..shares import Plan
+from ..precision import clip, local, scale, total_norm
+from ..shares import DistaccumError, Plan
 from ..update import Waitable
 
 Sync = Literal["last", "every", "replicas", "gathered"]
@@ -92,6 +92,14 @@ class Engine(ABC):
         """So many first micro-steps reduce, besides the last."""
         return 0
 
+    def agree(self, row: list[float]) -> list[list[float]]:
+        """The rows of all ranks, as `gather`, on a way of its own: other ranks may be in another collective."""
+        return self.gather(row)
+
+    def will_reduce(self, reduce: bool) -> bool:
+        """Whether a backward that is given this `reduce` sends anything: what fails in it cannot be undone."""
+        return False
+
     @abstractmethod
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         """Postpones reductions from here on."""
@@ -124,11 +132,26 @@ class Engine(ABC):
         """Whether gradients stand that `clear` did not leave; `in_window`: that no backward of it made."""
         return any(parameter.grad is not None for parameter in parameters)
 
+    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        """What this rank's backwards have added up, between two micro-batches, on the host."""
+        raise DistaccumError(
+            f"state_dict() in mid-window with {self.name}, which does not show what it has added up; call it between "
+            "two windows, after window.step()"
+        )
+
+    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
+        """Goes on with it, after `begin` and in the place of the backwards that made it; all ranks together."""
+        raise DistaccumError(f"{self.name} cannot go on in mid-window; load a state from between two windows")
+
+    def refuse_lost_ranks(self, error: RuntimeError) -> None:
+        """Raises in the place of an error that says, in the words of a library below, that a rank is gone."""
+        return
+
     # The update
 
-    def agree(self, overflow: Tensor | None) -> Tensor | None:
-        """The number of overflows on this rank (None: it had no gradient), made that of the worst rank."""
-        return overflow
+    def scale(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Multiplies the gradient when it is final."""
+        scale([p.grad for p in parameters if p.grad is not None], factor)
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """Of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity."""
@@ -143,3 +166,28 @@ class Engine(ABC):
         for optimizer in optimizers:
             optimizer.step()
         return None
+
+
+def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+    """Copies on the host; of a DTensor this rank's part."""
+    return [None if p.grad is None else local(p.grad).detach().to("cpu", copy=True) for p in parameters]
+
+
+def put_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
+    if len(gradients) != len(parameters):
+        raise ValueError(
+            f"the state is of a model with {len(gradients)} parameters and this one has {len(parameters)}; give the "
+            "same model and optimizer"
+        )
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if gradient is None or gradient.is_sparse:
+            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            continue
+        made = torch.empty_like(parameter, dtype=gradient.dtype, memory_format=torch.preserve_format)
+        if local(made).shape != gradient.shape:
+            raise ValueError(
+                f"the state has a gradient of shape {list(gradient.shape)} for a parameter of shape "
+                f"{list(local(made).shape)}; give the same model and number of ranks"
+            )
+        local(made).copy_(gradient)
+        parameter.grad = made

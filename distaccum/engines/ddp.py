@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync
+from .base import Sync, gradients_of, put_gradients
 from .ranks import RanksEngine, average_by_hand
 
 Mark = tuple[Tensor | None, int]
@@ -103,7 +103,7 @@ class DDPEngine(RanksEngine):
         own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
         whole = plan.whole if self.sync == "every" else plan.whole_last
-        self._reduces = whole and not plan.some_rank_is_dry and not self._unseen_graphs
+        self._reduces = whole and not plan.some_rank_is_dry and not plan.by_hand and not self._unseen_graphs
         if not self._reduces:
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
             if self._zeroed:
@@ -113,12 +113,18 @@ class DDPEngine(RanksEngine):
         self._found = [wrapper.require_backward_grad_sync for wrapper in self.wrappers]
         for wrapper in self.wrappers:
             wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
-            if plan.some_rank_is_dry:
-                # A dry rank runs no forward, so none may communicate: neither broadcast buffers nor agree
-                # on rebuilt buckets (once, in the forward after the first reduction; private, as in Join).
-                wrapper.require_forward_param_sync = False
+            if plan.some_rank_is_dry or plan.guarded:
+                # A dry rank runs no forward, and one that fails in its first does not end it, so none may communicate:
+                # neither broadcast buffers nor agree on rebuilt buckets (once, in the forward after the first
+                # reduction). Private, as in Join.
                 if wrapper.reducer._rebuild_buckets():
                     wrapper._has_rebuilt_buckets = True
+                if plan.guarded and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's
+                    wrapper._sync_buffers()  # type: ignore[no-untyped-call]
+                wrapper.require_forward_param_sync = False
+
+    def will_reduce(self, reduce: bool) -> bool:
+        return bool(self._unseen_graphs) or (reduce and self._reduces)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
@@ -206,6 +212,14 @@ class DDPEngine(RanksEngine):
             wrapper.require_backward_grad_sync = found
             wrapper.require_forward_param_sync = True
         self._armed, self._unreduced, self._by_hand, self._found = [], [], [], []
+
+    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        gradients = gradients_of(parameters)
+        none = [None if self._is_zeroed(p) else g for p, g in zip(parameters, gradients, strict=True)]
+        return {"gradients": none}
+
+    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
+        put_gradients(parameters, partial["gradients"])
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         views: dict[int, Tensor] = {}

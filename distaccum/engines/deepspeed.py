@@ -193,6 +193,9 @@ class DeepSpeedEngine(RanksEngine):
     def num_early(self, plan: Plan) -> int:
         return 0  # stages 2 and 3 are told the boundary, and reduce all the same
 
+    def will_reduce(self, reduce: bool) -> bool:
+        return self._form == "each"
+
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self._is_dry = plan.kept[self.rank] == 0
         for one in self._stepped_by_the_caller():

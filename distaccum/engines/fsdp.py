@@ -71,6 +71,9 @@ class FSDPEngine(RanksEngine):
     def num_early(self, plan: Plan) -> int:
         return max(plan.kept) - 1 if self.sync == "every" else 0
 
+    def will_reduce(self, reduce: bool) -> bool:
+        return reduce
+
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(p) for handle in self._handles() for p in _managed(handle)}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
@@ -119,11 +122,6 @@ class FSDPEngine(RanksEngine):
                 if hasattr(handle.flat_param, "_saved_grad_shard"):
                     del handle.flat_param._saved_grad_shard
             self._is_open = False
-
-    def agree(self, overflow: Tensor | None) -> Tensor:
-        agreed = torch.zeros((), device=self._wrappers[0].compute_device) if overflow is None else overflow.clone()
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.group)
-        return agreed
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..precision import HALF, local, total_norm
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync
+from .base import Sync, gradients_of, put_gradients
 from .ranks import RanksEngine, average_by_hand
 
 
@@ -51,6 +51,7 @@ class FullyShardEngine(RanksEngine):
                 self.policies += ("replicas",)
         super().__init__(models, sync, _data_parallel_group(self._groups))
         self._device = self._groups[0].fsdp_params[0].sharded_param.device
+        self._policy = sync  # of the window at hand
         self._found: list[_Flags] = []
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
@@ -73,7 +74,9 @@ class FullyShardEngine(RanksEngine):
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
-        if not plan.whole and self.sync != "gathered" and len(self._groups) > 1 and self.num_ranks > 1:
+        # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
+        self._policy = "gathered" if plan.by_hand and "gathered" in self.policies else self.sync
+        if not plan.whole and self._policy != "gathered" and len(self._groups) > 1 and self.num_ranks > 1:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
                 "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
@@ -82,19 +85,19 @@ class FullyShardEngine(RanksEngine):
         self.divisor = self._divides_by()
 
     def turns(self, plan: Plan) -> int:
-        return max(1, plan.kept[self.rank]) if self.sync == "gathered" else max(plan.kept)
+        return max(1, plan.kept[self.rank]) if self._policy == "gathered" else max(plan.kept)
 
     def num_early(self, plan: Plan) -> int:
-        return max(plan.kept) - 1 if self.sync == "every" else 0
+        return max(plan.kept) - 1 if self._policy == "every" else 0
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
         self._unused = [p for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-        self._reduces = plan.whole_last if self.sync in ("last", "gathered") else plan.whole
+        self._reduces = not plan.by_hand and (plan.whole_last if self._policy in ("last", "gathered") else plan.whole)
         self._found = [_Flags.of(state, group) for state in self._states for group in _groups(state)]
         for group in self._groups:
-            if self.sync == "gathered":
+            if self._policy == "gathered":
                 group.post_forward_mesh_info = None
             if hasattr(group, "_validate_unused_param_grad_dtypes") and _zeros_can_be_made(group):
                 # A parameter that only some ranks use would make their reductions differ in size. Before this
@@ -102,13 +105,18 @@ class FullyShardEngine(RanksEngine):
                 # (pytorch#196996), so there it is left to the user.
                 group.reduce_scatter_unused_params = True
         self._is_open = True
+        if plan.guarded and self._policy == "gathered":
+            self._gather_parameters()
+
+    def will_reduce(self, reduce: bool) -> bool:
+        return self._reduces and (reduce or self._policy == "replicas")
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        scatter = self.will_reduce(reduce)
         reduce = reduce and self._reduces
-        scatter = self._reduces and (reduce or self.sync == "replicas")
         for group, found in zip(self._groups, self._found, strict=True):
             group.reduce_grads, group.all_reduce_grads = scatter, reduce
-            group.reshard_after_backward = found.reshard_after_backward and (reduce or self.sync != "gathered")
+            group.reshard_after_backward = found.reshard_after_backward and (reduce or self._policy != "gathered")
         if not scatter:
             self.run_backward(losses, seeds)
             return
@@ -123,7 +131,7 @@ class FullyShardEngine(RanksEngine):
         self._unused = [p for p in self._unused if id(p) not in seen]
 
     def skip(self) -> None:
-        if self.sync != "gathered":
+        if self._policy != "gathered":
             _reshard(self._groups)  # as a backward would: the next forward gathers, on all ranks
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
@@ -152,6 +160,41 @@ class FullyShardEngine(RanksEngine):
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         return super().stale(parameters) or any(_holds_something(group) for group in self._groups)
+
+    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        everyone = [p for group in self._groups for p in group.fsdp_params]
+        unused = {id(p) for p in self._unused}
+        return {
+            "gradients": gradients_of(parameters),
+            "unsharded": [_on_host(_unsharded_gradient(p)) for p in everyone],
+            "not yet over replicas": [_on_host(group._partial_reduce_output) for group in self._groups],
+            "places in it": [_layout(group).get(p) for group in self._groups for p in group.fsdp_params],
+            "unused": [id(p) in unused for p in everyone],
+        }
+
+    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
+        everyone = [p for group in self._groups for p in group.fsdp_params]
+        put_gradients(parameters, partial["gradients"])
+        if any(gradient is not None for gradient in partial["unsharded"]):
+            self._gather_parameters()  # which makes the tensors that hold these
+            for parameter, gradient in zip(everyone, partial["unsharded"], strict=True):
+                _put_unsharded_gradient(parameter, gradient)
+            if self._policy != "gathered":
+                _reshard(self._groups)
+        for group, kept in zip(self._groups, partial["not yet over replicas"], strict=True):
+            group._partial_reduce_output = None if kept is None else kept.to(self._device)
+        places = iter(partial["places in it"])
+        for group in self._groups:
+            of_group = {p: place for p, place in zip(group.fsdp_params, places, strict=False) if place is not None}
+            _layout(group).update(of_group)
+        self._unused = [p for p, is_unused in zip(everyone, partial["unused"], strict=True) if is_unused]
+
+    def _gather_parameters(self) -> None:
+        """All of them, on all ranks together."""
+        for model in self.models:
+            for module in model.modules():
+                if self.wraps(module):
+                    module.unshard()  # type: ignore[operator]  # fully_shard gave it
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -365,6 +408,29 @@ def _unsharded_gradient(parameter: Any) -> Tensor | None:
         gathered = getattr(parameter, "_unsharded_param", None)
         kept = None if gathered is None else gathered.grad
     return kept
+
+
+def _put_unsharded_gradient(parameter: Any, gradient: Tensor | None) -> None:
+    """In mid-window, where torch keeps it: to 2.13 beside the parameter if it adds up in another dtype."""
+    if gradient is None:
+        return
+    gathered = parameter._unsharded_param
+    made = torch.empty_like(gathered, dtype=gradient.dtype)
+    local(made).copy_(gradient)
+    if made.dtype != gathered.dtype and not hasattr(type(parameter), "unsharded_accumulated_grad"):
+        parameter.unsharded_accumulated_grad = made
+    else:
+        gathered.grad = made
+
+
+def _layout(group: Any) -> dict[Any, Any]:
+    """Where parameters are in what waits for the all-reduce over replicas; before torch 2.15 it is not kept."""
+    layout: dict[Any, Any] = getattr(group, "_partial_reduce_output_layout", {})
+    return layout
+
+
+def _on_host(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else local(tensor).detach().to("cpu", copy=True)
 
 
 def _when_used(parameter: Any, seen: set[int]) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 from torch import Tensor, nn
 
 from ..shares import Plan
-from .base import Engine
+from .base import Engine, gradients_of, put_gradients
 
 
 @final
@@ -35,6 +35,12 @@ class PlainEngine(Engine):
 
     def release(self) -> None:
         pass
+
+    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        return {"gradients": gradients_of(parameters)}
+
+    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
+        put_gradients(parameters, partial["gradients"])
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:

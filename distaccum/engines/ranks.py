@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -14,6 +16,8 @@ from ..precision import local
 from ..shares import DistaccumError, Plan
 from .base import Engine, Sync
 
+# What gloo, NCCL and the store under them say when a rank is gone or late.
+LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 
 
@@ -26,12 +30,34 @@ class RanksEngine(Engine):
         self.host_group = host_group(group)
         self.divisor = self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self._apart: dist.ProcessGroup | None = None
 
     def gather(self, row: list[float]) -> list[list[float]]:
+        return self._gather(row, self.host_group)
+
+    def agree(self, row: list[float]) -> list[list[float]]:
+        # On the group of the gradients it would meet the collective of a rank that is further on, and be taken for it.
+        if self._apart is None:
+            self._apart = new_host_group(self.group)
+        return self._gather(row, self._apart)
+
+    def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        dist.all_gather(rows, mine, group=self.host_group)
+        try:
+            dist.all_gather(rows, mine, group=group)
+        except RuntimeError as error:
+            self.refuse_lost_ranks(error)
+            raise
         return [row.tolist() for row in rows]
+
+    def refuse_lost_ranks(self, error: RuntimeError) -> None:
+        if LOST.search(str(error)):
+            raise DistaccumError(
+                f"rank {self.rank} waited for the others in vain: one of them died, failed on its own, or did not come "
+                f"within the process group's timeout ({' '.join(str(error).split())[:200]}). The group cannot be used "
+                "any more; start all ranks again, from a checkpoint"
+            ) from error
 
     def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
         return dist.all_reduce(values, group=self.group_for(values), async_op=True)
@@ -66,10 +92,23 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A group of the same ranks whose collectives run on the host, made without asking other ranks."""
     if "cpu:" in dist.get_backend_config(group):
         return group
+    return new_host_group(group)
+
+
+def new_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
-    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=_timeout(group))
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """After which its collectives give up. Private; where it has moved, that of torch's default."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
 
 
 UNUSED, DENSE, SPARSE = range(3)

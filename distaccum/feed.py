@@ -1,0 +1,61 @@
+"""A loader of micro-batches, window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+Counts = tuple[float, ...]
+
+
+class Feed:
+    """Draws from `loader`; one that can tell its state (torchdata's) starts from `state`, where that is given."""
+
+    def __init__(self, loader: Iterable[Any], state: Any = None) -> None:
+        self._loader: Any = loader
+        self._state = state
+        self._iterator: Iterator[Any] | None = None
+        self.exhausted = False
+        self.at_start: Any = None  # the loader's state where the window at hand began
+
+    def begin(self) -> None:
+        """A window begins here."""
+        if self._iterator is None:
+            if self._state is not None:
+                self._loader.load_state_dict(self._state)
+            self._iterator = iter(self._loader)
+        self.at_start = self.state()
+
+    def state(self) -> Any:
+        """The loader's, as of what was drawn; None where it cannot tell, or nothing was drawn."""
+        if self._iterator is None or not hasattr(self._loader, "load_state_dict"):
+            return self._state
+        return self._loader.state_dict()
+
+    def draw(self, number: int) -> list[Any]:
+        """So many micro-batches, or what is left."""
+        assert self._iterator is not None
+        drawn = [] if self.exhausted else list(islice(self._iterator, number))  # asked once more, some start anew
+        self.exhausted = len(drawn) < number
+        return drawn
+
+
+class Stream:
+    """The micro-batches of one window, drawn while it runs; those without anything that counts are left out."""
+
+    def __init__(self, feed: Feed, steps: int, count: Callable[[list[Any]], list[Counts]], *, alone: bool) -> None:
+        self._feed, self._left, self._count = feed, steps, count
+        self.steps_alone = alone
+        self.drawn = 0
+
+    def __call__(self) -> tuple[Any, Counts] | None:
+        while self._left:
+            self._left -= 1
+            drawn = self._feed.draw(1)
+            self.drawn += len(drawn)
+            if not drawn:
+                self._left = 0
+            elif any(counts := self._count(drawn)[0]):
+                return drawn[0], counts
+        return None

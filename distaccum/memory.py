@@ -1,0 +1,182 @@
+"""Out of memory: what it looks like, the window undone, and the size that fits."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .engines import Engine
+from .state import random_devices, random_state, set_random_state
+
+# What allocators and libraries say that have no error of their own for it.
+MESSAGES = (
+    "out of memory",  # CUDA, HIP, XPU, MPS
+    "can't allocate memory",  # torch's allocator on the host
+    "not enough memory",  # the same on Windows
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN gives where its workspace does not fit
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller micro-batch may do.
+
+    >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), is_out_of_memory(KeyError())
+    (True, False)
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(seen, RuntimeError) and any(message in str(seen) for message in MESSAGES):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def free() -> None:
+    """What the failed attempt left: cycles that hold tensors, and blocks of other sizes in the device's cache."""
+    gc.collect()
+    for name in ("cuda", "xpu", "mps"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available() and getattr(module, "is_initialized", bool)():
+            module.empty_cache()
+
+
+FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
+PROOFS = 2  # windows: the optimizer makes its state after the first, which takes memory from the second
+
+
+@dataclass
+class Fit:
+    """The largest micro-batch that fits, as far as is known: the same on all ranks, which all see the same.
+
+    >>> fit = Fit(most=None)
+    >>> fit.ran_out(64), fit.size
+    (True, 32)
+    >>> for _ in range(FIRST_WAIT):
+    ...     fit.came_through(32, parts=4)
+    >>> fit.size, fit.ran_out(48), fit.size  # what is in between is tried now and then, and given up again
+    (48, True, 32)
+    """
+
+    most: int | None  # that was asked for; None: "auto"
+    size: int | None = None  # in use; None: whatever comes
+    good: int = 0  # the largest that came through
+    proven: int = 0  # that came through so often that backward may reduce at once
+    trials: list[int] = field(default_factory=list)  # windows above what is proven
+    too_large: int | None = None  # the smallest that did not fit
+    since: int = 0  # windows at this size
+    wait: int = FIRST_WAIT
+
+    def __post_init__(self) -> None:
+        self.size = self.most if self.size is None else self.size
+
+    def ran_out(self, largest: int) -> bool:
+        """A micro-batch of `largest` samples did not fit; False where there is no smaller one."""
+        if largest <= 1:
+            return False
+        self.wait = min(self.wait * 2, LONGEST_WAIT) if 0 < self.good < largest else FIRST_WAIT
+        self.good, self.proven = min(self.good, largest - 1), min(self.proven, largest - 1)
+        self.size, self.too_large = max(self.good, -(-largest // 2)), largest
+        self.trials, self.since = [], 0
+        return True
+
+    def came_through(self, largest: int, parts: int) -> None:
+        """A window whose batch was cut into `parts` of at most `largest` samples."""
+        self.good = max(self.good, largest)
+        if largest > self.proven:
+            self.trials.append(largest)
+            if len(self.trials) == PROOFS:
+                self.proven, self.trials = min(self.trials), []
+        if self.too_large is None or self.size is None or parts == 1:
+            return  # nothing is known that does not fit, or the size is not what bounds this batch
+        if largest >= self.too_large:
+            self.too_large = 2 * largest
+        self.since += 1
+        if self.since >= self.wait and self.size != self.most:
+            self._try_larger(largest * parts, parts)
+
+    def _try_larger(self, length: int, parts: int) -> None:
+        """Half way to what did not fit; where that is one sample away, that itself."""
+        assert self.size is not None and self.too_large is not None
+        larger = max(self.size + 1, (self.size + self.too_large) // 2)
+        while larger < self.too_large and -(-length // larger) == parts:
+            larger += 1  # it would cut the batch as before
+        self.size, self.since = larger if self.most is None else min(larger, self.most), 0
+
+    def state(self) -> dict[str, Any]:
+        """What was learned; what was asked for is not part of it."""
+        return {name: value for name, value in asdict(self).items() if name != "most"}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+        if self.most is not None:
+            self.size = self.most if self.size is None else min(self.size, self.most)
+
+
+OK, OUT_OF_MEMORY, FAILED = range(3)
+
+
+class Guard:
+    """Ranks agree that all came through, before any of them reduces."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.verdicts: list[int] = []  # by rank, when they last agreed
+
+    def __call__(self) -> None:
+        self.tell(OK)
+        if any(self.verdicts):
+            raise _FailedElsewhere
+
+    def hear(self, error: Exception) -> None:
+        """Tells the others of an error on this rank, unless it is theirs."""
+        if not isinstance(error, _FailedElsewhere):
+            self.tell(OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
+
+    def tell(self, verdict: int) -> None:
+        self.verdicts = [int(row[0]) for row in self._engine.agree([float(verdict)])]
+
+    def ranks(self, verdict: int) -> str:
+        """Those of it, as a text."""
+        return ", ".join(str(rank) for rank, found in enumerate(self.verdicts) if found == verdict)
+
+
+class _FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
+    """Another rank did not come through."""
+
+
+class Before:
+    """Buffers and random numbers as they were before the window; gradients are the window's own to clear."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = models
+        self._buffers: list[Tensor] = []
+        self._copies: list[Tensor] = []
+        self._random: dict[str, Any] = {}
+
+    def look(self) -> None:
+        # All of them: what batch normalisation does to its statistics shows in no version counter.
+        buffers = list({id(buffer): buffer for model in self._models for buffer in model.buffers()}.values())
+        if [*map(id, buffers)] != [*map(id, self._buffers)]:
+            self._buffers, self._copies = buffers, [torch.empty_like(buffer) for buffer in buffers]
+        _copy(self._copies, self._buffers)
+        self._random = random_state(random_devices(self._models))
+
+    def put_back(self) -> None:
+        _copy(self._buffers, self._copies)
+        set_random_state(self._random)
+
+
+@torch.no_grad()
+def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
+    for target, source in zip(to, of, strict=True):
+        target.copy_(source)

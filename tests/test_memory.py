@@ -1,0 +1,378 @@
+"""update(): a micro-batch that does not fit, or an error in the loss, undoes the window on all ranks."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, fully_sharded
+from problems import error, join, loss_of, make_batch, make_net_without_router, weights
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+from distaccum import Accumulator, DistaccumError
+from distaccum.memory import FIRST_WAIT, Fit, is_out_of_memory
+
+
+class Limited:
+    """A loss that runs out of memory above `limit` samples, at the place that is asked for."""
+
+    def __init__(self, model: nn.Module, limit: float, where: str = "forward") -> None:
+        self.model, self.limit, self.where = model, limit, where
+        self.sizes: list[int] = []
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        size = len(batch["x"])
+        self.sizes.append(size)
+        if size > self.limit and self.where == "forward":
+            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} GiB")
+        outputs = self.model(batch["x"])
+        if size > self.limit and self.where == "backward":
+            outputs = OutOfMemory.apply(outputs)
+        return outputs.square().mean()
+
+
+class OutOfMemory(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
+    """Weights after one step of SGD with lr=1 on all samples."""
+    optimizer = SGD(net.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    loss_of(net, join(batches)).backward()
+    optimizer.step()
+    return weights(net)
+
+
+# One process
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("micro_batch_size", [13, "auto"])
+def test_what_does_not_fit_is_cut_smaller_and_exact(where, micro_batch_size):
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=micro_batch_size)
+    batch, loss_fn = make_batch(13, seed=1), Limited(model, 4, where)
+    update = accumulator.update(batch, loss_fn)
+    assert update.stepped and update.counts == {"samples": 13}
+    assert loss_fn.sizes == [13, 6, 3, 3, 3, 4]
+    assert error(weights(model), big_batch(make_net_without_router(), [batch])) <= 1e-12
+    loss_fn.sizes.clear()
+    accumulator.update(make_batch(12, seed=2), loss_fn)
+    assert loss_fn.sizes == [4, 4, 4]  # it is remembered
+
+
+def test_a_single_sample_that_does_not_fit_is_an_error_with_the_size_in_it():
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
+    before = weights(model)
+    with pytest.raises(DistaccumError, match=r"1 sample does not fit.*rank 0: CUDA out of memory. Tried to allocate 1"):
+        accumulator.update(make_batch(5, seed=1), Limited(model, 0))
+    assert torch.equal(weights(model), before) and all(p.grad is None for p in model.parameters())
+
+
+class Random(nn.Module):
+    """Dropout, running statistics, and numbers from `random`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x.flatten(1)) * random.uniform(0.5, 1.0)
+
+
+@pytest.mark.filterwarnings("ignore:layers.1 normalise")
+def test_the_window_is_undone_whole_buffers_and_random_numbers_too():
+    ends = []
+    for first_size in (4, 12):  # what fits at once, and what is found to fit
+        model = Random()
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=first_size)
+        torch.manual_seed(5)
+        random.seed(5)
+        for i in range(3):
+            accumulator.update(make_batch(12, seed=i), Limited(model, 5, "backward" if i else "forward"))
+        ends.append(model.state_dict())
+    for name, tensor in ends[0].items():
+        # 12 is halved to 6 and to 3: other micro-batches than those of 4, so only the number of them is the same.
+        assert tensor.shape == ends[1][name].shape
+    assert ends[0]["layers.1.num_batches_tracked"] == 9 and ends[1]["layers.1.num_batches_tracked"] == 12
+
+
+@pytest.mark.filterwarnings("ignore:layers.1 normalise")
+def test_an_undone_window_is_bit_for_bit_as_if_it_had_not_been():
+    ends = []
+    for fails in (False, True):
+        model = Random()
+        accumulator = Accumulator(model, Adam(model.parameters(), lr=0.1), micro_batch_size=4)
+        torch.manual_seed(5)
+        random.seed(5)
+        for i in range(3):
+            batch = make_batch(12, seed=i)
+            if fails:
+                seen = []
+
+                def fail(micro_batch, seen=seen, model=model):
+                    seen.append(micro_batch)
+                    if len(seen) == 3:
+                        raise KeyError("a bug")
+                    return model(micro_batch["x"]).square().mean()
+
+                with pytest.raises(KeyError, match="a bug"):
+                    accumulator.update(batch, fail)
+            accumulator.update(batch, lambda micro_batch, model=model: model(micro_batch["x"]).square().mean())
+        ends.append(model.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_every_form_of_running_out_is_known_and_no_other_error():
+    with pytest.raises(RuntimeError) as host:
+        torch.empty(2**50)
+    with pytest.raises(MemoryError) as python:
+        bytearray(1 << 62)
+    wrapped = ValueError("while compiling")
+    wrapped.__cause__ = torch.OutOfMemoryError()
+    for told in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory")):
+        assert is_out_of_memory(told)
+    for told in (RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
+        assert not is_out_of_memory(told)
+
+
+def test_what_the_failed_attempt_held_is_let_go():
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
+    held: list[Any] = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        if len(batch["x"]) > 4:
+            activations = torch.ones(1000)
+            held.append(weakref.ref(activations))
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        assert all(one() is None for one in held)  # before the smaller one is tried
+        return loss_of(model, batch)
+
+    gc.disable()
+    try:
+        accumulator.update(make_batch(13, seed=0), loss_fn)
+    finally:
+        gc.enable()
+    assert held
+
+
+def test_larger_sizes_are_tried_now_and_then_and_found():
+    fit = Fit(most=None)
+    limit, sizes = 53, []
+    for _ in range(40 * FIRST_WAIT):
+        length = 256
+        while (largest := -(-length // -(-length // (fit.size or length)))) > limit:
+            assert fit.ran_out(largest)
+        sizes.append(largest)
+        fit.came_through(largest, -(-length // largest))
+    assert sizes[0] == 32 and max(sizes) == 52  # 256 in 5 parts; in 4 of 64 it does not fit
+
+
+def test_an_int_is_never_exceeded_and_come_back_to():
+    fit = Fit(most=10)
+    assert fit.ran_out(10) and fit.size == 5  # another program took the memory for a while
+    seen = set()
+    for _ in range(20 * FIRST_WAIT):
+        seen.add(fit.size)
+        fit.came_through(fit.size, 4)
+    assert max(seen) == 10
+
+
+def test_the_size_is_part_of_the_state():
+    model = make_net_without_router()
+    first, second = (Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size="auto") for _ in range(2))
+    first.update(make_batch(8, seed=0), Limited(model, 2))
+    second.load_state_dict(first.state_dict())
+    loss_fn = Limited(model, 2)
+    second.update(make_batch(8, seed=0), loss_fn)
+    assert loss_fn.sizes == [2, 2, 2, 2]
+
+
+def test_a_nan_in_a_backward_is_found_by_running_again():
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    batch = make_batch(8, seed=0)
+    batch["x"][5] = 0.0  # the root of 0 has an infinite slope
+
+    def loss_fn(micro_batch: Any) -> torch.Tensor:
+        return (
+            model(micro_batch["x"]).square().mean()
+            + (micro_batch["x"] * model.head.weight.sum()).square().sum((1, 2)).sqrt().mean()
+        )
+
+    before = weights(model)
+    message = r"backward of micro-batch 2 on rank 0, whose loss is finite; first in head.weight"
+    with pytest.raises(DistaccumError, match=message):
+        accumulator.update(batch, loss_fn)
+    assert torch.equal(weights(model), before)
+
+
+# Ranks
+
+
+def wrap(kind: str) -> nn.Module:
+    net = make_net_without_router()
+    if kind == "DDP":
+        return DistributedDataParallel(net)
+    return fully_sharded()(net, 1.0)[0]
+
+
+def whole_weights(model: nn.Module) -> torch.Tensor:
+    return torch.cat(
+        [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten() for p in model.parameters()]
+    )
+
+
+def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dict[str, Any]) -> Any:
+    """Updates of which one meets the fault in a micro-batch on one rank; then errors, and error against big batches."""
+    rank = dist.get_rank()
+    model = wrap(kind)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
+    seen: list[int] = []
+    told = ""
+    trace: list[str] = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        seen.append(len(batch["x"]))
+        here = fault != "nothing" and [rank, len(seen)] == at
+        if fault.endswith("before forward") and here:
+            raise KeyError("a bug") if "bug" in fault else torch.OutOfMemoryError("CUDA out of memory.")
+        outputs = model(batch["x"])
+        if here:
+            outputs = (Bug if "bug" in fault else OutOfMemory).apply(outputs)
+        return outputs.square().mean()
+
+    wrong = []
+    reference = make_net_without_router()
+    for i in range(4):
+        batches = [make_batch(max(0, size + i), seed=10 * i + r) for r, size in enumerate(sizes)]
+        for attempt in range(2):
+            try:
+                update = accumulator.update(batches[rank], loss_fn)
+            except (DistaccumError, KeyError) as caught:
+                told = f"{type(caught).__name__}: {caught}"
+                assert attempt == 0
+                trace += leaked(model)
+            else:
+                break
+        assert update.index == i
+        exact = big_batch(reference, batches)
+        wrong.append(error(whole_weights(model), exact))
+        trace += leaked(model)
+    return told, max(wrong), trace
+
+
+class Bug(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise KeyError("a bug")
+
+
+def leaked(model: nn.Module) -> list[str]:
+    found = [name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
+    if isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync:
+        found.append("the flag")
+    return found
+
+
+KINDS = {
+    "DDP": {"micro_batch_size": 3},
+    "DDP, auto": {"micro_batch_size": "auto"},
+    "DDP, every": {"micro_batch_size": 3, "sync": "every"},
+    **(
+        {
+            "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
+            "FSDP2, auto": {"micro_batch_size": "auto"},
+        }
+        if FSDP2_RUNS_ON_CPU
+        else {}
+    ),
+}
+
+
+@pytest.mark.parametrize("at", [[0, 1], [1, 1], [1, 2], [0, 4]], ids=str)
+@pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_fault_on_one_rank_is_undone_on_all(ranks, kind, fault, at):
+    """Before a size is proven, at any micro-batch: nothing is reduced until all ranks came through."""
+    ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [7, 5], KINDS[kind])
+    for rank, (told, wrong, trace) in enumerate(ends):
+        assert wrong <= 1e-10 and not trace
+        if "bug" in fault:
+            assert told.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
+        else:
+            assert not told
+
+
+@pytest.mark.parametrize("at", [[0, 10], [1, 6], [1, 8]], ids=str)
+@pytest.mark.parametrize("fault", ["bug before forward", "memory before forward"])
+@pytest.mark.parametrize("kind", ["DDP", "DDP, every", *(["FSDP2, gathered"] if FSDP2_RUNS_ON_CPU else [])])
+def test_a_proven_size_is_undone_up_to_the_backward_that_reduces(ranks, kind, fault, at):
+    ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [9, 6], KINDS[kind])
+    assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
+    assert [bool(told) for told, *_ in ends] == [fault.startswith("bug")] * 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_without_samples_hears_of_it_too(ranks, kind):
+    if kind.startswith("FSDP2"):
+        pytest.skip("a rank that never had a micro-batch cannot stand in")
+    ends = ranks(2).run(updates, kind.partition(",")[0], "memory before forward", [0, 2], [7, -3], KINDS[kind])
+    assert max(wrong for _, wrong, _ in ends) <= 1e-10
+
+
+def counted(kind: str, options: dict[str, Any]) -> Any:
+    from counting import Counting
+
+    model = wrap(kind)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), **options)
+    seen = []
+    for i in range(4):
+        with Counting() as counting:
+            accumulator.update(make_batch(8, seed=i), lambda batch: loss_of(model, batch)).loss  # noqa: B018
+            seen.append([name for name, _ in counting.take()])
+    return seen
+
+
+def test_ranks_pay_one_small_collective_more(ranks):
+    """Two windows whose size is not proven (reduced by hand, after what each rank has was asked), then proven ones."""
+    seen, other = ranks(2).run(counted, "DDP", {"micro_batch_size": 2})
+    assert seen == other
+    gathers = [names.count("allgather_") for names in seen]
+    assert gathers == [2, 2, 2, 2]
+    assert [sum("allreduce" in name for name in names) for names in seen] == [3, 3, 2, 2]
+
+
+def test_what_is_in_the_state_and_the_arguments_is_told_at_once():
+    model = make_net_without_router()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for value in ("automatic", 2.5, 0):
+        with pytest.raises((TypeError, ValueError), match="micro_batch_size="):
+            Accumulator(model, optimizer, micro_batch_size=value)
+    with pytest.raises(ValueError, match=r"update\(\) cuts a batch and no size was given"):
+        Accumulator(model, optimizer).update(make_batch(2, seed=0), None)
+    with pytest.raises(ValueError, match=r"'auto' is for update\(\)"):
+        Accumulator(model, optimizer, batch_size=8, micro_batch_size="auto").windows([])
+    assert math.isfinite(Accumulator(model, optimizer, steps=2).update(make_batch(3, seed=0), Limited(model, 9)).loss)
