@@ -684,7 +684,7 @@ class Accumulator:
                 f"the state was taken in mid-window on {state['ranks']} ranks and this job has {ranks}, expected as "
                 "many: each has its own part of the gradient. Start as many, or load a state from between two windows"
             )
-        mine = state.get(f"rank {self._engine.rank}", b"") if state["ranks"] == ranks else b""
+        mine = state.get(f"rank {self._engine.rank}") if state["ranks"] == ranks else None
         if state["in_window"] and not mine:
             raise DistaccumError(
                 f"the state was taken in mid-window and has no part for rank {self._engine.rank}; save and load the "

@@ -27,20 +27,20 @@ class Unfinished:
     random: dict[str, Any]
 
 
-def pack(unfinished: Unfinished | None, loader: Any) -> bytes:
+def pack(unfinished: Unfinished | None, loader: Any) -> bytes | None:
     """One value, which checkpoints of any kind hold as it is.
 
     `torch.distributed.checkpoint` loads what a fresh state shows already, and a fresh one cannot show the tensors of
     a window that it knows nothing of.
     """
     if unfinished is None and loader is None:
-        return b""
+        return None
     box = io.BytesIO()
     torch.save({"window": None if unfinished is None else asdict(unfinished), "loader": loader}, box)
     return box.getvalue()
 
 
-def unpack(packed: bytes) -> tuple[Unfinished | None, Any]:
+def unpack(packed: bytes | None) -> tuple[Unfinished | None, Any]:
     """What `pack` was given."""
     if not packed:
         return None, None

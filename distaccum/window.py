@@ -173,13 +173,20 @@ class Window:
         return self._num
 
     @property
+    def num_done(self) -> int:
+        """Micro-batches of this rank that went backward, stand-ins included."""
+        return self._position + (self._turn == DONE)
+
+    @property
     def can_pause(self) -> bool:
-        """Whether this is between two micro-batches on every rank that has done as many: all can take their
-        `state_dict()` here and go on from it. False in a window's last micro-batch, and streaming.
+        """Whether every rank, when it has done as many micro-batches, has another: all can then take a `state_dict()`.
+
+        False in a window's last micro-batch, streaming, and on engines that cannot (DeepSpeed, FSDP1).
         """
         return (
             self._stage is Stage.RUNNING
             and self._stream is None
+            and self._engine.shows_partial
             and self._turn == DONE
             and self._position + 1 < min(self._plan.kept)
         )
@@ -282,7 +289,7 @@ class Window:
             for place, loss in zip(weight.places, weight.losses, strict=True)
         ]
         return Unfinished(
-            done=self._position + 1,
+            done=self.num_done,
             index=self.index,
             counts=self._counts,
             losses=losses,

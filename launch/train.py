@@ -61,7 +61,7 @@ def train(config: Config, job: Job) -> int:
         return 0
 
     measured: dict[str, float] = {}
-    left = accumulator.index >= updates
+    left, paused = accumulator.index >= updates, 0
     with Signals(job) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
         while not left:  # an epoch, or what is left of it
             micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.rank, job.ranks)
@@ -78,22 +78,34 @@ def train(config: Config, job: Job) -> int:
                     with job.autocast():
                         loss = task.loss(model, to_device(batch, job.device))
                     window.backward(loss)
+                    if window.can_pause:  # on all ranks alike
+                        stopped, is_due = signals.agreed(checkpoints.overdue())
+                        if stopped or is_due:
+                            report.flush(to_disk=True)  # else it would lack an update after a kill
+                            checkpoints.save(window.num_done)
+                        if stopped:
+                            left, paused = True, window.num_done
+                            break
+                if left:
+                    break
                 lr = wrapped.lr
                 report.update(window.step(), lr)
 
                 done = accumulator.index
-                left = signals.agreed()
-                if not left and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
+                stopped, is_due = signals.agreed(checkpoints.overdue())
+                if not stopped and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
                     measured = evaluate(model, task, config, job)
                     report.evaluation(done, measured)
-                left = left or done == updates
-                if left or checkpoints.due():
-                    report.flush(to_disk=True)  # else it would lack an update after a kill
+                left = stopped or done == updates
+                if left or is_due or checkpoints.due():
+                    report.flush(to_disk=True)
                     checkpoints.save()
                 if left:
                     break
         if accumulator.index < updates:
-            job.say(f"stopped by {signals.name} after update {accumulator.index - 1}, and saved; --resume goes on")
+            where = f"in update {accumulator.index}, after {paused} of its micro-batches" if paused else ""
+            where = where or f"after update {accumulator.index - 1}"
+            job.say(f"stopped by {signals.name} {where}, and saved; --resume goes on")
             return signals.status
         save_weights(config, job, wrapped)
         report.summary(measured or evaluate(model, task, config, job))

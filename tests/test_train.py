@@ -228,6 +228,8 @@ MISTAKES = {
     ): "precision is 'float32'; leave it out",
     ("--data", "one"): "has one of train and val, expected both",
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
+    ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
+    ("--timeout", "0"): "timeout = 0.0, expected a number above 0",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
 }
 
@@ -453,9 +455,81 @@ def test_told_to_stop_it_saves_and_goes_on_later(programs, tmp_path, ranks, numb
     ended = wait_for(started)
     assert [done.status for done in ended] == [128 + number] * ranks
     done = len(log_of(run))
-    assert f"stopped by {number.name} after update {done - 1}, and saved" in ended[0].text
+    where = rf"stopped by {number.name} (after update {done - 1}|in update {done}, after \d+ of its micro-batches), "
+    assert re.search(where, ended[0].text)
     options = (*options, "--updates", done + 3)
     trained(programs, run, *options, "--resume", ranks=ranks)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
     assert same(tmp_path / "whole", run)
     assert [update["index"] for update in log_of(run)] == list(range(done + 3))
+
+
+LONG = (*WITH_DROPOUT[:4], "--batch-size", 64, "--micro-batch-size", 1, "--updates", 2, "--checkpoint-every", 0)
+
+
+def steps_into(run: Path) -> tuple[int, int]:
+    """The update and the micro-batch that the newest checkpoint was written after."""
+    newest = sorted(path.name for path in (run / "checkpoints").glob("update-*"))[-1]
+    update, _, micro_batches = newest.removeprefix("update-").partition("-")
+    return int(update), int(micro_batches or 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2")), (2, ("--engine", "accelerate"))], ids=str
+)
+def test_told_to_stop_in_a_long_window_it_saves_within_a_micro_step(programs, tmp_path, ranks, options):
+    """Dropout and all: the resumed run ends with the same bits."""
+    options = (*LONG, *options)
+    began = time.monotonic()
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    seconds = time.monotonic() - began
+    run, stops = tmp_path / "run", []
+    for part in (0.35, 0.6, 0.6):
+        started = programs.start_ranks(ranks, "train", *options, "--out", run, "--resume")
+        time.sleep(part * seconds)
+        started[-1].send(signal.SIGTERM)
+        ended = wait_for(started)
+        assert {done.status for done in ended} <= {128 + signal.SIGTERM, 0, -signal.SIGTERM}, ended[0].text
+        if ended[0].status == 128 + signal.SIGTERM:
+            stops.append(steps_into(run))
+    trained(programs, run, *options, "--resume", ranks=ranks)
+    assert same(tmp_path / "whole", run)
+    assert any(micro_batches for _, micro_batches in stops), f"no stop came in the middle of a window: {stops}"
+    assert [one["loss"] for one in log_of(run)] == [one["loss"] for one in log_of(tmp_path / "whole")]
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2", "--sync", "gathered"))], ids=str)
+def test_checkpoints_by_the_clock_come_in_mid_window_and_change_nothing(programs, tmp_path, ranks, options):
+    trained(programs, tmp_path / "whole", *LONG, *options, ranks=ranks)
+    options = (*LONG[:-1], "0.002m", *options, "--keep", 99)
+    trained(programs, tmp_path / "run", *options, ranks=ranks)
+    assert same(tmp_path / "whole", tmp_path / "run")
+    found = sorted((tmp_path / "run" / "checkpoints").glob("update-*-*"))
+    assert len(found) >= 2
+    for later in sorted((tmp_path / "run" / "checkpoints").glob("update-*")):
+        if later.name > found[len(found) // 2].name:
+            shutil.rmtree(later)
+    (tmp_path / "run" / "weights.pt").unlink()
+    text = trained(programs, tmp_path / "run", *options, "--resume", ranks=ranks)
+    assert re.search(r"goes on in update \d, after \d+ of its micro-batches", text)
+    assert same(tmp_path / "whole", tmp_path / "run")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "update-00000002")
+    (tmp_path / "run" / "weights.pt").unlink()
+    newest = steps_into(tmp_path / "run")
+    if newest[1]:  # in mid-window
+        done = programs.run("train", *options, "--resume", "--out", tmp_path / "run", ranks=ranks + 1)
+        assert done.status == 2
+        assert f"in mid-window by {ranks} ranks and this run has {ranks + 1}; start as many" in done.text
+
+
+def test_a_rank_that_dies_is_told_by_the_others(programs, tmp_path):
+    started = programs.start_ranks(2, "train", *SMALL, "--updates", 10**5, "--timeout", 0.2, "--out", tmp_path / "run")
+    until = time.monotonic() + 60
+    while not (tmp_path / "run" / "log.jsonl").exists() or not (tmp_path / "run" / "log.jsonl").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    started[1].send(signal.SIGKILL)
+    survivor = started[0].wait()
+    assert survivor.status == 1
+    (line,) = [line for line in survivor.text.splitlines() if line.startswith("train: ")]
+    assert "rank 0 waited for the others in vain" in line and "--resume goes on from it" in line

@@ -35,6 +35,7 @@ class Engine(ABC):
     gradients_stay: bool = True  # in .grad of the parameters, from the last backward to step
     judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
     scales: bool = False  # whether the wrapper scales losses, and skips what overflows
+    shows_partial: bool = False  # whether it has `partial`
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 
     @classmethod

@@ -30,6 +30,7 @@ Mark = tuple[Tensor | None, int]
 @final
 class DDPEngine(RanksEngine):
     name = "DistributedDataParallel"
+    shows_partial = True
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:

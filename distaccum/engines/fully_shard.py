@@ -33,6 +33,7 @@ from .ranks import RanksEngine, average_by_hand
 @final
 class FullyShardEngine(RanksEngine):
     name = "FSDP2 (fully_shard)"
+    shows_partial = True
     in_step = True
 
     @classmethod

@@ -14,6 +14,7 @@ from .base import Engine, gradients_of, put_gradients
 @final
 class PlainEngine(Engine):
     name = "a plain module"
+    shows_partial = True
 
     def gather(self, row: list[float]) -> list[list[float]]:
         return [row]

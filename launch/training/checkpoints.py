@@ -1,15 +1,18 @@
 """Checkpoints: folders that are there whole or not at all, and that say where the run goes on.
 
 `state.pt` has the whole model and optimizer by name, so that a run goes on under another engine and on another number
-of ranks; DeepSpeed writes its own files instead, one per rank. A folder is written under another name, brought to
-disk, and renamed.
+of ranks; DeepSpeed writes its own files instead, one per rank. In the middle of a window each rank's part of the
+gradient lies beside it, and the run goes on as it was. A folder is written under another name, brought to disk, and
+renamed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +29,13 @@ from torch.distributed.checkpoint.state_dict import (
 
 from distaccum import Accumulator
 
-from .config import MAY_CHANGE, Config, stop
+from .config import MAY_CHANGE, Config, read_interval, stop
 from .job import Job
 from .wrapping import Wrapped
+
+NAME = re.compile(r"update-\d{8}(-\d{6})?")
+# What MAY_CHANGE between two windows, and not within one.
+IN_A_WINDOW = {"data", "micro_batch_size", "engine", "sync", "replicas"}
 
 
 class Checkpoints:
@@ -36,25 +43,35 @@ class Checkpoints:
         self._config, self._job, self._wrapped, self._accumulator = config, job, wrapped, accumulator
         self._num_samples = num_samples
         self._folder = Path(config.out) / "checkpoints"
-        self._saved = -1  # the update that the newest was written at
+        self._saved = ""  # the newest
+        self._every, self._minutes = read_interval(config.checkpoint_every)
+        self._time = time.monotonic()  # of the newest
 
     def due(self) -> bool:
-        every = self._config.checkpoint_every
-        return every > 0 and self._accumulator.index % every == 0
+        """Between two windows, by the number of updates."""
+        return self._every > 0 and self._accumulator.index % self._every == 0
 
-    def save(self) -> None:
-        """All ranks together, between two windows."""
+    def overdue(self) -> bool:
+        """At any time, by the clock of the first rank."""
+        minutes = (time.monotonic() - self._time) / 60
+        return self._job.is_first and 0 < self._minutes <= minutes
+
+    def save(self, micro_batches: int = 0) -> None:
+        """All ranks together, between two windows or after so many micro-batches of one."""
         wrapped, job, index = self._wrapped, self._job, self._accumulator.index
-        if index == self._saved:
+        name = f"update-{index:08d}" + (f"-{micro_batches:06d}" if micro_batches else "")
+        if name == self._saved:
             return
-        whole, partial = self._folder / f"update-{index:08d}", self._folder / f".update-{index:08d}"
+        whole, partial = self._folder / name, self._folder / f".{name}"
         if job.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         job.wait_for_all()
+        accumulator = self._accumulator.state_dict()
         state = {
             "update": index,
-            "accumulator": self._accumulator.state_dict(),
+            "micro_batches": micro_batches,
+            "accumulator": accumulator,
             "schedule": wrapped.schedule.last_epoch,
             "num_samples": self._num_samples,
             "stage": self._stage(),
@@ -64,8 +81,12 @@ class Checkpoints:
         if wrapped.is_deepspeed:
             wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
             job.wait_for_all()
-        else:
+        elif wrapped.inner.state or not micro_batches:
             state["model"], state["optimizer"] = get_state_dict(wrapped.model, wrapped.inner, options=_whole())
+        else:  # in the first window the optimizer has no state yet, and torch would step it to make one
+            state["model"], state["optimizer"] = get_model_state_dict(wrapped.model, options=_whole()), None
+        if micro_batches:
+            self._write_parts(accumulator, partial)
         if job.is_first:
             torch.save(state, partial / "state.pt")
             for path in (*partial.rglob("*"), partial):
@@ -76,12 +97,31 @@ class Checkpoints:
             for old in self._found()[: -self._config.keep]:
                 shutil.rmtree(old)
         job.wait_for_all()
-        self._saved = index
+        self._saved, self._time = name, time.monotonic()
+
+    def _write_parts(self, accumulator: dict[str, Any], folder: Path) -> None:
+        """What each rank has added up, one file each. The first rank writes all: others may not see the folder."""
+        mine = accumulator.pop(f"rank {self._job.rank}")
+        if not self._job.is_first:
+            _send(mine, to=0)
+            return
+        for rank in range(self._job.ranks):
+            (folder / f"rank-{rank}").write_bytes(_receive(rank) if rank else mine)
+
+    def _read_part(self, folder: Path) -> bytes:
+        if not self._job.is_first:
+            return _receive(0)
+        parts = [(folder / f"rank-{rank}").read_bytes() for rank in range(self._job.ranks)]
+        for rank in range(1, self._job.ranks):
+            _send(parts[rank], to=rank)
+        return parts[0]
 
     def resume(self) -> None:
         """Puts everything back as the newest checkpoint has it, if there is one."""
         wrapped, job = self._wrapped, self._job
         newest = self._read() if job.is_first else None
+        if isinstance(newest, dict):
+            newest["has_optimizer"] = bool(newest.get("optimizer"))
         tensors = [newest.pop(name, {}) if isinstance(newest, dict) else {} for name in ("model", "optimizer")]
         if job.ranks > 1:  # one rank reads: the others may be on machines that do not see the folder
             box = [newest]
@@ -92,14 +132,17 @@ class Checkpoints:
             return
         if isinstance(newest, str):
             stop(newest)
+        folder, micro_batches = self._folder / newest["name"], newest["micro_batches"]
         if wrapped.is_deepspeed:
-            folder = self._folder / f"update-{newest['update']:08d}"
             wrapped.model.load_checkpoint(str(folder), tag="deepspeed")  # type: ignore[operator]
         else:
             options = _whole(broadcast_from_rank0=job.ranks > 1)
             set_model_state_dict(wrapped.model, tensors[0], options=options)
-            set_optimizer_state_dict(wrapped.model, wrapped.inner, tensors[1], options=options)
+            if newest["has_optimizer"]:
+                set_optimizer_state_dict(wrapped.model, wrapped.inner, tensors[1], options=options)
         wrapped.set_schedule(newest["schedule"])
+        if micro_batches:
+            newest["accumulator"][f"rank {job.rank}"] = self._read_part(folder)
         self._accumulator.load_state_dict(newest["accumulator"])
         if len(newest["random"]) == job.ranks:
             _set_random_state(newest["random"][job.rank])
@@ -108,8 +151,11 @@ class Checkpoints:
                 f"the checkpoint is of {len(newest['random'])} ranks and this run has {job.ranks}: dropout starts anew"
             )
             torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + newest["update"])
-        self._saved = newest["update"]
-        job.say(f"goes on after update {self._saved - 1}")
+        self._saved = newest["name"]
+        if micro_batches:
+            job.say(f"goes on in update {newest['update']}, after {micro_batches} of its micro-batches")
+        else:
+            job.say(f"goes on after update {newest['update'] - 1}")
 
     def _read(self) -> dict[str, Any] | str | None:
         """The newest state, or a sentence on why it cannot be used."""
@@ -121,9 +167,11 @@ class Checkpoints:
             state: dict[str, Any] = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
         except Exception as error:
             return f"{found[-1]} cannot be read ({error}); remove it to go on from the one before"
+        state["name"] = found[-1].name
         now = dataclasses.asdict(self._config)
+        fixed = IN_A_WINDOW if state["micro_batches"] else set()
         for name, value in state["config"].items():
-            if name in now and now[name] != value and name not in MAY_CHANGE:
+            if name in now and now[name] != value and (name not in MAY_CHANGE or name in fixed):
                 return (
                     f"{found[-1]} was made with {name} = {value!r} and this run has {now[name]!r}; give the same, or "
                     "another --out to start anew"
@@ -139,6 +187,11 @@ class Checkpoints:
                 f"{found[-1]} was written by {made}, whose files this engine cannot read; use the engine that wrote it"
             )
         stage, ranks = state["stage"], len(state["random"])
+        if state["micro_batches"] and ranks != self._job.ranks:
+            return (
+                f"{found[-1]} was written in mid-window by {ranks} ranks and this run has {self._job.ranks}; start as "
+                "many, or remove it to go on from the one before"
+            )
         if self._wrapped.is_deepspeed and (stage, ranks) != (self._stage(), self._job.ranks):
             return (
                 f"{found[-1]} was written by ZeRO stage {stage} on {ranks} ranks, and this run is stage "
@@ -149,13 +202,14 @@ class Checkpoints:
     def is_finished(self, updates: int) -> bool:
         """Whether nothing is left to do: all updates are done, and the weights are written."""
         written = self._job.is_first and (Path(self._config.out) / "weights.pt").exists()
-        return self._accumulator.index >= updates and self._job.largest(written) > 0
+        return self._accumulator.index >= updates and self._job.largest(written)[0] > 0
 
     def _stage(self) -> int | None:
         return int(self._wrapped.model.zero_optimization_stage()) if self._wrapped.is_deepspeed else None  # type: ignore[operator]
 
     def _found(self) -> list[Path]:
-        return sorted(path for path in self._folder.glob("update-*") if path.name[7:].isdigit())
+        """The oldest first: between two windows before those in the window that follows."""
+        return sorted(path for path in self._folder.glob("update-*") if NAME.fullmatch(path.name))
 
     def _random_states(self) -> list[dict[str, Tensor]]:
         mine = {"cpu": torch.get_rng_state()}
@@ -184,6 +238,20 @@ def _weights(wrapped: Wrapped) -> dict[str, Any]:
     module: Any = wrapped.model.module
     with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
         return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+
+
+def _send(part: bytes, to: int) -> None:
+    numbers = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+    dist.send(torch.tensor([len(numbers)]), to)
+    dist.send(numbers, to)
+
+
+def _receive(rank: int) -> bytes:
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, rank)
+    numbers = torch.empty(int(length), dtype=torch.uint8)
+    dist.recv(numbers, rank)
+    return numbers.numpy().tobytes()
 
 
 def _whole(**more: Any) -> StateDictOptions:

@@ -8,6 +8,7 @@ import difflib
 import importlib.util
 import math
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -81,8 +82,11 @@ class Config:
 
     out: str = option("", "the run's folder; runs/ and the name of the config file (runs/train)")
     resume: bool = option(False, "go on from the newest checkpoint in the run's folder, if there is one")
-    checkpoint_every: int = option(50, "updates between checkpoints; 0: only at the end and when told to stop")
+    checkpoint_every: str = option(
+        "50", "updates between checkpoints, or minutes as in 10m; 0: only at the end and when told to stop"
+    )
     keep: int = option(2, "checkpoints that stay")
+    timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
     tensorboard: bool = option(False, "write events for TensorBoard too")
 
@@ -91,7 +95,7 @@ class Config:
 MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
     "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
-    "checkpoint_every", "keep", "evaluate_every", "tensorboard",
+    "checkpoint_every", "keep", "timeout", "evaluate_every", "tensorboard",
 }  # fmt: skip
 # Options that do nothing unless another has this value.
 NEEDS = {
@@ -112,6 +116,7 @@ ABOVE_0 = {
     "lr",
     "replicas",
     "keep",
+    "timeout",
 }
 
 
@@ -193,7 +198,9 @@ def _read_file(path: Path, kinds: dict[str, Any]) -> dict[str, Any]:
         choices = get_args(kind) if get_origin(kind) is Literal else ()
         if choices and value not in choices:
             stop(f"{path} has {name} = {value!r}, expected one of {', '.join(choices)}")
-        if kind is float and type(value) is int and abs(value) < LARGEST:
+        if name == "checkpoint_every" and type(value) is int:
+            values[name] = str(value)
+        elif kind is float and type(value) is int and abs(value) < LARGEST:
             values[name] = float(value)
         elif not choices and type(value) is not kind:
             stop(f"{path} has {name} = {value!r}, expected {_article(kind)}")
@@ -208,6 +215,7 @@ def _check(config: Config) -> None:
             stop(f"{name} = {value!r}, expected a number below {LARGEST}")
         if not math.isfinite(value) or value < 0 or (name in ABOVE_0 and value == 0):
             stop(f"{name} = {value!r}, expected a number {'above' if name in ABOVE_0 else 'of at least'} 0")
+    read_interval(config.checkpoint_every)
     if config.context == 1:
         stop("context = 1, expected at least 2 tokens: the last one has none to come")
     if config.stage > 3:
@@ -237,6 +245,18 @@ def _check_folder(folder: Path, resume: bool) -> None:
         stop(f"{folder} cannot be written to; give another --out")
     if not resume and ((log.exists() and log.stat().st_size) or any(folder.glob("checkpoints/update-*"))):
         stop(f"{folder} holds a run already; go on with it by --resume, or give another --out")
+
+
+def read_interval(text: str) -> tuple[int, float]:
+    """Updates and minutes between checkpoints; what is 0 asks for none.
+
+    >>> read_interval("50"), read_interval("2.5m")
+    ((50, 0.0), (0, 2.5))
+    """
+    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?) ?m(?:in|inutes?)?", text.strip())
+    if found is None or int(found[1] or 0) >= LARGEST or (found[2] and float(found[2]) == 0):
+        stop(f"checkpoint_every = {text!r}, expected a number of updates (50), minutes (10m), or 0")
+    return int(found[1] or 0), float(found[2] or 0)
 
 
 def check_batch(config: Config, ranks: int) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distaccum import DistaccumError
+
 from .config import Config, check_batch, stop
 
 POLICIES = {
@@ -36,6 +38,7 @@ class Job:
     device: torch.device
     engine: str
     precision: str
+    timeout: float = 10.0  # minutes
     is_planned: bool = False  # nothing is started
 
     @classmethod
@@ -70,7 +73,8 @@ class Job:
         if config.sync == "replicas" and config.replicas == 1:
             stop("sync = 'replicas' and one replica; give replicas, the groups of ranks that hold the whole model each")
         index = {"index": local_rank} if kind == "cuda" else {}
-        return cls(rank, ranks, local_rank, torch.device(kind, **index), engine, config.precision, plan is not None)
+        device = torch.device(kind, **index)
+        return cls(rank, ranks, local_rank, device, engine, config.precision, config.timeout, plan is not None)
 
     def __enter__(self) -> Job:
         warnings.formatwarning = _in_a_line  # type: ignore[assignment]
@@ -80,7 +84,8 @@ class Job:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         if self.ranks > 1:
-            dist.init_process_group(backend, rank=self.rank, world_size=self.ranks, timeout=timedelta(minutes=10))
+            timeout = timedelta(minutes=self.timeout)
+            dist.init_process_group(backend, rank=self.rank, world_size=self.ranks, timeout=timeout)
         elif self.engine in ("ddp", "fsdp2", "deepspeed"):  # which want a group, be it of one
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in __all__
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -107,17 +112,20 @@ class Job:
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Over the ranks, on the host."""
-        numbers = numbers.cpu()
-        if self.ranks > 1 and not self.is_planned:
-            dist.all_reduce(numbers)
-        return numbers
+        return self._reduce(numbers.cpu(), dist.ReduceOp.SUM)
 
-    def largest(self, number: int) -> int:
-        """Of the ranks' numbers."""
-        found = torch.tensor([number])
+    def largest(self, *numbers: int) -> list[int]:
+        """Of the ranks' numbers, each."""
+        return [int(number) for number in self._reduce(torch.tensor(numbers), dist.ReduceOp.MAX)]
+
+    def _reduce(self, numbers: Tensor, how: Any) -> Tensor:
         if self.ranks > 1 and not self.is_planned:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+            try:
+                dist.all_reduce(numbers, how)
+            except RuntimeError as error:  # a rank is gone, or late
+                reason = " ".join(str(error).split())
+                raise DistaccumError(f"rank {self.rank} waited for the others in vain ({reason[:200]})") from error
+        return numbers
 
     def wait_for_all(self) -> None:
         self.largest(0)
@@ -128,7 +136,7 @@ class Job:
 
 
 class Signals:
-    """SIGTERM or Ctrl-C asks for a stop; all ranks then agree on the update after which they leave.
+    """SIGTERM or Ctrl-C asks for a stop; all ranks then agree on the micro-batch after which they leave.
 
     A launcher passes one Ctrl-C on a second time, so that asking again changes nothing.
     """
@@ -148,10 +156,11 @@ class Signals:
     def _note(self, number: int, _: object) -> None:
         self._number = number
 
-    def agreed(self) -> bool:
-        agreed = self._job.largest(self._number)
-        self._number = agreed or self._number  # a signal may have come while the ranks agreed
-        return agreed > 0
+    def agreed(self, is_due: bool = False) -> tuple[bool, bool]:
+        """Whether all stop here, and whether all save here: one small reduction on the host."""
+        number, due = self._job.largest(self._number, is_due)
+        self._number = number or self._number  # a signal may have come while the ranks agreed
+        return number > 0, due > 0
 
     @property
     def name(self) -> str:
