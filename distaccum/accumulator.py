@@ -20,9 +20,9 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .batches import Count, batch_length, count_samples, cut_batch
+from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
 from .engines import Sync, choose_engine
-from .engines.accelerate import Accelerated
+from .engines.accelerate import Accelerated, tells_state
 from .feed import Feed, Stream
 from .memory import FAILED, OUT_OF_MEMORY, Before, Fit, Guard, free, is_out_of_memory
 from .nonfinite import find_nonfinite
@@ -188,14 +188,17 @@ class Accumulator:
     def _windows(self, loader: Iterable[Any]) -> Iterator[Window]:
         unfinished, state = self._loaded
         self._loaded = unfinished, None
-        if state is not None and not hasattr(loader, "load_state_dict"):
+        if state is not None and not tells_state(loader):
             self._warn("loader", f"the state has a loader's in it, and a {type(loader).__name__} cannot load that")
             state = None
         self._feed = feed = Feed(loader, state)
 
+        stream: Stream | None = None
+
         def draw() -> _Drawn:
+            nonlocal stream
             steps = self._steps_now()
-            feed.begin()
+            feed.begin(stream)
             if self._lookahead:
                 return _Drawn(feed.draw(steps), steps=steps, exhausted=feed.exhausted)
             stream = Stream(feed, steps, lambda batches: self._count(_Drawn(batches)), alone=not self._in_step)
@@ -262,9 +265,7 @@ class Accumulator:
 
     def _plan(self, draw: Callable[[], _Drawn], guard: Guard | None = None) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
-        standing = self._window() if self._window is not None else None
-        if standing is not None:
-            standing._make_way()
+        self._make_way()
         self._accelerated.refuse_accumulation()
         names = tuple(self._reductions)
         drawn, counts, error = _Drawn([]), list[tuple[float, ...]](), None
@@ -286,8 +287,10 @@ class Accumulator:
             ready=self._spare is not None,
             failed=error is not None,
             guarded=guard is not None,
-            by_hand=bool(self._watched_windows) or (guard is not None and self._is_unproven(drawn)),
+            by_hand=(bool(self._watched_windows) and not self._in_step)
+            or (guard is not None and self._is_unproven(drawn)),
             largest=max(drawn.lengths or [0]),
+            widest=0 if guard is None else widest_sample(drawn.micro_batches),
             totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
         )
         rows = self._engine.gather(offer.to_row())
@@ -327,9 +330,19 @@ class Accumulator:
             guard=guard,
             unfinished=unfinished,
             looks=bool(self._watched_windows),
+            numbers=kept,
         )
         self._window = weakref.ref(window)
         return window
+
+    def _make_way(self) -> None:
+        standing = self._standing()
+        if standing is not None:
+            standing._make_way()
+
+    def _standing(self) -> Window | None:
+        """The window that was asked for last, while anybody has it."""
+        return self._window() if self._window is not None else None
 
     def _refuse_another_window(self, unfinished: Unfinished, counts: list[tuple[float, ...]]) -> None:
         """A state of mid-window goes on in the window that it was taken in, or all ranks hear that it is not."""
@@ -375,9 +388,9 @@ class Accumulator:
 
         Where ranks are in step a failure on one cannot be undone either way, and the size asked for is believed.
         """
-        return max(drawn.lengths or [0]) > self._fit.proven and (
-            not self._in_step or (self._micro_batch_size == "auto" and "gathered" in self._engine.policies)
-        )
+        if self._in_step and not (self._micro_batch_size == "auto" and "gathered" in self._engine.policies):
+            return False
+        return not self._fit.is_proven(max(drawn.lengths or [0]), widest_sample(drawn.micro_batches))
 
     # The window, and all that can go wrong in it
 
@@ -394,55 +407,70 @@ class Accumulator:
         losses. An error in it, on any rank, undoes the window on all: gradients, buffers and random numbers.
         """
         self._refuse_to_cut_without_size("update")
+        self._make_way()
         self._before = self._before or Before(self._models)
+        ran_again = False
         while True:
             self._before.look()
             guard = Guard(self._engine)
             window = self._plan(lambda: self._cut(batch), guard)
             try:
                 _run(window, loss_fn)
+                update = window.step()
+            except _NonfiniteError as error:
+                self._before.put_back()
+                if error.is_placed or ran_again:
+                    raise
+                ran_again = True  # and look at each micro-batch: the error then names it
             except Exception as error:
+                if window._stage is Stage.COMPLETE:  # in step(), when the ranks had agreed
+                    window.discard()
+                    raise
                 self._undo(window, guard, error)
             except BaseException:
                 window.discard()
                 self._before.put_back()
                 raise
             else:
-                try:
-                    update = window.step()
-                except _NonfiniteError as error:
-                    self._before.put_back()
-                    if error.is_placed:
-                        raise
-                    continue  # once more, and look at each micro-batch: the error then names it
-                self._fit.came_through(window._plan.largest, max(window._plan.kept))
+                self._fit.came_through(window._plan.largest, max(window._plan.kept), window._plan.widest)
                 return update
             free()
 
     def _undo(self, window: Window, guard: Guard, error: Exception) -> None:
         """Puts all back, on all ranks; returns where a smaller micro-batch may fit."""
         assert self._before is not None
-        alone = window._reducing and self._engine.num_ranks > 1 and not is_out_of_memory(error)
+        is_reducing = window._reducing and self._engine.num_ranks > 1
         largest, rank = window._plan.largest, self._engine.rank
         window.discard()
         self._before.put_back()
-        if alone:  # the others are in the reduction, where nothing reaches them; or they failed in the same way
-            raise error
-        guard.hear(error)
-        if guard.verdicts[rank] == FAILED:
-            raise error
-        if failed := guard.ranks(FAILED):
-            raise DistaccumError(
-                f"rank {failed} failed in update {self._index} (its own error says why); the window is undone on all "
-                "ranks, and nothing was stepped"
-            )
-        if not self._fit.ran_out(largest):
-            seen = f": {' '.join(str(error).split())[:200]}" if guard.verdicts[rank] == OUT_OF_MEMORY else ""
-            raise DistaccumError(
-                f"a micro-batch of {largest} sample does not fit into the memory of rank "
-                f"{guard.ranks(OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, activation "
-                "checkpointing, or a lower precision"
-            )
+        if isinstance(error, RuntimeError):
+            self._engine.refuse_lost_ranks(error)
+        try:
+            if is_reducing and not is_out_of_memory(error):
+                raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
+            try:
+                guard.hear(error)
+            except DistaccumError as lost:
+                raise DistaccumError(
+                    f"rank {rank} failed where the other ranks cannot be told, since they wait for it in a collective "
+                    f"of the model's wrapper ({_in_short(error)}); start all ranks again, from a checkpoint"
+                ) from lost
+            if guard.verdicts[rank] == FAILED:
+                raise error
+            if failed := guard.ranks(FAILED):
+                raise DistaccumError(
+                    f"rank {failed} failed in update {self._index} (its own error says why); the window is undone on "
+                    "all ranks, and nothing was stepped"
+                )
+            if not self._fit.ran_out(largest):
+                seen = f": {_in_short(error)}" if guard.verdicts[rank] == OUT_OF_MEMORY else ""
+                raise DistaccumError(
+                    f"a micro-batch of {largest} sample does not fit into the memory of rank "
+                    f"{guard.ranks(OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
+                    "activation checkpointing, or a lower precision"
+                )
+        finally:
+            del error  # or its traceback would keep the failed forward, and itself
 
     # One update
 
@@ -650,13 +678,7 @@ class Accumulator:
         ranks take it after as many micro-batches, and `window.can_pause` says whether they can. Save every rank's; what
         is under `rank 0`, `rank 1`, ... is that rank's own.
         """
-        window = self._window() if self._window is not None else None
-        if window is not None and window._stage is Stage.COMPLETE:
-            raise DistaccumError("state_dict() between a window's loop and its step(); call window.step() first")
-        unfinished = None
-        if window is not None and window._stage is Stage.RUNNING:
-            unfinished = window._state(random_devices(self._models))
-        loader = None if self._feed is None else self._feed.state() if unfinished is None else self._feed.at_start
+        unfinished, loader = self._unfinished_window()
         return {
             "index": self._index,
             "skipped": self._skipped,
@@ -668,14 +690,29 @@ class Accumulator:
             f"rank {self._engine.rank}": pack(unfinished, loader),
         }
 
+    def _unfinished_window(self) -> tuple[Unfinished | None, Any]:
+        """Where the window at hand is, and the loader where that window begins."""
+        window = self._standing()
+        if window is not None and window._stage is Stage.COMPLETE:
+            raise DistaccumError("state_dict() between a window's loop and its step(); call window.step() first")
+        at_start = self._loaded[1] if self._feed is None else self._feed.at_start
+        if window is not None and window._stage is Stage.RUNNING:
+            return window._state(random_devices(self._models)), at_start
+        if window is not None and window._stage is Stage.PLANNED:  # drawn, and not begun
+            return window._unfinished, at_start
+        return self._loaded[0], self._loaded[1] if self._feed is None else self._feed.state()
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on where `state_dict` was taken; from mid-window on as many ranks, on which the next window must be the
         same: give `windows` the loader from that window's first micro-batch on. Those done are drawn and not yielded.
         """
+        missing = sorted({"index", "scaler", "skipped", "fit", "ranks", "in_window"} - set(state))
+        if missing:
+            raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
         if (state["scaler"] is None) != (self._scaler is None):
             has, wants = ("no", "one") if state["scaler"] is None else ("a", "none")
             raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
-        window = self._window() if self._window is not None else None
+        window = self._standing()
         if window is not None and window._is_open:
             raise DistaccumError(f"load_state_dict() while a window is {window._describe()}; finish it or discard() it")
         ranks = self._engine.num_ranks
@@ -689,6 +726,11 @@ class Accumulator:
             raise DistaccumError(
                 f"the state was taken in mid-window and has no part for rank {self._engine.rank}; save and load the "
                 "state_dict() of every rank"
+            )
+        if state["ranks"] != ranks and any(state.get(f"rank {rank}") for rank in range(state["ranks"])):
+            self._warn(
+                "ranks",
+                f"the state is of {state['ranks']} ranks and this job has {ranks}: where loaders were is left out",
             )
         self._loaded = unpack(mine)
         self._index, self._skipped = int(state["index"]), int(state["skipped"])
@@ -753,10 +795,16 @@ class _Drawn:
     exhausted: bool = False
 
 
+def _in_short(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
 def _run(window: Window, loss_fn: LossFn) -> None:
     for micro_batch in window:
         loss = loss_fn(micro_batch)
         if isinstance(loss, Mapping):
+            if not loss:
+                raise ValueError("loss_fn gave a dict without a loss, expected one for each name")
             window.backward(**loss)
         else:
             window.backward(loss)

@@ -72,6 +72,18 @@ def batch_length(batch: Any) -> int:
     return int(lengths[0])
 
 
+def widest_sample(micro_batches: Iterable[Any]) -> int:
+    """Numbers in a sample, at most: what tells a short text from a long one."""
+    return max(
+        (-(-array.numel() // len(array)) for one in micro_batches for array in _arrays(one) if _has_rows(array)),
+        default=0,
+    )
+
+
+def _has_rows(array: Any) -> bool:
+    return isinstance(array, Tensor) and array.ndim > 0 and len(array) > 0
+
+
 def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
     """The parts of `batch`, `sizes` samples each, in order. Tensors are views, not copies.
 

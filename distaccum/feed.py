@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from .engines.accelerate import tells_state
+
 Counts = tuple[float, ...]
 
 
@@ -19,17 +21,20 @@ class Feed:
         self.exhausted = False
         self.at_start: Any = None  # the loader's state where the window at hand began
 
-    def begin(self) -> None:
-        """A window begins here."""
+    def begin(self, before: Stream | None) -> None:
+        """A window begins here, after what the one before was to draw: its data are gone with it if it was left."""
         if self._iterator is None:
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
             self._iterator = iter(self._loader)
+        while before is not None and before.left:
+            before.left -= 1
+            self.draw(1)
         self.at_start = self.state()
 
     def state(self) -> Any:
         """The loader's, as of what was drawn; None where it cannot tell, or nothing was drawn."""
-        if self._iterator is None or not hasattr(self._loader, "load_state_dict"):
+        if self._iterator is None or not tells_state(self._loader):
             return self._state
         return self._loader.state_dict()
 
@@ -45,17 +50,17 @@ class Stream:
     """The micro-batches of one window, drawn while it runs; those without anything that counts are left out."""
 
     def __init__(self, feed: Feed, steps: int, count: Callable[[list[Any]], list[Counts]], *, alone: bool) -> None:
-        self._feed, self._left, self._count = feed, steps, count
+        self._feed, self.left, self._count = feed, steps, count
         self.steps_alone = alone
         self.drawn = 0
 
     def __call__(self) -> tuple[Any, Counts] | None:
-        while self._left:
-            self._left -= 1
+        while self.left:
+            self.left -= 1
             drawn = self._feed.draw(1)
             self.drawn += len(drawn)
             if not drawn:
-                self._left = 0
+                self.left = 0
             elif any(counts := self._count(drawn)[0]):
                 return drawn[0], counts
         return None

@@ -50,6 +50,7 @@ def free() -> None:
 
 
 FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
+MOST_PROVEN = 32
 PROOFS = 2  # windows: the optimizer makes its state after the first, which takes memory from the second
 
 
@@ -69,8 +70,9 @@ class Fit:
     most: int | None  # that was asked for; None: "auto"
     size: int | None = None  # in use; None: whatever comes
     good: int = 0  # the largest that came through
-    proven: int = 0  # that came through so often that backward may reduce at once
-    trials: list[int] = field(default_factory=list)  # windows above what is proven
+    # Samples, and numbers in a sample, that came through so often that backward may reduce at once.
+    proven: list[tuple[int, int]] = field(default_factory=list)
+    trials: list[tuple[int, int]] = field(default_factory=list)  # windows beyond that
     too_large: int | None = None  # the smallest that did not fit
     since: int = 0  # windows at this size
     wait: int = FIRST_WAIT
@@ -83,18 +85,24 @@ class Fit:
         if largest <= 1:
             return False
         self.wait = min(self.wait * 2, LONGEST_WAIT) if 0 < self.good < largest else FIRST_WAIT
-        self.good, self.proven = min(self.good, largest - 1), min(self.proven, largest - 1)
+        self.good, self.proven = min(self.good, largest - 1), [one for one in self.proven if one[0] < largest]
         self.size, self.too_large = max(self.good, -(-largest // 2)), largest
         self.trials, self.since = [], 0
         return True
 
-    def came_through(self, largest: int, parts: int) -> None:
-        """A window whose batch was cut into `parts` of at most `largest` samples."""
+    def is_proven(self, largest: int, width: int) -> bool:
+        return any(largest <= samples and width <= numbers for samples, numbers in self.proven)
+
+    def came_through(self, largest: int, parts: int, width: int = 0) -> None:
+        """A window whose batch was cut into `parts` of at most `largest` samples, each of at most `width` numbers."""
+        if parts == 0:
+            return
         self.good = max(self.good, largest)
-        if largest > self.proven:
-            self.trials.append(largest)
+        if not self.is_proven(largest, width):
+            self.trials.append((largest, width))
             if len(self.trials) == PROOFS:
-                self.proven, self.trials = min(self.trials), []
+                least = min(one for one, _ in self.trials), min(numbers for _, numbers in self.trials)
+                self.proven, self.trials = [*self.proven[-MOST_PROVEN:], least], []
         if self.too_large is None or self.size is None or parts == 1:
             return  # nothing is known that does not fit, or the size is not what bounds this batch
         if largest >= self.too_large:
@@ -117,7 +125,8 @@ class Fit:
 
     def load(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
-            setattr(self, name, value)
+            if name != "size" or state["too_large"] is not None:  # else it is what was asked for then
+                setattr(self, name, [(one, other) for one, other in value] if isinstance(value, list) else value)
         if self.most is not None:
             self.size = self.most if self.size is None else min(self.size, self.most)
 
@@ -159,20 +168,24 @@ class Before:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
-        self._buffers: list[Tensor] = []
+        self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._copies: list[Tensor] = []
         self._random: dict[str, Any] = {}
 
     def look(self) -> None:
         # All of them: what batch normalisation does to its statistics shows in no version counter.
-        buffers = list({id(buffer): buffer for model in self._models for buffer in model.buffers()}.values())
-        if [*map(id, buffers)] != [*map(id, self._buffers)]:
-            self._buffers, self._copies = buffers, [torch.empty_like(buffer) for buffer in buffers]
-        _copy(self._copies, self._buffers)
+        modules = {id(module): module for model in self._models for module in model.modules()}.values()
+        found = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False, remove_duplicate=False)]
+        if [id(b) for *_, b in found] != [id(b) for *_, b in self._buffers]:
+            self._copies = [torch.empty_like(buffer) for *_, buffer in found]
+        self._buffers = found
+        _copy(self._copies, [buffer for *_, buffer in found])
         self._random = random_state(random_devices(self._models))
 
     def put_back(self) -> None:
-        _copy(self._buffers, self._copies)
+        _copy([buffer for *_, buffer in self._buffers], self._copies)
+        for module, name, buffer in self._buffers:
+            module._buffers[name] = buffer  # the loss may have put another in its place
         set_random_state(self._random)
 
 

@@ -37,7 +37,8 @@ def find_nonfinite(window: Window, engine: Engine, names: Mapping[int, str]) -> 
             places.append(f"the loss of micro-batch {in_loss:g} on rank {rank} is {value}")
         elif in_look >= 0:
             places.append(f"it came up in the backward of micro-batch {in_look:g} on rank {rank}, whose loss is finite")
-    told = [*places] or ["every loss is finite, so it came up in a backward; update() finds out in which"]
+    looked_for = "update() finds out in which" if window._looks is None else "the one that reduces, or in the reduction"
+    told = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
     first = sorted({int(i) for row in rows for i in row[4:] if i >= 0})
     if first:
         more = max(int(row[3]) for row in rows) - len(first)

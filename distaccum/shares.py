@@ -100,6 +100,7 @@ class Offer:
     guarded: bool  # update() runs it: ranks agree before they reduce
     by_hand: bool  # no backward shall reduce: nobody knows yet whether all ranks come through
     largest: int  # samples in a micro-batch, where they were cut
+    widest: int  # numbers in a sample, likewise
     totals: tuple[float, ...]  # by name
 
     def to_row(self) -> list[float]:
@@ -113,7 +114,8 @@ class Offer:
         return cls(
             *(index, steps, drawn, kept, exhausted, whole, whole_last, ready, failed, guarded, by_hand),
             largest=int(row[11]),
-            totals=tuple(row[12:]),
+            widest=int(row[12]),
+            totals=tuple(row[13:]),
         )
 
 
@@ -131,6 +133,7 @@ class Plan:
     guarded: bool = False  # ranks agree before they reduce
     by_hand: bool = False  # no backward reduces: the engine does after the last, when all ranks came through
     largest: int = 0  # samples in a micro-batch of any rank, where they were cut
+    widest: int = 0  # numbers in a sample, likewise
 
     @property
     def uneven(self) -> bool:
@@ -176,6 +179,7 @@ def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
         guarded=any(offer.guarded for offer in offers),
         by_hand=any(offer.by_hand for offer in offers),
         largest=max(offer.largest for offer in offers),
+        widest=max(offer.widest for offer in offers),
     )
 
 
@@ -191,7 +195,7 @@ def guess_counts(plan: Plan, steps: int) -> Plan:
     Shares that are made with it are corrected at the window's edge. A power of two rounds nothing, and all ranks make
     the same one.
 
-    >>> plan = make_plan(["samples"], [Offer(0, 8, 1, 1, False, True, True, True, False, False, False, 0, (6.0,))])
+    >>> plan = make_plan(["samples"], [Offer(0, 8, 1, 1, False, True, True, True, False, False, False, 0, 0, (6.0,))])
     >>> guess_counts(plan, steps=8).counts
     {'samples': 64.0}
     """

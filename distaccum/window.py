@@ -72,6 +72,7 @@ class Stream(Protocol):
     """Draws a window while it runs."""
 
     steps_alone: bool  # ranks need not know of each other's micro-batches before the window's edge
+    drawn: int  # so far, those that count nothing too
 
     def __call__(self) -> tuple[Any, tuple[float, ...]] | None:
         """The next micro-batch with anything that counts, and its counts."""
@@ -120,6 +121,7 @@ class Window:
         guard: Callable[[], None] | None = None,
         unfinished: Unfinished | None = None,
         looks: bool = False,
+        numbers: Sequence[int],
     ) -> None:
         self.index = index
         self.counts = {} if stream is not None else dict(plan.counts)
@@ -130,6 +132,7 @@ class Window:
         self._micro_batches = deque(micro_batches)
         self._num = len(micro_batches)
         self._turns = 0 if plan.nothing else engine.turns(plan)
+        self._kept = plan.kept  # streaming, those known of
         self._num_early = engine.num_early(plan)  # so many first micro-steps reduce too
         self._divisor = engine.divisor
         self._names = tuple(reductions)
@@ -143,6 +146,7 @@ class Window:
             self._micro_batches += [spare.micro_batch] * (self._turns - self._num)
             self._shares += [_of_a_stand_in(spare)] * (self._turns - self._num)
         self._counts = list(counts)
+        self._numbers = list(numbers)  # of these micro-batches among those that were drawn
         self._stream = stream
         self._total = [sum(numbers) for numbers in zip(*counts, strict=True)] or [0.0] * len(self._names)
         self._factor = 1.0  # that the gradient is multiplied by at the edge: streaming, the shares were guesses
@@ -181,14 +185,14 @@ class Window:
     def can_pause(self) -> bool:
         """Whether every rank, when it has done as many micro-batches, has another: all can then take a `state_dict()`.
 
-        False in a window's last micro-batch, streaming, and on engines that cannot (DeepSpeed, FSDP1).
+        False in a window's last micro-batch, on engines that cannot (DeepSpeed, FSDP1), and streaming on ranks that
+        step alone (DDP).
         """
         return (
             self._stage is Stage.RUNNING
-            and self._stream is None
             and self._engine.shows_partial
             and self._turn == DONE
-            and self._position + 1 < min(self._plan.kept)
+            and self._position + 1 < min(self._kept)
         )
 
     @property
@@ -220,6 +224,8 @@ class Window:
                 if self._turn or self._more_parts or self._several or self._stage is Stage.LEFT:
                     self._end_of_micro_batch()
             self._check_gradients()
+            if self._unfinished is not None:  # taken after the last micro-batch
+                set_random_state(self._unfinished.random)
             if not self._plan.nothing:
                 self._owner._complete(self)
                 self._engine.release()
@@ -232,8 +238,8 @@ class Window:
         """To the next micro-batch, if there is one."""
         while self._micro_batches:
             self._position += 1
-            if self._stream is not None:
-                self._draw_ahead(self._stream)
+            if self._stream is not None and not self._stream.steps_alone and self._position < self._num:
+                self._spare = Spare(self._micro_batches[0], (1.0,))
             if self._position >= self._done_before:
                 if self._unfinished is not None:
                     set_random_state(self._unfinished.random)  # what was drawn since then has drawn numbers too
@@ -241,24 +247,44 @@ class Window:
                 self._turn = WAITING
                 return True
             self._micro_batches.popleft()  # done before the state was taken
+            if self._stream is not None:
+                self._draw_ahead(self._stream)
         return False
 
     def _draw_ahead(self, stream: Stream) -> None:
-        """Streaming: the micro-batch after the one at hand, to know whether this one reduces."""
-        if not stream.steps_alone and self._position < self._num:
-            self._spare = Spare(self._micro_batches[0], (1.0,))
-        drawn = stream() if self._num == len(self._shares) else None
+        """Streaming: the micro-batch after the one at hand, to know whether this one reduces.
+
+        In its backward, when the caller has let go of the one before.
+        """
+        drawn, error = None, None
+        try:
+            drawn = stream() if self._num == len(self._shares) else None
+        except Exception as caught:  # others may wait in the gathering below
+            error = caught
         if drawn is not None:
             micro_batch, counts = drawn
             self._micro_batches.append(micro_batch)
             self._shares.append(self._shares_of(counts, self._plan, self._reductions))
+            self._counts.append(counts)
+            self._numbers.append(stream.drawn - 1)
             self._total = [total + count for total, count in zip(self._total, counts, strict=True)]
             self._num += 1
         if stream.steps_alone:
             self._turns = max(self._num, self._turns)
+            self._kept = (self._num,) if len(self._kept) == 1 else (0,)  # what others have is not known
+        rows = [] if stream.steps_alone else self._engine.gather([float(self._num), float(error is not None)])
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error
+        if stream.steps_alone:
             return
-        kept = tuple(int(row[0]) for row in self._engine.gather([float(self._num)]))
-        plan = replace(self._plan, kept=kept)
+        failed = [str(rank) for rank, row in enumerate(rows) if row[1]]
+        if failed:
+            raise DistaccumError(f"rank {', '.join(failed)} could not draw a micro-batch (its own error says why)")
+        self._kept = tuple(int(row[0]) for row in rows)
+        plan = replace(self._plan, kept=self._kept)
         self._engine.check(plan)
         self._turns, self._num_early = self._engine.turns(plan), self._engine.num_early(plan)
         if self._turns > len(self._shares):
@@ -281,6 +307,11 @@ class Window:
             raise DistaccumError(
                 f"state_dict() {self._where()} before its backward, expected it after window.backward(loss), between "
                 "two micro-batches"
+            )
+        if len(self._kept) > 1 and self._engine.shows_partial and not self.can_pause:
+            raise DistaccumError(
+                f"state_dict() {self._where()}, and ranks have {list(self._kept)}: another rank may be past its last, "
+                "from where all cannot go on together; take it where window.can_pause, or after window.step()"
             )
         losses: Losses = [
             (place, name, share, loss.to("cpu"))
@@ -337,6 +368,8 @@ class Window:
         for mark in self._marks:
             if mark.holder.grad is not mark.gradient or mark.version != _version(mark.gradient):
                 self._check_gradients()
+        if self._stream is not None and not self._more_parts:
+            self._draw_ahead(self._stream)
         reduce = (self._position == self._turns - 1 or self._position < self._num_early) and not self._more_parts
         if named or self._several:
             terms = self._by_name(loss, named)
@@ -501,15 +534,25 @@ class Window:
             for place, loss in zip(weight.places, weight.losses, strict=True)
         ]
         every.sort(key=lambda one: one[0])
-        for (place, _), value in zip(every, _read([loss for _, loss in every]), strict=True):
+        for (place, _), value in zip(every, self._read([loss for _, loss in every]), strict=True):
             if not math.isfinite(value):
-                return place, value
+                return self._numbers[place], value
         return None
 
     def _first_nonfinite_look(self) -> int:
         """The micro-batch after which what had added up was not finite any more; -1: none, or nobody looked."""
-        found = (i for i, value in enumerate(_read(self._looks or [])) if not math.isfinite(value))
-        return self._done_before + next(found, -1 - self._done_before)
+        for i, value in enumerate(self._read(self._looks or []), start=self._done_before):
+            if not math.isfinite(value) and i < self._num:
+                return self._numbers[i]
+        return -1
+
+    def _read(self, values: Sequence[Tensor]) -> list[float]:
+        """Together, in one wait for the device."""
+        if not values:
+            return []
+        wide = [value.detach().to(self._device, self._wide) for value in values]
+        read: list[float] = torch.stack(wide).tolist()
+        return read
 
     def _shares_of(self, counts: Counts, plan: Plan, reductions: Mapping[str, Reduction]) -> Shares:
         return [
@@ -600,14 +643,6 @@ class Window:
     def _forget(self) -> None:
         self._micro_batches.clear()
         self._weights, self._marks, self._spare, self._stream, self._unfinished = {}, [], None, None, None
-
-
-def _read(values: Sequence[Tensor]) -> list[float]:
-    """Together, in one wait for the device."""
-    if not values:
-        return []
-    read: list[float] = torch.stack([value.detach().to(values[0].device, torch.float32) for value in values]).tolist()
-    return read
 
 
 def _of_a_stand_in(spare: Spare) -> Shares:

@@ -80,6 +80,13 @@ class Accelerated:
         self._accelerator.backward(loss, gradient=seed)
 
 
+def tells_state(loader: Any) -> bool:
+    """Whether a loader goes on from what its state_dict() says; Accelerate's have one that may fail."""
+    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+        return False
+    return not _is_of("data_loader", "DataLoaderAdapter", loader) or bool(loader.use_stateful_dataloader)
+
+
 def _is_of(module: str, name: str, value: object) -> bool:
     """By type, and without importing what the caller has not."""
     loaded = sys.modules.get(f"accelerate.{module}")
