@@ -5,6 +5,7 @@
 #   bash launch/torchrun.sh 2 --config configs/ddp-cpu.toml
 #
 # RANKS: how many processes; as many as GPUs, or as cores where there are none, unless it is given.
+# RESTARTS=3 with --resume starts all of them again, from the last checkpoint, when one dies (so often; 0).
 # PYTHON=... names an interpreter other than that of .venv.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -21,4 +22,5 @@ elif [[ -n ${1:-} && $1 != -* ]]; then
 fi
 python=$(find_python)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" "$root/launch/train.py" "$@"
+exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-0}" \
+    "$root/launch/train.py" "$@"

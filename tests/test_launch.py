@@ -6,8 +6,10 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -319,3 +321,44 @@ def test_an_interpreter_without_torch_is_named_with_the_cure(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     text = run("bash", "launch/torchrun.sh", "2", status=2, PYTHON=str(tmp_path / "bare" / "bin" / "python"))
     assert "has no torch or no distaccum; run 'bash launch/venv.sh launch'" in text
+
+
+def processes_of(out: Path, rank: int) -> list[int]:
+    """The ids of this rank's processes of the run with that folder."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if str(out).encode() in command and f"RANK={rank}".encode() in environment.split(b"\0"):
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
+def test_a_rank_that_is_killed_under_torchrun_starts_all_again_and_nothing_is_lost(programs, tmp_path):
+    """From a checkpoint in mid-window, to the bits of the run that nobody killed."""
+    model = ("--model", "cnn", "--batch-size", 128, "--micro-batch-size", 1)
+    options = (*model, "--updates", 5, "--checkpoint-every", "0.005m", "--keep", 3)
+    assert programs.run("train", *options[:-4], "--out", tmp_path / "whole", ranks=2).status == 0
+    out = tmp_path / "run"
+    words = ["bash", "launch/torchrun.sh", "2", *options, "--device", "cpu", "--resume", "--out", out]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": "2"}
+    job = subprocess.Popen(
+        [*map(str, words)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        until = time.monotonic() + 200
+        while not list(out.glob("checkpoints/update-*-*")):
+            assert time.monotonic() < until and job.poll() is None
+            time.sleep(0.01)
+        (victim,) = processes_of(out, 1)
+        os.kill(victim, signal.SIGKILL)
+        text, _ = job.communicate(timeout=300)
+    finally:
+        job.kill()
+    assert job.returncode == 0, text
+    assert re.search(r"goes on in update \d, after \d+ of its micro-batches|goes on after update \d", text)
+    assert torch.equal(weights_of(out), weights_of(tmp_path / "whole"))
+    assert [json.loads(line)["index"] for line in (out / "log.jsonl").read_text().splitlines()] == list(range(5))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import random
@@ -80,7 +81,9 @@ def test_a_single_sample_that_does_not_fit_is_an_error_with_the_size_in_it():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
     before = weights(model)
-    with pytest.raises(DistaccumError, match=r"1 sample does not fit.*rank 0: OutOfMemoryError: CUDA out of memory. Tried"):
+    with pytest.raises(
+        DistaccumError, match=r"1 sample does not fit.*rank 0: OutOfMemoryError: CUDA out of memory. Tried"
+    ):
         accumulator.update(make_batch(5, seed=1), Limited(model, 0))
     assert torch.equal(weights(model), before) and all(p.grad is None for p in model.parameters())
 
@@ -376,3 +379,125 @@ def test_what_is_in_the_state_and_the_arguments_is_told_at_once():
     with pytest.raises(ValueError, match=r"'auto' is for update\(\)"):
         Accumulator(model, optimizer, batch_size=8, micro_batch_size="auto").windows([])
     assert math.isfinite(Accumulator(model, optimizer, steps=2).update(make_batch(3, seed=0), Limited(model, 9)).loss)
+
+
+def test_a_learned_size_does_not_outlive_what_is_asked_for():
+    model = make_net_without_router()
+    small = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    small.update(make_batch(8, seed=0), Limited(model, 9))
+    for asked in (4, "auto"):
+        larger = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=asked)
+        larger.load_state_dict(small.state_dict())
+        loss_fn = Limited(model, 9)
+        larger.update(make_batch(8, seed=0), loss_fn)
+        assert loss_fn.sizes == ([4, 4] if asked == 4 else [8])
+
+
+def test_buffers_that_are_assigned_are_undone_too():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = make_net_without_router()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = self.seen + 1
+            return self.net(x)
+
+    model = Counting()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size="auto")
+    accumulator.update(make_batch(8, seed=0), Limited(model, 4, "backward"))
+    assert model.seen == 2
+
+
+def test_longer_samples_are_not_proven_by_shorter_ones():
+    fit = Fit(most=4)
+    for _ in range(2):
+        fit.came_through(4, 2, width=100)
+    assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
+    assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
+
+
+def test_an_update_within_an_update_is_refused_and_costs_nothing():
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    before, state = weights(model), torch.get_rng_state()
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        torch.rand(3)
+        accumulator.update(batch, loss_fn)
+        return loss_of(model, batch)
+
+    with pytest.raises(DistaccumError, match="another window was asked for while one is in its loop"):
+        accumulator.update(make_batch(4, seed=0), loss_fn)
+    assert torch.equal(weights(model), before) and torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_failed_update_keeps_nothing_alive():
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    held: list[Any] = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        activations = torch.ones(10)
+        held.append(weakref.ref(activations))
+        raise KeyError("a bug")
+
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyError):
+            accumulator.update(make_batch(4, seed=0), loss_fn)
+        assert held[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_an_error_in_the_step_discards_the_window():
+    model = make_net_without_router()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, micro_batch_size=2)
+    hook = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accumulator.update(make_batch(4, seed=0), Limited(model, 9))
+    assert all(p.grad is None for p in model.parameters())
+    hook.remove()
+    assert accumulator.update(make_batch(4, seed=0), Limited(model, 9)).stepped
+
+
+@pytest.mark.parametrize("owner", ["optimizer", "caller"])
+def test_a_nan_is_named_also_where_the_caller_steps(owner):
+    model = make_net_without_router()
+    optimizer = SGD(model.parameters(), lr=0.1) if owner == "optimizer" else None
+    accumulator = Accumulator(model, optimizer, micro_batch_size=2)
+    calls = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        calls.append(0)
+        outputs = model(batch["x"])
+        return (outputs * (outputs - outputs.detach()).sqrt()).sum()  # 0, of an infinite slope
+
+    with pytest.raises(DistaccumError, match="backward of micro-batch 0 on rank 0"):
+        accumulator.update(make_batch(4, seed=0), loss_fn)
+    assert len(calls) == 4  # twice, and no more
+
+
+def test_a_nan_that_nobody_can_place_ends():
+    """One that only the reduction makes, as it were."""
+    model = make_net_without_router()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    calls = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        calls.append(0)
+        return loss_of(model, batch)
+
+    finish = accumulator._engine.finish
+
+    def spoil() -> None:
+        finish()
+        next(model.parameters()).grad.fill_(math.nan)
+
+    accumulator._engine.finish = spoil  # type: ignore[method-assign]
+    with pytest.raises(DistaccumError, match=r"the one that reduces, or in the reduction; first in body\.0\.weight"):
+        accumulator.update(make_batch(4, seed=0), loss_fn)
+    assert len(calls) == 4

@@ -361,3 +361,159 @@ def test_another_loader_than_the_state_s_is_told():
     accumulator.load_state_dict(state)
     with pytest.warns(UserWarning, match="a list cannot load that"):
         next(accumulator.windows([make_batch(2, seed=0)]))
+
+
+class Counted:
+    """A loader of numbered micro-batches that can tell its state."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def __iter__(self):
+        while self.at < 6:
+            self.at += 1
+            yield make_batch(2, seed=self.at - 1)
+
+    def state_dict(self):
+        return {"at": self.at}
+
+    def load_state_dict(self, state):
+        self.at = state["at"]
+
+
+def seeds_of(batches: list[Any]) -> list[int]:
+    return [next(i for i in range(6) if torch.equal(batch["x"], make_batch(2, seed=i)["x"])) for batch in batches]
+
+
+def consumed(accumulator: Any, model: nn.Module, loader: Any) -> list[int]:
+    seen = []
+    for window in accumulator.windows(loader):
+        for batch in window:
+            seen.append(batch)
+            window.backward(model(batch["x"]).square().mean())
+        window.step()
+    return seeds_of(seen)
+
+
+def test_a_state_taken_before_the_window_begins_keeps_its_data():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    windows = accumulator.windows(Counted())
+    window = next(windows)
+    for batch in window:
+        window.backward(model(batch["x"]).square().mean())
+    window.step()
+    window = next(windows)  # drawn, and not begun
+    state = accumulator.state_dict()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    accumulator.load_state_dict(state)
+    assert consumed(accumulator, model, Counted()) == [2, 3, 4, 5]
+
+
+def test_a_state_that_was_loaded_can_be_saved_again_at_once():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    window = next(accumulator.windows(Counted()))
+    for batch in window:
+        window.backward(model(batch["x"]).square().mean())
+        state = accumulator.state_dict()
+        break
+    for begin in (False, True):
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+        accumulator.load_state_dict(state)
+        if begin:
+            window = next(accumulator.windows(Counted()))
+        again = accumulator.state_dict()
+        assert again["in_window"] and again["rank 0"] == state["rank 0"]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    accumulator.load_state_dict(again)
+    assert consumed(accumulator, model, Counted()) == [1, 2, 3, 4, 5]
+
+
+def past_the_shortest() -> str:
+    model, _, accumulator = make("DDP", "last")
+    window = accumulator.window(micro_batches(2, 0)[: 3 - 2 * dist.get_rank()])
+    told = ""
+    for i, batch in enumerate(window):
+        window.backward(model(batch["x"]).float().square().mean())
+        if i == 0:
+            with pytest.raises(DistaccumError) as error:
+                accumulator.state_dict()
+            told = str(error.value)
+    window.step()
+    return told
+
+
+def test_a_state_past_the_shortest_rank_is_refused_on_all(ranks):
+    for told in ranks(2).run(past_the_shortest):
+        assert "ranks have [3, 1]" in told and "take it where window.can_pause" in told
+
+
+def taking_states(name: str, sync: str) -> bool:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ends = []
+    for takes in (False, True):
+        torch.manual_seed(11 + rank)
+        model, _, accumulator = made = make(name, sync)
+        for window in accumulator.windows(micro_batches(0, rank)):
+            for batch in window:
+                window.backward(model(batch["x"].to(next(model.parameters()).dtype)).float().square().mean())
+                if takes and window.can_pause:
+                    accumulator.state_dict()
+                    model.state_dict()
+            window.step()
+        ends.append(local_weights(made[0]))
+    return all(map(torch.equal, *ends))
+
+
+@pytest.mark.parametrize(("name", "sync", "world"), CASES)
+def test_taking_a_state_changes_nothing(ranks, name, sync, world):
+    assert all(ranks(world).run(taking_states, name, sync) if world > 1 else [taking_states(name, sync)])
+
+
+def test_named_losses_a_scaler_and_dropped_micro_batches_go_on():
+    from torch.amp import GradScaler
+
+    from distaccum import count_samples, count_tokens
+
+    def make_all() -> Any:
+        model = make_net_without_router()
+        scaler = GradScaler("cpu", init_scale=64.0)
+        optimizer = Adam(model.parameters(), lr=0.01)
+        count = {"tokens": count_tokens("labels"), "rows": count_samples}
+        reduction = {"tokens": "mean", "rows": "sum"}
+        return model, optimizer, Accumulator(model, optimizer, steps=4, count=count, reduction=reduction, scaler=scaler)
+
+    batches = [make_batch(size, seed=size) for size in (2, 3, 1, 4)]
+    batches[1]["labels"][:] = -100
+    batches.insert(1, make_batch(0, seed=9))  # counts nothing, and is dropped
+    ends = []
+    for pauses in (False, True):
+        model, optimizer, accumulator = make_all()
+        window = accumulator.window(batches)
+        for at in range(2):
+            for batch in window:
+                outputs = model(batch["x"])
+                labels = batch["labels"].flatten()
+                window.backward(
+                    tokens=nn.functional.cross_entropy(outputs.flatten(0, 1), labels),
+                    rows=outputs.square().mean((1, 2)).sum(),
+                )
+                if pauses and at == 0 and window.num_done == 2:
+                    state = accumulator.state_dict()
+                    break
+            if not pauses or at:
+                break
+            accumulator = Accumulator(
+                model,
+                optimizer,
+                steps=4,
+                count={"tokens": count_tokens("labels"), "rows": count_samples},
+                reduction={"tokens": "mean", "rows": "sum"},
+                scaler=GradScaler("cpu", init_scale=2.0),
+            )
+            accumulator.load_state_dict(state)
+            window = accumulator.window(batches)
+        update = window.step()
+        ends.append([*weights(model).tolist(), *update.losses.values()])
+    assert ends[0] == ends[1]

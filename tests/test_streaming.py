@@ -239,3 +239,50 @@ def test_a_paused_stream_goes_on():
         update = window.step()
         ends.append([*weights(model).tolist(), update.loss, *update.counts.values()])
     assert ends[0] == ends[1]
+
+
+def loader_fails(name: str) -> str:
+    kind = KINDS[name]
+    model, optimizer = kind.wrap(make_net(kind.dtype), 0.1)
+    accumulator = Accumulator(model, optimizer, steps=3, lookahead=False)
+
+    def loader() -> Iterator[Any]:
+        for i in range(6):
+            if i == 1 and dist.get_rank() == 1:
+                raise OSError("the disk is gone")
+            yield make_batch(2, seed=i)
+
+    try:
+        for window in accumulator.windows(loader()):
+            for batch in window:
+                window.backward(loss_of(model, batch))
+            window.step()
+    except (OSError, DistaccumError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
+def test_where_ranks_step_together_all_hear_of_a_loader_that_fails(ranks):
+    zero, one = ranks(2).run(loader_fails, "FSDP2")
+    assert one == "OSError: the disk is gone"
+    assert zero.startswith("DistaccumError: rank 1 could not draw a micro-batch")
+
+
+def skips_in_a_stream() -> Any:
+    model, optimizer = KINDS["FSDP2"].wrap(make_net(), 0.1)
+    accumulator = Accumulator(model, optimizer, steps=3, lookahead=False, on_nonfinite="skip")
+    steps = []
+    for window in accumulator.windows([make_batch(2, seed=i) for i in range(6 - 2 * dist.get_rank())]):
+        for i, batch in enumerate(window):
+            loss = loss_of(model, batch)
+            window.backward(loss if window.index or i else loss + (loss - loss.detach()).sqrt())
+        update = window.step()
+        steps.append((update.stepped, update.counts))
+    return steps
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
+def test_a_skipped_update_leaves_uneven_ranks_in_step(ranks):
+    seen = ranks(2).run(skips_in_a_stream)
+    assert seen == [[(False, {"samples": 12}), (True, {"samples": 8})]] * 2

@@ -303,7 +303,7 @@ def failures_in_a_line() -> Iterator[None]:
     try:
         yield
     except DistaccumError as error:
-        stop(f"{' '.join(str(error).split())}; {resume}", status=1)
+        stop(f"{' '.join(str(error).split())}; {resume}", everywhere=True, status=1)
     except OSError as error:
         stop(f"{error}; {resume}", everywhere=True, status=1)
     except KeyboardInterrupt:
