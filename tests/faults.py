@@ -111,16 +111,15 @@ def make_schedule(engine: str, seed: int, first: Fault | None = None) -> Schedul
     world = ENGINES[engine]
     # On one rank in the backward that reduces, only while the size is not proven: after that the job ends there.
     unproven = {"out of memory on one rank | last | reducing backward"}
-    faults = [
-        Fault(
-            one.kind,
-            one.position,
-            one.phase,
-            draw.randrange(PROOFS if one.cell in unproven else UPDATES),
-            draw.randrange(world) if one.kind not in ("exception", "break", "out of memory") else -1,
-        )
-        for one in chosen
-    ]
+    chosen.sort(key=lambda one: one.cell not in unproven)
+    # One in a window: of two, the one that strikes a rank could keep it from the one that strikes all.
+    free, faults = list(range(UPDATES)), []
+    for one in chosen:
+        fits = [update for update in free if update < PROOFS or one.cell not in unproven]
+        if fits:
+            rank = draw.randrange(world) if one.kind not in ("exception", "break", "out of memory") else -1
+            faults.append(Fault(one.kind, one.position, one.phase, draw.choice(fits), rank))
+            free.remove(faults[-1].update)
     struck = {fault.update for fault in faults}
     sizes = []
     for update in range(UPDATES):
