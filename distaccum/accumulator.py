@@ -26,9 +26,9 @@ from .engines.accelerate import Accelerated, tells_state
 from .feed import Feed, Stream
 from .memory import FAILED, OUT_OF_MEMORY, Before, Fit, Guard, free, is_out_of_memory
 from .nonfinite import find_nonfinite
+from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
 from .precision import look_at, refuse_mixed, unscale, update_without_gradients
 from .shares import (
-    REDUCTIONS,
     DistaccumError,
     Offer,
     Plan,
@@ -41,7 +41,6 @@ from .shares import (
     make_plan,
     steps_for,
     tidy,
-    whole_number,
 )
 from .state import Unfinished, pack, random_devices, unpack
 from .update import Update, Waitable
@@ -52,7 +51,6 @@ BatchNorm = Literal["warn", "ignore"]
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 MOST_SKIPS = 50  # in a row
 WATCHED_WINDOWS = 100  # after one whose gradient was not finite and nobody could say where
-WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 
 
 class Accumulator:
@@ -96,14 +94,14 @@ class Accumulator:
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
     ) -> None:
-        self._models: list[nn.Module] = _several("model", model, "forward")
+        self._models: list[nn.Module] = several("model", model, "forward")
         self._accelerated = Accelerated(
             accelerator,
-            _several("optimizer", optimizer, "param_groups"),
-            _several("scheduler", scheduler, "step"),
+            several("optimizer", optimizer, "param_groups"),
+            several("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
-        self._engine = choose_engine(self._models, _choice("sync", sync, get_args(Sync)))
+        self._engine = choose_engine(self._models, choice("sync", sync, get_args(Sync)))
         self._engine.run_backward = self._accelerated.run_backward or self._engine.run_backward
         self._optimizers = self._engine.adopt_optimizers(self._accelerated.optimizers)
         self._schedulers = self._engine.adopt_schedulers(self._accelerated.schedulers)
@@ -114,15 +112,15 @@ class Accumulator:
             raise TypeError(
                 "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
             )
-        self._steps, self._batch_size, self._micro_batch_size = _sizes(steps, batch_size, micro_batch_size)
+        self._steps, self._batch_size, self._micro_batch_size = wanted_sizes(steps, batch_size, micro_batch_size)
         self._fit = Fit(None if self._micro_batch_size == "auto" else self._micro_batch_size)
-        self._reductions, self._counts = _by_name(reduction, count)
+        self._reductions, self._counts = by_name(reduction, count)
         self._lookahead = lookahead
         if not lookahead:
             self._refuse_to_stream(sync)
-        self._max_norm = self._engine.adopt_max_norm(_positive("max_norm", max_norm))
-        self._on_nonfinite = _choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
-        self._batchnorm = _choice("batchnorm", batchnorm, get_args(BatchNorm))
+        self._max_norm = self._engine.adopt_max_norm(positive("max_norm", max_norm))
+        self._on_nonfinite = choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+        self._batchnorm = choice("batchnorm", batchnorm, get_args(BatchNorm))
         if not self._optimizers and not self._engine.steps and (max_norm is not None or on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
@@ -875,71 +873,3 @@ class _NonfiniteError(DistaccumError):
     def __init__(self, message: str, is_placed: bool) -> None:
         super().__init__(message)
         self.is_placed = is_placed
-
-
-# Arguments
-
-
-def _several(name: str, value: Any, needs: str) -> list[Any]:
-    """One or several things that have `needs`, as a list; None is none of them."""
-    values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
-    for one in values:
-        if not hasattr(one, needs) or isinstance(one, type):
-            raise TypeError(f"{name}={one!r} is a {type(one).__name__} without {needs}, expected a {name}")
-    if not values and (name == "model" or value is not None):
-        raise ValueError(f"{name}={value!r}, expected a {name} or a sequence of them")
-    return values
-
-
-def _sizes(
-    steps: Schedule | None, batch_size: Schedule | None, micro_batch_size: int | Literal["auto"] | None
-) -> tuple[Schedule | None, Schedule | None, int | Literal["auto"] | None]:
-    if steps is not None and (batch_size is not None or micro_batch_size is not None):
-        raise ValueError(
-            "steps says how many micro-batches, batch_size and micro_batch_size how many samples; give one or the other"
-        )
-    if batch_size is not None and micro_batch_size is None:
-        raise ValueError(f"{batch_size=} without micro_batch_size, the samples that one forward on a rank can hold")
-    return (
-        steps if steps is None or callable(steps) else whole_number("steps", steps, WHOLE),
-        batch_size if batch_size is None or callable(batch_size) else whole_number("batch_size", batch_size),
-        micro_batch_size
-        if micro_batch_size is None or micro_batch_size == "auto"
-        else whole_number("micro_batch_size", micro_batch_size, ", or 'auto'"),
-    )
-
-
-def _by_name(
-    reduction: Reduction | Mapping[str, Reduction], count: Count | Mapping[str, Count]
-) -> tuple[dict[str, Reduction], dict[str, Count]]:
-    """Reduction and count of each named loss; one name where no dict gives several."""
-    given = [choice for choice in (reduction, count) if isinstance(choice, Mapping)]
-    names = list(given[0]) if given else [_name_of(count)]
-    if not names or (len(given) == 2 and given[0].keys() != given[1].keys()):
-        raise ValueError(
-            f"reduction names {list(given[0])} and count names {list(given[-1])}, expected the same losses in both"
-        )
-    reductions = dict(reduction) if isinstance(reduction, Mapping) else dict.fromkeys(names, reduction)
-    counts = dict(count) if isinstance(count, Mapping) else dict.fromkeys(names, count)
-    for name in names:
-        _choice("reduction", reductions[name], REDUCTIONS)
-        if not callable(counts[name]):
-            raise TypeError(f"count={counts[name]!r} for {name!r}, expected a callable: batch -> number")
-    return reductions, {name: counts[name] for name in reductions}
-
-
-def _name_of(count: object) -> str:
-    name = getattr(count, "__name__", "")
-    return {"count_samples": "samples", "tokens": "tokens"}.get(name, "count")
-
-
-def _choice(name: str, value: Any, known: Sequence[Any]) -> Any:
-    if value not in known:
-        raise ValueError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
-    return value
-
-
-def _positive(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{name}={value!r}, expected a number above 0, or None")
-    return value

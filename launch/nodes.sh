@@ -12,7 +12,6 @@
 #
 # What is not given comes from Slurm's variables, where it started this. With several networks name the one to use:
 # NCCL_SOCKET_IFNAME=eth0 (GPUs) and GLOO_SOCKET_IFNAME=eth0 (CPU, and the library's small collectives).
-# RESTARTS=3 with --resume, on every node: when a process dies all start again, from the last checkpoint (so often; 0).
 # PYTHON=... names an interpreter other than that of .venv.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -33,5 +32,4 @@ done
 python=$(find_python)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" \
-    --max-restarts "${RESTARTS:-0}" \
     --master-addr "$address" --master-port "$port" "$root/launch/train.py" "${rest[@]}"

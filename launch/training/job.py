@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defined]  # missing in __all__
 
 from distaccum import DistaccumError
 
@@ -85,7 +86,12 @@ class Job:
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         if self.ranks > 1:
             timeout = timedelta(minutes=self.timeout)
-            dist.init_process_group(backend, rank=self.rank, world_size=self.ranks, timeout=timeout)
+            store, rank, ranks = next(rendezvous("env://", self.rank, self.ranks, timeout=timeout))
+            if os.environ.get("GROUP_WORLD_SIZE") == "1":
+                # torchrun keeps its store when it starts all processes again (torch 2.15), with addresses of dead ones
+                # in it, which the new ones would wait for. On several nodes the count may differ between them.
+                store = PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=timeout)
         elif self.engine in ("ddp", "fsdp2", "deepspeed"):  # which want a group, be it of one
             store = dist.HashStore()  # type: ignore[attr-defined]  # public, and missing in __all__
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
