@@ -73,6 +73,8 @@ class Accumulator:
     steps; `accelerator` is the Accelerator that prepared them. Either `steps` micro-batches per rank and
     update, or `batch_size` samples over all ranks of which one forward holds `micro_batch_size`; `steps` and
     `batch_size` may be callables of the update's index. `max_norm=inf` measures the norm and clips nothing.
+    `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
+    at its end, and the gradient is corrected there.
     """
 
     def __init__(
