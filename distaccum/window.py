@@ -271,7 +271,7 @@ class Window:
             self._num += 1
         if stream.steps_alone:
             self._turns = max(self._num, self._turns)
-            self._kept = (self._num,) if len(self._kept) == 1 else (0,)  # what others have is not known
+            self._kept = (self._num,) if len(self._kept) == 1 else (0,) * len(self._kept)  # not known of others
         rows = [] if stream.steps_alone else self._engine.gather([float(self._num), float(error is not None)])
         if error is not None:
             try:
@@ -309,9 +309,10 @@ class Window:
                 "two micro-batches"
             )
         if len(self._kept) > 1 and self._engine.shows_partial and not self.can_pause:
+            known = "streaming, what they have is not known" if not any(self._kept) else f"they have {list(self._kept)}"
             raise DistaccumError(
-                f"state_dict() {self._where()}, and ranks have {list(self._kept)}: another rank may be past its last, "
-                "from where all cannot go on together; take it where window.can_pause, or after window.step()"
+                f"state_dict() {self._where()}, where another of the ranks may be past its last ({known}) and all "
+                "cannot go on together; take it where window.can_pause, or after window.step()"
             )
         losses: Losses = [
             (place, name, share, loss.to("cpu"))

@@ -446,7 +446,23 @@ def past_the_shortest() -> str:
 
 def test_a_state_past_the_shortest_rank_is_refused_on_all(ranks):
     for told in ranks(2).run(past_the_shortest):
-        assert "ranks have [3, 1]" in told and "take it where window.can_pause" in told
+        assert "(they have [3, 1])" in told and "take it where window.can_pause" in told
+
+
+def streams_alone() -> str:
+    model, _, accumulator = make("DDP", "last", lookahead=False)
+    window = next(accumulator.windows(micro_batches(2, 0)))
+    for batch in window:
+        window.backward(model(batch["x"]).float().square().mean())
+        assert not window.can_pause
+        with pytest.raises(DistaccumError) as error:
+            accumulator.state_dict()
+    window.step()
+    return str(error.value)
+
+
+def test_a_state_of_ranks_that_stream_alone_is_refused(ranks):
+    assert all("streaming, what they have is not known" in told for told in ranks(2).run(streams_alone))
 
 
 def taking_states(name: str, sync: str) -> bool:
