@@ -588,6 +588,49 @@ def test_all_ranks_hear_of_a_failure_before_anything_is_spent(ranks, what, zero,
         assert wrong <= 1e-12
 
 
+def ranks_disagree(what):
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    sizes = {
+        "steps": {"steps": lambda index: 2 + rank * index},
+        "batch_size": {"batch_size": lambda index: 4 + 4 * rank * index, "micro_batch_size": 1},
+        "index": {"steps": 2},
+        "kind": {"steps": 2},
+    }[what]
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), **sizes)
+    batches = [make_batch(1, seed=i) for i in range(20)]
+    if what == "index" and rank:
+        accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
+    told = []
+    try:
+        if what == "kind" and rank:
+            accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
+        for window in accumulator.windows(batches):
+            run_window(window, ddp).step()
+    except DistaccumError as caught:
+        told.append(str(caught))
+    left = any(p.grad is not None for p in ddp.parameters())
+    run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(BATCHES), ddp)
+    return told, accumulator.index, left, error(gradient(ddp), gradient_of_trunk(BATCHES))
+
+
+@pytest.mark.parametrize(
+    ("what", "index", "expected"),
+    [
+        ("steps", 1, "ranks disagree on steps (rank 0: 2, rank 1: 3)"),
+        ("batch_size", 1, "ranks disagree on steps (rank 0: 2, rank 1: 4)"),
+        ("index", 0, "ranks disagree on the update's index (rank 0: 0, rank 1: 3)"),
+        ("kind", 0, "ranks disagree on who runs the window (rank 0: a loop, rank 1: update())"),
+    ],
+)
+def test_ranks_that_disagree_are_told_by_name_before_anything_is_spent(ranks, what, index, expected):
+    """A ramp of one rank in the update that it parts in; the ones before are as they were."""
+    for rank, (told, seen, left, wrong) in enumerate(ranks(2).run(ranks_disagree, what)):
+        assert told[0].startswith(expected)
+        assert seen == (3 if what == "index" and rank else index) and not left
+        assert wrong <= 1e-12
+
+
 # The edge of a window
 
 
