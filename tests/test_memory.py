@@ -244,6 +244,9 @@ def whole_weights(model: nn.Module) -> torch.Tensor:
     )
 
 
+EVERY_RANK = -1
+
+
 def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dict[str, Any]) -> Any:
     """Updates of which one meets the fault in a micro-batch on one rank; then errors, and error against big batches."""
     rank = dist.get_rank()
@@ -255,7 +258,7 @@ def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dic
 
     def loss_fn(batch: Any) -> torch.Tensor:
         seen.append(len(batch["x"]))
-        here = fault != "nothing" and [rank, len(seen)] == at
+        here = at[0] in (rank, EVERY_RANK) and len(seen) == at[1]
         if fault.endswith("before forward") and here:
             raise KeyError("a bug") if "bug" in fault else torch.OutOfMemoryError("CUDA out of memory.")
         outputs = model(batch["x"])
@@ -327,6 +330,16 @@ def test_a_fault_on_one_rank_is_undone_on_all(ranks, kind, fault, at):
             assert told.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
         else:
             assert not told
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
+@pytest.mark.parametrize("number", [1, 2, 3, 8])
+@pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
+def test_where_forwards_communicate_what_fails_on_all_ranks_is_undone(ranks, fault, number):
+    """A size that was asked for is believed under sync='last'; the last micro-batch's backward reduces at once."""
+    ends = ranks(2).run(updates, "FSDP2", fault, [EVERY_RANK, number], [7, 7], {"micro_batch_size": 3})
+    assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
+    assert [told for told, *_ in ends] == ["KeyError: 'a bug'" if "bug" in fault else ""] * 2
 
 
 @pytest.mark.parametrize("at", [[0, 10], [1, 6], [1, 8]], ids=str)
