@@ -593,3 +593,42 @@ def as_a_loop(kind: str) -> Any:
 def test_update_is_the_loop_that_it_says_it_is(ranks, kind):
     """Buffers too, which DDP broadcasts: before the window, and not in a forward that a rank may not come to."""
     assert max(ranks(2).run(as_a_loop, kind)) <= 1e-12
+
+
+def under_a_real_limit() -> Any:
+    """The allocator of the host refuses, for want of addresses."""
+    import resource
+    from pathlib import Path
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).double()
+    plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).double()
+    plain.load_state_dict(model.state_dict())
+    batch = torch.randn(10_000, 256, dtype=torch.float64)  # 20 MB, and as much after each layer
+    for part in batch.split(1000):
+        (plain(part).square().mean(1).sum() / len(batch)).backward()
+    sizes: list[int] = []
+
+    def loss_fn(micro_batch: torch.Tensor) -> torch.Tensor:
+        sizes.append(len(micro_batch))
+        return model(micro_batch).square().mean()
+
+    accumulator = Accumulator(model, micro_batch_size="auto")
+    gradients = []
+    found = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + 80 * 2**20, found[1]))
+    try:
+        finish = accumulator._engine.finish
+        accumulator._engine.finish = lambda: (finish(), gradients.extend(p.grad.clone() for p in model.parameters()))  # type: ignore[method-assign,assignment]
+        update = accumulator.update(batch, loss_fn)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, found)
+    wrong = max(error(mine, p.grad) for mine, p in zip(gradients, plain.parameters(), strict=True))
+    return sizes, update.counts, wrong
+
+
+def test_a_real_allocator_that_refuses(ranks):
+    ((sizes, counts, wrong),) = ranks(1).run(under_a_real_limit)
+    assert sizes[0] == 10_000 and sizes[-1] < 6_000 and len(sizes) > 2
+    assert counts == {"samples": 10_000} and wrong <= 1e-12
