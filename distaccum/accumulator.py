@@ -414,8 +414,10 @@ class Accumulator:
             self._before.look()
             guard = Guard(self._engine)
             window = self._plan(lambda: self._cut(batch), guard)
+            all_came_through = False
             try:
                 _run(window, loss_fn)
+                all_came_through = True
                 update = window.step()
             except _NonfiniteError as error:
                 self._before.put_back()
@@ -423,7 +425,7 @@ class Accumulator:
                     raise
                 ran_again = True  # and look at each micro-batch: the error then names it
             except Exception as error:
-                if window._stage is Stage.COMPLETE:  # in step(), when the ranks had agreed
+                if all_came_through:  # in step(), where no rank waits to hear of it, and weights may have changed
                     window.discard()
                     raise
                 self._undo(window, guard, error)

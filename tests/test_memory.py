@@ -632,3 +632,29 @@ def test_a_real_allocator_that_refuses(ranks):
     ((sizes, counts, wrong),) = ranks(1).run(under_a_real_limit)
     assert sizes[0] == 10_000 and sizes[-1] < 6_000 and len(sizes) > 2
     assert counts == {"samples": 10_000} and wrong <= 1e-12
+
+
+def one_rank_fails_to_step() -> list[str]:
+    model = wrap("DDP")
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, micro_batch_size=3)
+
+    def fail(*_: object) -> None:
+        if accumulator.index == 3 and dist.get_rank() == 1:  # when the size is proven
+            raise ZeroDivisionError("in the optimizer")
+
+    optimizer.register_step_pre_hook(fail)
+    told = []
+    for i in range(5):
+        try:
+            accumulator.update(make_batch(6, seed=i), lambda batch: loss_of(model, batch))
+        except (ZeroDivisionError, DistaccumError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_an_error_in_the_step_of_one_rank_is_raised_there_and_told_before_the_next_window(ranks):
+    zero, one = ranks(2).run(one_rank_fails_to_step)
+    assert one[0] == "ZeroDivisionError: in the optimizer"
+    assert zero[0].startswith("DistaccumError: ranks disagree on the update's index (rank 0: 4, rank 1: 3)")
+    assert one[1] == zero[0]
