@@ -200,7 +200,6 @@ class Run:
         self.leaks: list[str] = []
         self.clean = flags(self.model)
         self.asked = False
-        self.struck_step = False
         self.optimizer.register_step_pre_hook(self.before_step)
         torch.manual_seed(1000 + self.rank)
         self.random = torch.get_rng_state()
