@@ -480,13 +480,17 @@ def steps_into(run: Path) -> tuple[int, int]:
 def test_told_to_stop_in_a_long_window_it_saves_within_a_micro_step(programs, tmp_path, ranks, options):
     """Dropout and all: the resumed run ends with the same bits."""
     options = (*LONG, *options)
-    began = time.monotonic()
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
-    seconds = time.monotonic() - began
     run, stops = tmp_path / "run", []
-    for part in (0.35, 0.6, 0.6):
+    config = run / "config.json"  # written when signals are listened to, right before the first micro-step
+    for wait in (0.2, 0.5, 0.1):
+        config.unlink(missing_ok=True)
         started = programs.start_ranks(ranks, "train", *options, "--out", run, "--resume")
-        time.sleep(part * seconds)
+        until = time.monotonic() + 60
+        while not config.exists() and started[0].poll() is None:
+            assert time.monotonic() < until
+            time.sleep(0.005)
+        time.sleep(wait)
         started[-1].send(signal.SIGTERM)
         ended = wait_for(started)
         assert {done.status for done in ended} <= {128 + signal.SIGTERM, 0, -signal.SIGTERM}, ended[0].text
