@@ -505,7 +505,7 @@ def test_told_to_stop_in_a_long_window_it_saves_within_a_micro_step(programs, tm
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2", "--sync", "gathered"))], ids=str)
 def test_checkpoints_by_the_clock_come_in_mid_window_and_change_nothing(programs, tmp_path, ranks, options):
     trained(programs, tmp_path / "whole", *LONG, *options, ranks=ranks)
-    options = (*LONG[:-1], "0.002m", *options, "--keep", 99)
+    options = (*LONG[:-1], "0.0005m", *options, "--keep", 99)
     trained(programs, tmp_path / "run", *options, ranks=ranks)
     assert same(tmp_path / "whole", tmp_path / "run")
     found = sorted((tmp_path / "run" / "checkpoints").glob("update-*-*"))
@@ -521,9 +521,9 @@ def test_checkpoints_by_the_clock_come_in_mid_window_and_change_nothing(programs
     (tmp_path / "run" / "weights.pt").unlink()
     newest = steps_into(tmp_path / "run")
     if newest[1]:  # in mid-window
-        done = programs.run("train", *options, "--resume", "--out", tmp_path / "run", ranks=ranks + 1)
+        done = programs.run("train", *options, "--resume", "--out", tmp_path / "run", ranks=3 - ranks)
         assert done.status == 2
-        assert f"in mid-window by {ranks} ranks and this run has {ranks + 1}; start as many" in done.text
+        assert f"in mid-window by {ranks} ranks and this run has {3 - ranks}; start as many" in done.text
 
 
 def test_a_rank_that_dies_is_told_by_the_others(programs, tmp_path):
