@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +28,20 @@ class Program:
 
     def __init__(self, server: Programs, pid: int, log: Path) -> None:
         self._server, self.pid, self._log = server, pid, log
+        self._status: int | None = None
 
     @property
     def text(self) -> str:
         return self._log.read_text()
 
     def poll(self) -> int | None:
-        status = self._server.ask(wait=self.pid)
-        return None if status is None else os.waitstatus_to_exitcode(status)
+        if self._status is None and (status := self._server.ask(wait=self.pid)) is not None:
+            self._status = os.waitstatus_to_exitcode(status)
+        return self._status
 
     def send(self, number: int) -> None:
-        os.kill(self.pid, number)
+        if self.poll() is None:
+            os.kill(self.pid, number)
 
     def wait(self, seconds: float = 60) -> Done:
         return wait_for([self], seconds)[0]
@@ -60,6 +64,17 @@ def wait_for(programs: list[Program], seconds: float = 60) -> list[Done]:
             raise AssertionError("\n".join(texts))
         time.sleep(0.02)
     return [Done(statuses[i], one.text) for i, one in enumerate(programs)]
+
+
+def wait_until(seen: Callable[[], object], program: Program, seconds: float = 180) -> bool:
+    """Whether it was seen before the program ended."""
+    until = time.monotonic() + seconds
+    while not seen():
+        if program.poll() is not None:
+            return False
+        assert time.monotonic() < until, program.text
+        time.sleep(0.005)
+    return True
 
 
 class Programs:
