@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
 from .engines import Sync, choose_engine
-from .engines.accelerate import Accelerated, tells_state
+from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
 from .memory import FAILED, OUT_OF_MEMORY, Before, Fit, Guard, free, is_out_of_memory
 from .nonfinite import find_nonfinite
@@ -188,10 +188,11 @@ class Accumulator:
     def _windows(self, loader: Iterable[Any]) -> Iterator[Window]:
         unfinished, state = self._loaded
         self._loaded = unfinished, None
-        if state is not None and not tells_state(loader):
+        tells_state = self._accelerated.tells_state(loader)
+        if state is not None and not tells_state:
             self._warn("loader", f"the state has a loader's in it, and a {type(loader).__name__} cannot load that")
             state = None
-        self._feed = feed = Feed(loader, state)
+        self._feed = feed = Feed(loader, state, tells_state=tells_state)
 
         stream: Stream | None = None
 

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from .engines.accelerate import tells_state
-
 Counts = tuple[float, ...]
 
 
 class Feed:
     """Draws from `loader`; one that can tell its state (torchdata's) starts from `state`, where that is given."""
 
-    def __init__(self, loader: Iterable[Any], state: Any = None) -> None:
+    def __init__(self, loader: Iterable[Any], state: Any, *, tells_state: bool) -> None:
         self._loader: Any = loader
         self._state = state
+        self._tells_state = tells_state
         self._iterator: Iterator[Any] | None = None
         self.exhausted = False
         self.at_start: Any = None  # the loader's state where the window at hand began
@@ -34,7 +33,7 @@ class Feed:
 
     def state(self) -> Any:
         """The loader's, as of what was drawn; None where it cannot tell, or nothing was drawn."""
-        if self._iterator is None or not tells_state(self._loader):
+        if self._iterator is None or not self._tells_state:
             return self._state
         return self._loader.state_dict()
 

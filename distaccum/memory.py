@@ -120,13 +120,15 @@ class Fit:
         self.size, self.since = larger if self.most is None else min(larger, self.most), 0
 
     def state(self) -> dict[str, Any]:
-        """What was learned; what was asked for is not part of it."""
-        return {name: value for name, value in asdict(self).items() if name != "most"}
+        """What was learned. Not what was asked for, nor what is proven: that was by this process, on this device."""
+        own = ("most", "proven", "trials")
+        return {name: value for name, value in asdict(self).items() if name not in own}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        self.proven, self.trials = [], []
         for name, value in state.items():
             if name != "size" or state["too_large"] is not None:  # else it is what was asked for then
-                setattr(self, name, [(one, other) for one, other in value] if isinstance(value, list) else value)
+                setattr(self, name, value)
         if self.most is not None:
             self.size = self.most if self.size is None else min(self.size, self.most)
 

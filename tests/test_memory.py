@@ -15,6 +15,7 @@ import torch.distributed as dist
 from engines import COALESCES, FSDP2_RUNS_ON_CPU, fully_sharded
 from problems import error, join, loss_of, make_batch, make_net_without_router, weights
 from torch import nn
+from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
@@ -429,6 +430,82 @@ def test_longer_samples_are_not_proven_by_shorter_ones():
         fit.came_through(4, 2, width=100)
     assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
     assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
+
+
+def test_what_was_proven_in_another_process_is_proven_anew():
+    fit = Fit(most=4)
+    for _ in range(3):
+        fit.came_through(4, 2, width=100)
+    restarted = Fit(most=4)
+    restarted.load(fit.state())
+    fit.load(restarted.state())
+    assert restarted.good == 4
+    assert not restarted.is_proven(4, 100) and not fit.is_proven(4, 100)
+
+
+def test_a_retry_leaves_the_scaler_as_it_was():
+    model = make_net_without_router().float()
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", scaler=scaler)
+    batches = [make_batch(8, seed=i, dtype=torch.float32) for i in range(2)]
+    accumulator.update(batches[0], Limited(model, 8))
+    at_start = scaler.state_dict()
+    seen = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        seen.append((scaler.get_scale(), scaler.state_dict()))
+        return Limited(model, 3, "backward")(batch)
+
+    accumulator.update(batches[1], loss_fn)
+    assert len(seen) > 4 and all(one == (256.0, at_start) for one in seen)
+    assert scaler.state_dict() == {**at_start, "_growth_tracker": 2}
+    expected = make_net_without_router().float()
+    for batch in batches:
+        big_batch(expected, [batch])
+    assert error(weights(model), weights(expected)) <= 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:layers.1 normalise")
+def test_ctrl_c_in_the_loss_undoes_the_window_and_the_next_is_exact():
+    ends = []
+    for interrupted in (False, True):
+        model, calls = Random(), 0
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=4)
+        torch.manual_seed(5)
+        random.seed(5)
+
+        def loss_fn(batch: Any, model: nn.Module = model, interrupted: bool = interrupted) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            outputs = model(batch["x"])
+            if interrupted and calls == 2:
+                raise KeyboardInterrupt
+            return outputs.square().mean()
+
+        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+            accumulator.update(make_batch(12, seed=0), loss_fn)
+        if interrupted:
+            accumulator.update(make_batch(12, seed=0), loss_fn)
+        ends.append(model.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def sample_that_does_not_fit_on(which: int) -> str:
+    rank, model = dist.get_rank(), DistributedDataParallel(make_net_without_router())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
+    before = weights(model)
+    with pytest.raises(DistaccumError) as told:
+        accumulator.update(make_batch(4, seed=rank), Limited(model, 0 if rank == which else 9))
+    assert torch.equal(weights(model), before)
+    batches = [make_batch(4, seed=10 + r) for r in range(2)]
+    accumulator.update(batches[rank], Limited(model, 9))
+    assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
+    return str(told.value)
+
+
+def test_a_single_sample_that_does_not_fit_on_one_rank_is_told_on_all(ranks):
+    for text in ranks(2).run(sample_that_does_not_fit_on, 1):
+        assert "1 sample does not fit into the memory of rank 1" in text
 
 
 def test_an_update_within_an_update_is_refused_and_costs_nothing():

@@ -72,19 +72,18 @@ class Accelerated:
             if _is_of("data_loader", "DataLoaderStateMixin", loader):
                 loader.end()
 
+    def tells_state(self, loader: Any) -> bool:
+        """Whether a loader goes on from what its state_dict() says; Accelerate's have one that may fail."""
+        if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
+            return False
+        return not _is_of("data_loader", "DataLoaderAdapter", loader) or bool(loader.use_stateful_dataloader)
+
     def _run_backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         loss, seed = losses[0], seeds[0]
         if len(losses) > 1:
             loss = torch.stack([one * weight for one, weight in zip(losses, seeds, strict=True)]).sum()
             seed = torch.ones_like(loss)
         self._accelerator.backward(loss, gradient=seed)
-
-
-def tells_state(loader: Any) -> bool:
-    """Whether a loader goes on from what its state_dict() says; Accelerate's have one that may fail."""
-    if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-        return False
-    return not _is_of("data_loader", "DataLoaderAdapter", loader) or bool(loader.use_stateful_dataloader)
 
 
 def _is_of(module: str, name: str, value: object) -> bool:
