@@ -10,7 +10,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -25,9 +24,8 @@ from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
 from .memory import FAILED, OUT_OF_MEMORY, Before, Fit, Guard, free, is_out_of_memory
-from .nonfinite import find_nonfinite
 from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
-from .precision import look_at, refuse_mixed, unscale, update_without_gradients
+from .precision import refuse_mixed
 from .shares import (
     DistaccumError,
     Offer,
@@ -43,14 +41,13 @@ from .shares import (
     tidy,
 )
 from .state import Unfinished, pack, random_devices, unpack
-from .update import Update, Waitable
+from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
+from .update import Update
 from .window import Spare, Stage, Window
 
-OnNonfinite = Literal["raise", "skip", "ignore"]
 BatchNorm = Literal["warn", "ignore"]
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 MOST_SKIPS = 50  # in a row
-WATCHED_WINDOWS = 100  # after one whose gradient was not finite and nobody could say where
 
 
 class Accumulator:
@@ -121,7 +118,7 @@ class Accumulator:
         if not lookahead:
             self._refuse_to_stream(sync)
         self._max_norm = self._engine.adopt_max_norm(positive("max_norm", max_norm))
-        self._on_nonfinite = choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
+        choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._batchnorm = choice("batchnorm", batchnorm, get_args(BatchNorm))
         if not self._optimizers and not self._engine.steps and (max_norm is not None or on_nonfinite == "skip"):
             raise ValueError(
@@ -142,10 +139,13 @@ class Accumulator:
                 f"on_nonfinite='ignore' with {self._engine.name}, which looks at each gradient and skips what is not "
                 "finite; say 'raise' or 'skip'"
             )
+        self._stepper = Stepper(
+            self._engine, self._optimizers, self._scaler, max_norm=self._max_norm, on_nonfinite=on_nonfinite
+        )
         self._trained = self._engine.parameters()
         if not self._trained:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
-        if self._optimizers and not {*map(id, self._trained)} & {*map(id, self._owned())}:
+        if self._optimizers and not {*map(id, self._trained)} & {*map(id, self._stepper.owned())}:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
@@ -153,12 +153,10 @@ class Accumulator:
         self._batchnorms = [named for model in self._models for named in _batchnorms(model)]
         self._index = 0
         self._skipped = 0  # in a row
-        self._watched_windows = 0  # to come
         self._before: Before | None = None
         self._feed: Feed | None = None  # of the windows() at hand
         self._loaded: tuple[Unfinished | None, Any] = (None, None)  # of a state: a window, and the loader's
         self._warned: set[str] = set()
-        self._stepping = False
         self._unfinished = False
         self._spare: Spare | None = None  # of a window whose gradient was finite
         self._window: weakref.ref[Window] | None = None
@@ -288,7 +286,7 @@ class Accumulator:
             ready=self._spare is not None,
             failed=error is not None,
             guarded=guard is not None,
-            by_hand=(bool(self._watched_windows) and not self._in_step)
+            by_hand=(bool(self._stepper.watched_windows) and not self._in_step)
             or (guard is not None and self._is_unproven(drawn)),
             largest=max(drawn.lengths or [0]),
             widest=0 if guard is None else widest_sample(drawn.micro_batches),
@@ -330,7 +328,7 @@ class Accumulator:
             stream=None if plan.nothing else drawn.stream,
             guard=guard,
             unfinished=unfinished,
-            looks=bool(self._watched_windows),
+            looks=bool(self._stepper.watched_windows),
             numbers=kept,
         )
         self._window = weakref.ref(window)
@@ -420,7 +418,7 @@ class Accumulator:
                 _run(window, loss_fn)
                 all_came_through = True
                 update = window.step()
-            except _NonfiniteError as error:
+            except NonfiniteError as error:
                 self._before.put_back()
                 if error.is_placed or ran_again:
                     raise
@@ -484,7 +482,7 @@ class Accumulator:
                 self._warn("stale", "gradients that stood before the window were cleared: they are not part of it")
         self._unfinished = True
         if self._scaler is not None:
-            _windows_on(self._scaler).add(window)
+            windows_on(self._scaler).add(window)
         self._engine.begin(window._plan, window._parameters)
 
     def _complete(self, window: Window) -> None:
@@ -498,11 +496,7 @@ class Accumulator:
             raise
         if window._stream is not None:
             self._correct(window)
-        caller_steps = not self._optimizers and not self._engine.steps
-        if caller_steps and self._scaler is None and self._on_nonfinite == "raise":
-            finite, _ = look_at(partial(self._engine.norm, window._parameters), None)
-            if not finite:
-                self._judge(window, "gradient")
+        self._stepper.refuse_nonfinite_gradient(window)
 
     def _correct(self, window: Window) -> None:
         """Streaming, shares were made with a guess of the window's count; here it is known."""
@@ -538,19 +532,12 @@ class Accumulator:
 
     def _commit(self, window: Window) -> Update:
         if window._plan.nothing:
-            reason: str | None = f"no {' and no '.join(self._reductions)} in any micro-batch of any rank"
+            reason: str | None = f"no {' and no '.join(window._names)} in any micro-batch of any rank"
             terms, reduction, norm = None, None, None
         else:
-            flags = self._unscale(window)
-            terms = window._terms()
-            if self._scaler is not None:  # ranks agree on an overflow by the record's own collective
-                found = [flag.to(terms.device, terms.dtype).reshape(1) for flag in flags]
-                terms = torch.cat([terms, torch.stack(found).sum(0) if found else terms.new_zeros(1)])
-            reduction = self._engine.sum_over_ranks(terms)
-            reason, norm = self._step_optimizers(window, terms, reduction, flags)
+            reason, terms, reduction, norm = self._stepper(window)
             if reason is None and self._engine.in_step:
                 self._spare = window._spare
-            self._watched_windows = max(0, self._watched_windows - 1)
             self._skipped = 0 if reason is None else self._skipped + 1
         window._close()
         self._unfinished = False
@@ -572,104 +559,10 @@ class Accumulator:
             stepped=reason is None,
             reason=reason,
             seconds=time.perf_counter() - window._started,
-            _terms=None if terms is None else terms[: len(self._reductions)],
+            _terms=None if terms is None else terms[: len(window._names)],
             _divisor=window._divisor,
             _reduction=reduction,
             _norm=norm,
-        )
-
-    def _unscale(self, window: Window) -> list[Tensor]:
-        """Unscales what the scaler scaled; gives this rank's flags of overflow."""
-        if not self._optimizers and not self._engine.steps:
-            return []
-        window._refuse_cleared_gradients()
-        if self._scaler is None:
-            return []
-        others = [other for other in _windows_on(self._scaler) if other is not window and other._is_open]
-        if others:
-            raise DistaccumError(
-                "another window is open on one GradScaler, whose update() would change the scale under it; finish "
-                "one window before the next begins, or give each accumulator a GradScaler of its own"
-            )
-        if not len(window):
-            self._scaler.scale(self._trained[0].new_zeros(()))  # makes its scale, which elsewhere the losses made
-        return unscale(self._scaler, self._optimizers)
-
-    def _step_optimizers(
-        self, window: Window, terms: Tensor, reduction: Waitable | None, flags: list[Tensor]
-    ) -> tuple[str | None, Tensor | None]:
-        """Steps every optimizer, or none and says why. Gives the norm before clipping, where it was asked for."""
-        if not self._optimizers and not self._engine.steps:
-            return None, None
-        stepped = [parameter for parameter in self._owned() if parameter.grad is not None]
-        norm_of = partial(self._engine.norm, stepped)
-        judges = self._engine.judges
-        norm = norm_of(2.0) if self._max_norm is not None and not judges else None
-
-        reason = None
-        if self._scaler is not None:
-            if reduction is not None:
-                reduction.wait()
-            overflows = terms[-1]
-            for flag in flags:  # what the scaler's step and update will read
-                flag.copy_(overflows.clamp(max=1.0))
-            if bool(overflows):
-                reason = "the scaled gradients overflowed"
-                if self._on_nonfinite == "raise":
-                    self._refuse_nonfinite_loss(window, terms, reduction)
-        elif self._on_nonfinite != "ignore" and not judges:
-            finite, norm = look_at(norm_of, norm)
-            if not finite:
-                reason = self._judge(window, "gradient")
-
-        if reason is None:
-            if norm is not None and self._max_norm is not None and self._max_norm < math.inf:
-                self._engine.clip(stepped, self._max_norm, norm)
-            self._stepping = True
-            try:
-                reason = self._engine.step(self._optimizers)
-            except BaseException:
-                window.discard()  # some weights may have changed: not to be stepped again
-                raise
-            finally:
-                self._stepping = False
-            if judges:
-                norm = norm_of(2.0) if self._max_norm is not None else None
-                if reason is not None and self._on_nonfinite == "raise":
-                    self._refuse_nonfinite_loss(window, terms, reduction)
-                    if not self._engine.scales:
-                        self._judge(window, "gradient")
-        if self._scaler is not None:
-            self._update_scaler(flags, terms[-1])
-        return reason, norm
-
-    def _update_scaler(self, flags: list[Tensor], overflows: Tensor) -> None:
-        assert self._scaler is not None
-        if flags:
-            self._scaler.update()
-        elif self._engine.num_ranks > 1:
-            # Other ranks had gradients to look at, this one has none in its shards; their scales stay alike.
-            update_without_gradients(self._scaler, overflows)
-
-    def _refuse_nonfinite_loss(self, window: Window, terms: Tensor, reduction: Waitable | None) -> None:
-        if reduction is not None:
-            reduction.wait()
-        if not bool(terms.isfinite().all()):
-            self._judge(window, "loss")
-
-    def _judge(self, window: Window, what: str) -> str:
-        """Names what is not finite, on all ranks alike; raises it, or gives the reason for a skip."""
-        found = find_nonfinite(window, self._engine, _names(self._models))
-        if not found.is_placed:
-            self._watched_windows = WATCHED_WINDOWS
-        if self._on_nonfinite != "raise":
-            return f"a {what} is not finite ({found.told})"
-        window.discard()
-        raise _NonfiniteError(
-            f"the {what} of this window is not finite ({found.told}), on all ranks alike; nothing was stepped and the "
-            "window is discarded. Look for it in the data or lower the learning rate; on_nonfinite='skip' skips such "
-            "updates",
-            found.is_placed,
         )
 
     # State
@@ -685,7 +578,7 @@ class Accumulator:
         return {
             "index": self._index,
             "skipped": self._skipped,
-            "watched_windows": self._watched_windows,
+            "watched_windows": self._stepper.watched_windows,
             "fit": self._fit.state(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "ranks": self._engine.num_ranks,
@@ -737,7 +630,7 @@ class Accumulator:
             )
         self._loaded = unpack(mine)
         self._index, self._skipped = int(state["index"]), int(state["skipped"])
-        self._watched_windows = int(state["watched_windows"])
+        self._stepper.watched_windows = int(state["watched_windows"])
         self._fit.load(state["fit"])
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
@@ -746,15 +639,11 @@ class Accumulator:
 
     def _watched(self) -> list[Sequence[nn.Parameter]]:
         """Parameters that take part alike: tampering with one of each shows."""
-        return [_owned_by(one) for one in self._optimizers] or [self._trained]
-
-    def _owned(self) -> list[nn.Parameter]:
-        """What the optimizers step, each parameter once."""
-        return _unique(parameter for one in self._optimizers for parameter in _owned_by(one))
+        return [owned_by(one) for one in self._optimizers] or [self._trained]
 
     def _parameters(self) -> list[nn.Parameter]:
         """The models' and the optimizers', each once."""
-        return _unique([*self._trained, *self._owned()]) if self._optimizers else self._engine.parameters()
+        return _unique([*self._trained, *self._stepper.owned()]) if self._optimizers else self._engine.parameters()
 
     @contextmanager
     def _untouched_statistics(self) -> Iterator[None]:
@@ -825,12 +714,6 @@ def _read(values: list[Any]) -> list[Any]:
     return [read.get(i, value) for i, value in enumerate(values)]
 
 
-def _windows_on(scaler: GradScaler) -> weakref.WeakSet[Window]:
-    """Kept on the scaler itself, which is what accumulators share."""
-    windows: weakref.WeakSet[Window] = scaler.__dict__.setdefault("_distaccum_windows", weakref.WeakSet())
-    return windows
-
-
 def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
     """Refuses the caller's own step() in mid-window, before it changes a weight."""
     if not hasattr(optimizer, "register_step_pre_hook"):
@@ -840,7 +723,7 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
     def refuse(*_: object) -> None:
         owner = this()
         window = owner._window() if owner is not None and owner._window is not None else None
-        if owner is None or owner._stepping or window is None:
+        if owner is None or owner._stepper.is_stepping or window is None:
             return
         if window._is_open:
             raise DistaccumError(
@@ -852,10 +735,6 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
     optimizer.register_step_pre_hook(refuse)
 
 
-def _owned_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
     kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
     return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
@@ -863,18 +742,3 @@ def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in parameters}.values())
-
-
-def _names(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Of parameters by identity; a second model's start with its place."""
-    return {
-        id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
-        for i, model in reversed(list(enumerate(models)))
-        for name, parameter in model.named_parameters()
-    }
-
-
-class _NonfiniteError(DistaccumError):
-    def __init__(self, message: str, is_placed: bool) -> None:
-        super().__init__(message)
-        self.is_placed = is_placed

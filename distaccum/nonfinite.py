@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .engines import Engine
 from .precision import local
@@ -22,8 +22,9 @@ class Found:
     is_placed: bool  # in a micro-batch; else every loss is finite and nobody looked between them
 
 
-def find_nonfinite(window: Window, engine: Engine, names: Mapping[int, str]) -> Found:
+def find_nonfinite(window: Window, engine: Engine) -> Found:
     """What all ranks find together; all of them call it. Reads every gradient, and costs a small collective."""
+    names = names_of(engine.models)
     bad = [i for i, p in enumerate(window._parameters) if p.grad is not None and not _is_finite(p.grad)]
     loss = window._first_nonfinite_loss()
     place, value = (-1, 0.0) if loss is None else loss
@@ -45,6 +46,15 @@ def find_nonfinite(window: Window, engine: Engine, names: Mapping[int, str]) -> 
         listing = listed([names.get(id(window._parameters[i]), f"parameter {i}") for i in first])
         told.append(f"first in {listing}" + (f" and {more} more" if more > 0 and "more" not in listing else ""))
     return Found("; ".join(told), bool(places))
+
+
+def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
+    """Of parameters by identity; a second model's start with its place."""
+    return {
+        id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
+        for i, model in reversed(list(enumerate(models)))
+        for name, parameter in model.named_parameters()
+    }
 
 
 def _is_finite(gradient: Tensor) -> bool:
