@@ -20,10 +20,11 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
+from .contrast import Contrast, Encode
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
-from .memory import FAILED, OUT_OF_MEMORY, Before, Fit, Guard, free, is_out_of_memory
+from .memory import FAILED, OUT_OF_MEMORY, PROOFS, Before, Fit, Guard, free, is_out_of_memory
 from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
 from .precision import refuse_mixed
 from .shares import (
@@ -152,6 +153,7 @@ class Accumulator:
             )
         self._batchnorms = [named for model in self._models for named in _batchnorms(model)]
         self._index = 0
+        self._contrasts = 0  # that came through in this process
         self._skipped = 0  # in a row
         self._before: Before | None = None
         self._feed: Feed | None = None  # of the windows() at hand
@@ -262,15 +264,16 @@ class Accumulator:
             )
         return steps
 
-    def _plan(self, draw: Callable[[], _Drawn], guard: Guard | None = None) -> Window:
+    def _plan(self, draw: Callable[[], _Drawn], guard: Guard | None = None, *, over_pairs: bool = False) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
+        reductions: dict[str, Reduction] = {"samples": "sum"} if over_pairs else self._reductions
         self._make_way()
         self._accelerated.refuse_accumulation()
-        names = tuple(self._reductions)
+        names = tuple(reductions)
         drawn, counts, error = _Drawn([]), list[tuple[float, ...]](), None
         try:
             drawn = draw()
-            counts = self._count(drawn)
+            counts = [(float(n),) for n in drawn.lengths or []] if over_pairs else self._count(drawn)
         except Exception as caught:  # the others wait in the gathering below; tell them first
             error = caught
         kept = [i for i, numbers in enumerate(counts) if any(numbers)]
@@ -318,7 +321,7 @@ class Accumulator:
             plan,
             [drawn.micro_batches[i] for i in kept],
             [counts[i] for i in kept],
-            self._reductions,
+            reductions,
             index=self._index,
             spare=spare,
             parameters=self._parameters(),
@@ -406,16 +409,38 @@ class Accumulator:
         losses. An error in it, on any rank, undoes the window on all: gradients, buffers and random numbers.
         """
         self._refuse_to_cut_without_size("update")
+        return self._transact(batch, lambda window: _run(window, loss_fn))
+
+    def contrast(self, batch: Any, encode: Encode, loss_fn: Callable[..., Tensor]) -> Update:
+        """For a loss over all pairs of the batch: `loss_fn(*encode(batch))` over all ranks, in a part of its memory.
+
+        `encode(micro_batch)` gives a representation, or a tuple of them, a row for each sample. `loss_fn` is given
+        those of the whole batch, in the order of ranks and samples, and gives a scalar. Each micro-batch is encoded
+        without a graph, the loss is taken once, on each rank alike, and each micro-batch is encoded again, with the
+        same random numbers, to carry its part back. Parameters that `loss_fn` alone uses get their gradient too.
+        `reduction` and `count` play no part; all else is as in `update`.
+        """
+        self._refuse_to_cut_without_size("contrast")
+
+        def run(window: Window) -> None:
+            verifies = self._contrasts < PROOFS
+            Contrast(window, self._engine, self._scaler, encode, loss_fn, verifies=verifies).run()
+            self._contrasts += 1
+
+        return self._transact(batch, run, over_pairs=True)
+
+    def _transact(self, batch: Any, run: Callable[[Window], None], *, over_pairs: bool = False) -> Update:
+        """Cuts `batch`, runs the window and steps; undoes it on all ranks where that fails, and runs it again."""
         self._make_way()
         self._before = self._before or Before(self._models)
         ran_again = False
         while True:
             self._before.look()
             guard = Guard(self._engine)
-            window = self._plan(lambda: self._cut(batch), guard)
+            window = self._plan(lambda: self._cut(batch), guard, over_pairs=over_pairs)
             all_came_through = False
             try:
-                _run(window, loss_fn)
+                run(window)
                 all_came_through = True
                 update = window.step()
             except NonfiniteError as error:

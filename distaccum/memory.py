@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
+from .shares import DistaccumError
 from .state import random_devices, random_state, set_random_state
 
 # What allocators and libraries say that have no error of their own for it.
@@ -34,7 +35,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError | MemoryError):
             return True
-        if isinstance(seen, RuntimeError) and any(message in str(seen) for message in MESSAGES):
+        told = isinstance(seen, RuntimeError) and not isinstance(seen, DistaccumError)  # which may quote one
+        if told and any(message in str(seen) for message in MESSAGES):
             return True
         seen = seen.__cause__
     return False

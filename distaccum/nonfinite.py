@@ -35,9 +35,12 @@ def find_nonfinite(window: Window, engine: Engine) -> Found:
     places = []
     for rank, (in_loss, value, in_look, *_) in enumerate(rows):
         if in_loss >= 0:
-            places.append(f"the loss of micro-batch {in_loss:g} on rank {rank} is {value}")
+            what = "loss" if window._loss is None else "largest representation"
+            places.append(f"the {what} of micro-batch {in_loss:g} on rank {rank} is {value}")
         elif in_look >= 0:
             places.append(f"it came up in the backward of micro-batch {in_look:g} on rank {rank}, whose loss is finite")
+    if not places and window._loss is not None and not _is_finite(window._loss):
+        places.append(f"the loss over all pairs is {float(window._loss)}, of representations that are all finite")
     looked_for = "update() finds out in which" if window._looks is None else "the one that reduces, or in the reduction"
     told = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
     first = sorted({int(i) for row in rows for i in row[4:] if i >= 0})

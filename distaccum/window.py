@@ -155,6 +155,9 @@ class Window:
         self._done_before = 0 if unfinished is None else unfinished.done
         self._looks: list[Tensor] | None = [] if looks else None  # the largest gradient after each micro-batch
         self._reducing = False  # in a backward that other ranks take part in
+        self._prelude: Callable[[], None] | None = None  # before the first micro-batch
+        self._loss: Tensor | None = None  # of all ranks' samples, where what goes backward is not the loss
+        self._encoded: list[list[Tensor]] = []  # by micro-batch, how large its representations are
         self._parameters = parameters
         self._watched = watched
         self._scaler = scaler
@@ -213,6 +216,8 @@ class Window:
         try:
             if not self._plan.nothing:
                 self._owner._begin(self)
+                if self._prelude is not None:
+                    self._prelude()
             if self._unfinished is not None:
                 self._take_up(self._unfinished)
             while self._advance():
@@ -229,6 +234,8 @@ class Window:
             if not self._plan.nothing:
                 self._owner._complete(self)
                 self._engine.release()
+                # An engine may have set to None what no rank used.
+                self._marks = [mark for mark in self._marks if mark.holder.grad is not None]
             self._stage = Stage.COMPLETE
         finally:
             if self._stage is not Stage.COMPLETE:
@@ -418,11 +425,11 @@ class Window:
     def _weighted(self, name: str, loss: Tensor | None, share: float) -> Term:
         """The loss, ready for backward, and what weighs it."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
-            _refuse_loss(loss)
+            refuse_loss(loss)
         weight = self._weights[name].get(share)
         if weight is None or weight.dtype is not loss.dtype or weight.device != loss.get_device():
             if loss.is_complex():
-                raise TypeError(f"backward() got a loss in {loss.dtype}, expected a real number; take .real or .abs()")
+                refuse_loss(loss)
             if loss.dtype in HALF:
                 if torch.tensor(share, dtype=loss.dtype).item() != share:
                     self._owner._warn(
@@ -513,6 +520,9 @@ class Window:
 
     def _terms(self) -> Tensor:
         """The losses by name, weighted, on the device: what the ranks add up for the record."""
+        if self._loss is not None:
+            part = self._divisor / len(self._kept)
+            return self._loss.to(self._device, self._wide).reshape(1) * part
         terms = torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
         return terms if self._factor == 1.0 else terms * self._factor
 
@@ -527,13 +537,15 @@ class Window:
         return torch.dot(losses, shares.to(self._device, self._wide))
 
     def _first_nonfinite_loss(self) -> tuple[int, float] | None:
-        """The micro-batch, and the loss."""
+        """The micro-batch, and the loss; or, of a loss over pairs, its largest representation."""
         every = [
             (place, loss)
             for weights in self._weights.values()
             for weight in weights.values()
             for place, loss in zip(weight.places, weight.losses, strict=True)
         ]
+        if self._loss is not None:
+            every = [(place, largest) for place, several in enumerate(self._encoded) for largest in several]
         every.sort(key=lambda one: one[0])
         for (place, _), value in zip(every, self._read([loss for _, loss in every]), strict=True):
             if not math.isfinite(value):
@@ -654,18 +666,19 @@ def _version(gradient: Tensor | None) -> int:
     return -1 if gradient is None else gradient._version
 
 
-def _refuse_loss(loss: object) -> NoReturn:
+def refuse_loss(loss: object, who: str = "backward() got") -> NoReturn:
     if not isinstance(loss, Tensor):
         raise TypeError(
-            f"backward() got {loss!r}, a {type(loss).__name__}, expected the loss as a tensor "
-            "(without .item() or float())"
+            f"{who} {loss!r}, a {type(loss).__name__}, expected the loss as a tensor (without .item() or float())"
         )
     if loss.ndim:
+        say = " and say which to the Accumulator: reduction=" if who.startswith("backward") else ""
         raise ValueError(
-            f"backward() got a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum() "
-            "and say which to the Accumulator: reduction="
+            f"{who} a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum(){say}"
         )
+    if loss.is_complex():
+        raise TypeError(f"{who} a loss in {loss.dtype}, expected a real number; take .real or .abs()")
     raise ValueError(
-        "backward() got a loss without a graph, which depends on no trainable parameter; compute it from the "
+        f"{who} a loss without a graph, which depends on no trainable parameter; compute it from the "
         "model's outputs (not from its inputs), outside torch.no_grad and without detach()"
     )

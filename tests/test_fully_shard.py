@@ -549,3 +549,33 @@ def tampered(how: str, sync: str) -> str:
 def test_gradients_that_are_changed_in_mid_window_are_told(ranks, how, sync):
     for said in ranks(2).run(tampered, how, sync):
         assert "gradients were cleared or changed in mid-window" in said
+
+
+def unused_first(sync: str) -> float:
+    net = make_net_without_router()
+    first = nn.Module()
+    first.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))  # the first of the optimizer's
+    first.body, first.head = net.body, net.head
+    first.forward = lambda x: first.head(first.body(x))  # type: ignore[method-assign]
+    model, optimizer = fully_sharded()(first, 1.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    for index in range(2):
+        window = accumulator.window(micro_batches_of(EVEN, index, dist.get_rank()))
+        for batch in window:
+            window.backward(loss_of(model, batch))
+        if index:
+            seen = torch.cat([full(p.grad).flatten() for p in model.parameters() if p.grad is not None])
+        window.step()
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN, 0)).backward()
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter -= parameter.grad
+            parameter.grad = None
+    loss_of(plain, everything(EVEN, 1)).backward()
+    return error(seen, torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]))
+
+
+@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
+def test_a_first_parameter_that_nothing_uses_is_not_taken_for_a_cleared_gradient(ranks, sync):
+    assert max(ranks(2).run(unused_first, sync)) <= 1e-10

@@ -36,6 +36,7 @@ class Engine(ABC):
     judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
     scales: bool = False  # whether the wrapper scales losses, and skips what overflows
     shows_partial: bool = False  # whether it has `partial`
+    hides_parameters: bool = False  # outside of forward, where they are parts that cannot be computed with
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 
     @classmethod
@@ -85,6 +86,14 @@ class Engine(ABC):
     def check(self, plan: Plan) -> None:
         """Raises, on all ranks, what this plan cannot be on this engine."""
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Small values of all ranks, in their order; through the host."""
+        return [value]
+
+    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """All ranks' bytes, of which each may have another number; one collective."""
+        return [packed]
+
     def turns(self, plan: Plan) -> int:
         """Micro-steps of this rank: more than it has micro-batches where it must keep in step with others."""
         return plan.kept[self.rank]
@@ -132,6 +141,10 @@ class Engine(ABC):
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         """Whether gradients stand that `clear` did not leave; `in_window`: that no backward of it made."""
         return any(parameter.grad is not None for parameter in parameters)
+
+    def show_parameters(self) -> None:
+        """Modules show the parameters that the optimizers have."""
+        return
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
         """What this rank's backwards have added up, between two micro-batches, on the host."""

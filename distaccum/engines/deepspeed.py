@@ -55,6 +55,7 @@ class DeepSpeedEngine(RanksEngine):
         engine: Any = engines[0]
         self._deepspeed = engine
         self._stage = int(engine.zero_optimization_stage())
+        self.hides_parameters = self._stage == 3
         self._optimizer: Any = engine.optimizer
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         self._refuse_what_cannot_accumulate(models)

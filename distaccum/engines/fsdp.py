@@ -27,6 +27,7 @@ class FSDPEngine(RanksEngine):
     name = "FSDP1 (FullyShardedDataParallel)"
     in_step = True
     gradients_stay = False  # a rank has those that its shard holds
+    hides_parameters = True
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:

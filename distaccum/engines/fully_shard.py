@@ -143,8 +143,11 @@ class FullyShardEngine(RanksEngine):
         if self._by_hand:
             average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
         self._reduce_what_is_left()
-        _reshard(self._groups)  # so that modules show the parameters that have the gradients
+        self.show_parameters()
         self._is_open = False
+
+    def show_parameters(self) -> None:
+        _reshard(self._groups)
 
     def release(self) -> None:
         for found in self._found:

@@ -51,6 +51,18 @@ class RanksEngine(Engine):
             raise
         return [row.tolist() for row in rows]
 
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        longest = max(sizes)
+        padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
+        rows = packed.new_empty(self.num_ranks * longest)
+        dist.all_gather_into_tensor(rows, padded, group=self.group_for(packed))
+        return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
+
     def refuse_lost_ranks(self, error: RuntimeError) -> None:
         if LOST.search(str(error)):
             raise DistaccumError(
