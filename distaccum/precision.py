@@ -44,6 +44,11 @@ def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
 def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
     """What a GradScaler cannot unscale: DTensors and plain tensors in one list."""
     for optimizer in optimizers:
+        if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
+            raise ValueError(
+                f"scaler with a {type(optimizer).__name__} that holds complex parameters, which a GradScaler cannot "
+                "unscale; leave the scaler out, or keep real parameters (torch.view_as_complex in the forward)"
+            )
         kinds = {hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"]}
         if len(kinds) > 1:
             raise ValueError(

@@ -118,6 +118,10 @@ class Engine(ABC):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         """One `run_backward` from `losses`, weighted by `seeds`; reduces what has added up if `reduce`."""
 
+    def stand_in(self) -> None:
+        """From here on this rank only keeps in step: what it uses is no part of the window."""
+        return
+
     def skip(self) -> None:
         """In the place of a backward whose every loss is left out."""
         return

@@ -12,7 +12,8 @@ of a static graph (whose first backward DDP must see, pytorch#143580).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -68,6 +69,9 @@ class DDPEngine(RanksEngine):
         self._reduces = False
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
         self._unreduced: list[DistributedDataParallel] = []  # those of them that saw a backward and did not reduce
+        self._strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward that was none of a window's
+        for wrapper in self.wrappers:
+            wrapper.register_forward_pre_hook(_noting(weakref.ref(self)))
 
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
@@ -101,6 +105,10 @@ class DDPEngine(RanksEngine):
         return min(plan.kept) - 1 if self.sync == "every" else 0  # as many on all ranks
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        for wrapper in self._strays:
+            if wrapper not in self._unseen_graphs:
+                _disarm(wrapper)  # or its next backward would reduce, on the ranks that have one
+        self._strays.clear()
         own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
         whole = plan.whole if self.sync == "every" else plan.whole_last
@@ -289,6 +297,17 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
             "ranks apart; freeze and unfreeze parameters before DDP wraps the model"
         )
     return reduced
+
+
+def _noting(engine: weakref.ref[DDPEngine]) -> Callable[[Any, Any], None]:
+    """A hook, since DDP does not tell whether it is armed. It outlives the engine, and does nothing then."""
+
+    def note(wrapper: DistributedDataParallel, _: Any) -> None:
+        known = engine()
+        if known is not None and wrapper.require_backward_grad_sync and torch.is_grad_enabled():
+            known._strays.add(wrapper)
+
+    return note
 
 
 class _Reach(torch.autograd.Function):

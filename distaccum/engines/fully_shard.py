@@ -29,6 +29,8 @@ from ..shares import DistaccumError, Plan, listed
 from .base import Sync, gradients_of, put_gradients
 from .ranks import RanksEngine, average_by_hand
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+
 
 @final
 class FullyShardEngine(RanksEngine):
@@ -46,6 +48,13 @@ class FullyShardEngine(RanksEngine):
         self._groups = [group for state in self._states for group in _groups(state)]
         if not self._groups:
             raise ValueError("fully_shard was called on modules without parameters; call it on those that have some")
+        embeddings = ((n, one) for m in models for n, one in m.named_modules() if isinstance(one, EMBEDDINGS))
+        sparse = [name for name, one in embeddings if one.sparse and one.weight.requires_grad]
+        if sparse:
+            raise ValueError(
+                f"the embedding {listed(sparse)} has sparse gradients, which FSDP2 cannot reduce; make it with "
+                "sparse=False"
+            )
         if all(_is_sharded(group) for group in self._groups):
             self.policies = ("last", "every", "gathered")
             if all(_is_hybrid(group) for group in self._groups):
@@ -57,6 +66,7 @@ class FullyShardEngine(RanksEngine):
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
         self._reduces = True  # in backward; else by hand, after the last
+        self._stands_in = False
         self._unused: list[Any] = []  # FSDP's parameters without a gradient in this window, on this rank
         low = [_name(p) for group in self._groups for p in group.fsdp_params if _adds_up_in_half(group, p)]
         if low and sync != "every" and self.rank == 0:
@@ -105,7 +115,7 @@ class FullyShardEngine(RanksEngine):
                 # check came to torch, zeros of another dtype than their neighbours' were an error of their own
                 # (pytorch#196996), so there it is left to the user.
                 group.reduce_scatter_unused_params = True
-        self._is_open = True
+        self._is_open, self._stands_in = True, False
         if plan.guarded and self._policy == "gathered":
             self._gather_parameters()
 
@@ -118,7 +128,7 @@ class FullyShardEngine(RanksEngine):
         for group, found in zip(self._groups, self._found, strict=True):
             group.reduce_grads, group.all_reduce_grads = scatter, reduce
             group.reshard_after_backward = found.reshard_after_backward and (reduce or self._policy != "gathered")
-        if not scatter:
+        if not scatter or self._stands_in:
             self.run_backward(losses, seeds)
             return
         self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
@@ -130,6 +140,12 @@ class FullyShardEngine(RanksEngine):
             for hook in hooks:
                 hook.remove()
         self._unused = [p for p in self._unused if id(p) not in seen]
+
+    def stand_in(self) -> None:
+        # It may be of an earlier window, and use what nobody uses in this one.
+        if not self._stands_in:
+            self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
+        self._stands_in = True
 
     def skip(self) -> None:
         if self._policy != "gathered":
@@ -268,7 +284,8 @@ class FullyShardEngine(RanksEngine):
         Ranks agree on both, in one small collective on the host. Zeros were reduced for parameters that a rank did not
         use; where none did, None leaves them alone in weight decay and momentum, as it would without sharding.
         """
-        self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
+        if not self._stands_in:
+            self._unused = [p for p in self._unused if _unsharded_gradient(p) is None]
         unused = {id(p) for p in self._unused}
         everyone = [p for group in self._groups for p in group.fsdp_params]
         left = [_holds_something(group) for group in self._groups]
