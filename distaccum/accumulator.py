@@ -20,6 +20,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
+from .batchnorm import Pool, batchnorms
 from .contrast import Contrast, Encode
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
@@ -46,7 +47,7 @@ from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
 from .update import Update
 from .window import Spare, Stage, Window
 
-BatchNorm = Literal["warn", "ignore"]
+BatchNorm = Literal["warn", "pool", "ignore"]
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 MOST_SKIPS = 50  # in a row
 
@@ -151,7 +152,8 @@ class Accumulator:
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
             )
-        self._batchnorms = [named for model in self._models for named in _batchnorms(model)]
+        self._batchnorms = [named for model in self._models for named in batchnorms(model)]
+        self._pool = Pool(self._models, self._engine) if batchnorm == "pool" else None
         self._index = 0
         self._contrasts = 0  # that came through in this process
         self._skipped = 0  # in a row
@@ -333,6 +335,7 @@ class Accumulator:
             unfinished=unfinished,
             looks=bool(self._stepper.watched_windows),
             numbers=kept,
+            pool=self._pool,
         )
         self._window = weakref.ref(window)
         return window
@@ -561,6 +564,8 @@ class Accumulator:
             terms, reduction, norm = None, None, None
         else:
             reason, terms, reduction, norm = self._stepper(window)
+            if reason is None and self._pool is not None:
+                self._pool.commit()
             if reason is None and self._engine.in_step:
                 self._spare = window._spare
             self._skipped = 0 if reason is None else self._skipped + 1
@@ -692,8 +697,9 @@ class Accumulator:
                 self._warn(
                     "batchnorm",
                     f"{listed(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
-                    "the big batch; freeze them with eval(), use GroupNorm or LayerNorm, or accept it with "
-                    "batchnorm='ignore'",
+                    "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
+                    "LayerNorm, or accept it: batchnorm='pool' moves running statistics once per window, by "
+                    "those of all of it, and 'ignore' once per micro-batch",
                 )
 
     def _warn(self, key: str, message: str) -> None:
@@ -758,11 +764,6 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
             )
 
     optimizer.register_step_pre_hook(refuse)
-
-
-def _batchnorms(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    kinds = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kinds)]
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -6,7 +6,7 @@ import io
 import random
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ class Unfinished:
     losses: Losses
     partial: dict[str, Any]  # as the engine gave it
     random: dict[str, Any]
+    statistics: list[Any] = field(default_factory=list)  # of batch normalisation, where they are pooled
 
 
 def pack(unfinished: Unfinished | None, loader: Any) -> bytes | None:

@@ -6,7 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from .batchnorm import Pool
 from .engines import Engine
 from .precision import HALF, total_norm
 from .shares import DistaccumError, Plan, Reduction, share_of
@@ -122,6 +123,7 @@ class Window:
         unfinished: Unfinished | None = None,
         looks: bool = False,
         numbers: Sequence[int],
+        pool: Pool | None = None,
     ) -> None:
         self.index = index
         self.counts = {} if stream is not None else dict(plan.counts)
@@ -151,6 +153,7 @@ class Window:
         self._total = [sum(numbers) for numbers in zip(*counts, strict=True)] or [0.0] * len(self._names)
         self._factor = 1.0  # that the gradient is multiplied by at the edge: streaming, the shares were guesses
         self._guard = guard
+        self._pool = pool  # of running statistics
         self._unfinished = unfinished
         self._done_before = 0 if unfinished is None else unfinished.done
         self._looks: list[Tensor] | None = [] if looks else None  # the largest gradient after each micro-batch
@@ -213,7 +216,10 @@ class Window:
         if self._stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self._describe()}; a window is iterated once")
         self._stage = Stage.RUNNING
+        watched = ExitStack()
         try:
+            if self._pool is not None:
+                watched.enter_context(self._pool.watching(lambda: self._turn == WAITING and not self.stand_in))
             if not self._plan.nothing:
                 self._owner._begin(self)
                 if self._prelude is not None:
@@ -224,6 +230,7 @@ class Window:
                 if self._position < self._num:
                     yield self._micro_batches.popleft()  # not kept: what is done with can be freed
                 else:
+                    self._engine.stand_in()
                     with self._owner._untouched_statistics():
                         yield self._micro_batches.popleft()
                 if self._turn or self._more_parts or self._several or self._stage is Stage.LEFT:
@@ -238,6 +245,7 @@ class Window:
                 self._marks = [mark for mark in self._marks if mark.holder.grad is not None]
             self._stage = Stage.COMPLETE
         finally:
+            watched.close()
             if self._stage is not Stage.COMPLETE:
                 self.discard()
 
@@ -306,6 +314,8 @@ class Window:
             weight = self._weight(name, loss.to(self._device), share)
             weight.losses.append(loss.to(self._device))
             weight.places.append(place)
+        if self._pool is not None:
+            self._pool.load(unfinished.statistics)
         self._is_first = False
 
     def _state(self, devices: Sequence[torch.device]) -> Unfinished:
@@ -334,6 +344,7 @@ class Window:
             losses=losses,
             partial=self._engine.partial(self._parameters),
             random=random_state(devices),
+            statistics=[] if self._pool is None else self._pool.state(),
         )
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
 from distaccum import count_samples, count_tokens
+from distaccum.batchnorm import to_groupnorm
 
 from .config import Config, stop
 from .data import Keyed
@@ -179,7 +180,7 @@ def _vision_model(config: Config, classes: int) -> nn.Module:
             model = models.get_model(config.model, num_classes=classes, **sized)
         except ValueError as error:
             stop(f"model = {config.model!r} with image_size = {config.image_size}: {error}")
-    return _with_group_norm(model) if config.norm == "group" else model
+    return to_groupnorm(model) if config.norm == "group" else model
 
 
 def _cnn(classes: int) -> nn.Module:
@@ -195,19 +196,6 @@ def _cnn(classes: int) -> nn.Module:
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, classes),
     )
-
-
-def _with_group_norm(model: nn.Module) -> nn.Module:
-    """The model with GroupNorm for BatchNorm, whose statistics are those of a micro-batch and not of the batch.
-
-    Groups of 16 channels: the variance of two numbers, as in small images and groups, magnifies rounding.
-    """
-    for module in list(model.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.BatchNorm2d):
-                channels = child.num_features
-                setattr(module, name, nn.GroupNorm(math.gcd(channels, max(1, channels // 16)), channels))
-    return model
 
 
 # Language

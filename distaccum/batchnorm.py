@@ -1,0 +1,241 @@
+"""Batch normalisation: running statistics of a whole window, frozen ones, and GroupNorm in its place."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from .engines import Engine
+
+KINDS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def batchnorms(model: nn.Module) -> list[tuple[str, Any]]:
+    """The layers that normalise by a batch's statistics, with their names."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, KINDS)]
+
+
+def freeze(model: nn.Module) -> list[str]:
+    """Puts batch normalisation into eval mode, which normalises by running statistics and is exact; gives the names.
+
+    `model.train()` undoes it, so call it after that. Weights and biases of these layers are trained as before.
+    """
+    found = batchnorms(model)
+    for _, layer in found:
+        layer.eval()
+    return [name for name, _ in found]
+
+
+def to_groupnorm(model: Model, per_group: int = 16) -> Model:
+    """Puts GroupNorm, which looks at each sample alone, in the place of batch normalisation; then make the optimizer.
+
+    Groups have `per_group` channels, or as many more as divide a layer's: the variance of few numbers, as in small
+    images, magnifies rounding. Weights and biases are kept, statistics are not.
+
+    >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1]
+    GroupNorm(3, 48, eps=1e-05, affine=True)
+    """
+    if isinstance(model, KINDS):
+        raise TypeError(f"to_groupnorm() got a {type(model).__name__} itself, expected a model that holds some")
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, KINDS):
+                setattr(module, name, _groupnorm_like(child, per_group))
+    return model
+
+
+def _groupnorm_like(layer: Any, per_group: int) -> nn.GroupNorm:
+    channels = layer.num_features
+    groups = math.gcd(channels, max(1, channels // per_group))
+    made = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+    if layer.affine:
+        made.weight, made.bias = layer.weight, layer.bias
+    return made.train(layer.training)
+
+
+# Running statistics, once per window
+
+
+@dataclass
+class _Seen:
+    """What a layer saw: of `number` values per channel the mean, and the sum of squares around it."""
+
+    number: Tensor
+    mean: Tensor
+    squares: Tensor
+
+    def add(self, other: _Seen) -> None:
+        """As if all values had been seen at once (Chan, Golub and LeVeque), so that nothing cancels."""
+        number = self.number + other.number
+        part = other.number / number.clamp(min=1)
+        apart = other.mean - self.mean
+        self.mean = self.mean + apart * part
+        self.squares = self.squares + other.squares + apart.square() * (self.number * part)
+        self.number = number
+
+
+@dataclass
+class _Layer:
+    module: Any
+    seen: list[_Seen] = field(default_factory=list)  # one; of a SyncBatchNorm one per forward
+    kept: tuple[Any, ...] = ()  # the module's own buffers and momentum, while it runs forward
+
+    @property
+    def is_synchronised(self) -> bool:
+        return isinstance(self.module, nn.SyncBatchNorm)
+
+    def joined(self, by_rank: Sequence[Sequence[_Seen]]) -> _Seen:
+        if self.is_synchronised:  # each forward was of all ranks: each has the same statistics, and its own number
+            forwards = []
+            for same in zip(*by_rank, strict=True):
+                number = torch.stack([one.number for one in same]).sum()
+                forwards.append(_Seen(number, same[0].mean, same[0].squares * (number - 1).clamp(min=0)))
+        else:
+            forwards = [one for rank in by_rank for one in rank]
+        first, *others = forwards
+        total = _Seen(first.number, first.mean, first.squares)
+        for other in others:
+            total.add(other)
+        return total
+
+
+class Pool:
+    """Moves running statistics once per window, by those of all its micro-batches on all ranks.
+
+    For n values per channel in each forward, with mean m and variance v:
+
+        N = sum n    M = sum n m / N    V = sum n (v + (m - M)^2) / N
+        running_mean += momentum (M - running_mean)    running_var += momentum (V N / (N - 1) - running_var)
+
+    which is what one forward of all samples would have done to the first layer, where the weights are the same; deeper
+    layers saw inputs that had been normalised by each micro-batch's own statistics.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], engine: Engine) -> None:
+        self._engine = engine
+        self._layers = [
+            _Layer(layer) for model in models for _, layer in batchnorms(model) if layer.running_mean is not None
+        ]
+        compiled = [m for model in models for m in model.modules() if getattr(m, "_compiled_call_impl", None)]
+        if self._layers and (compiled or any(hasattr(model, "_orig_mod") for model in models)):
+            raise ValueError(
+                "batchnorm='pool' with torch.compile, which does not run the hooks that read the statistics; leave the "
+                "model uncompiled, or accept each micro-batch's statistics with batchnorm='ignore'"
+            )
+
+    @contextmanager
+    def watching(self, counts: Callable[[], bool]) -> Iterator[None]:
+        """Forwards within leave the statistics alone, and are kept for `commit` where `counts`."""
+        for layer in self._layers:
+            layer.seen = []
+        before = [layer.module.register_forward_pre_hook(partial(_lend, layer)) for layer in self._layers]
+        after = [
+            layer.module.register_forward_hook(partial(_take_back, layer, counts), always_call=True)
+            for layer in self._layers
+        ]
+        try:
+            yield
+        finally:
+            for hook in (*before, *after):
+                hook.remove()
+
+    def commit(self) -> None:
+        """The window was stepped. On all ranks; one collective."""
+        if not self._layers:
+            return
+        for layer in self._layers:
+            layer.seen = layer.seen or [_nothing(layer.module)]
+        for layer, by_rank in zip(self._layers, zip(*self._of_all_ranks(), strict=True), strict=True):
+            _move(layer.module, layer.joined(by_rank))
+            layer.seen = []
+
+    def _of_all_ranks(self) -> list[list[list[_Seen]]]:
+        """By rank and layer."""
+        mine = [layer.seen for layer in self._layers]
+        if self._engine.num_ranks == 1:
+            return [mine]
+        flat = torch.cat([torch.cat([one.number.reshape(1), one.mean, one.squares]) for seen in mine for one in seen])
+        packed = self._engine.gather_bytes(flat.view(torch.uint8), [8 * flat.numel()] * self._engine.num_ranks)
+        widths = [1 + 2 * one.mean.numel() for seen in mine for one in seen]
+        everyone = []
+        for of_rank in packed:
+            pieces = iter(torch.split(of_rank.view(torch.float64), widths))
+            everyone.append(
+                [[_Seen(p[0], *p[1:].chunk(2)) for _, p in zip(seen, pieces, strict=False)] for seen in mine]
+            )
+        return everyone
+
+    def state(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+        """In mid-window, on the host."""
+        return [[(one.number.cpu(), one.mean.cpu(), one.squares.cpu()) for one in layer.seen] for layer in self._layers]
+
+    def load(self, state: list[list[tuple[Tensor, Tensor, Tensor]]]) -> None:
+        for layer, seen in zip(self._layers, state or [[]] * len(self._layers), strict=True):
+            device = layer.module.running_mean.device
+            layer.seen = [_Seen(*(number.to(device) for number in numbers)) for numbers in seen]
+
+
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def _lend(layer: _Layer, module: Any, inputs: Any) -> None:
+    """Other buffers, in which the forward leaves this batch's own statistics."""
+    if not module.training or module.running_mean is None:
+        return
+    layer.kept = (*(module._buffers[name] for name in BUFFERS), module.momentum)
+    for name in BUFFERS:
+        module._buffers[name] = torch.zeros_like(module._buffers[name])
+    module.momentum = 1.0
+
+
+def _take_back(
+    layer: _Layer, counts: Callable[[], bool], module: Any, inputs: tuple[Tensor, ...], outputs: Any
+) -> None:
+    if not layer.kept:
+        return
+    mean, variance = module.running_mean, module.running_var
+    *buffers, module.momentum = layer.kept
+    module._buffers.update(zip(BUFFERS, buffers, strict=True))
+    layer.kept = ()
+    if outputs is None or not counts():
+        return
+    mean, variance = _wide(mean), _wide(variance)
+    number = mean.new_full((), inputs[0].numel() // inputs[0].shape[1])
+    if layer.is_synchronised:
+        layer.seen.append(_Seen(number, mean, variance))  # how many all ranks had is known at the window's edge
+        return
+    now = _Seen(number, mean, variance * (number - 1))
+    if layer.seen:
+        layer.seen[0].add(now)
+    else:
+        layer.seen = [now]
+
+
+def _nothing(module: Any) -> _Seen:
+    zeros = _wide(torch.zeros_like(module.running_mean))
+    return _Seen(zeros.new_zeros(()), zeros, zeros)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()  # which Apple's GPUs lack
+
+
+@torch.no_grad()
+def _move(module: Any, total: _Seen) -> None:
+    any_seen = total.number > 0  # on any rank; read on the device
+    module.num_batches_tracked.add_(any_seen)
+    tracked = module.num_batches_tracked.to(total.mean.dtype).clamp(min=1)
+    momentum = any_seen * (tracked.reciprocal() if module.momentum is None else tracked.new_tensor(module.momentum))
+    for running, now in (
+        (module.running_mean, total.mean),
+        (module.running_var, total.squares / (total.number - 1).clamp(min=1)),
+    ):
+        running.lerp_(now.to(running.dtype), momentum.to(running.dtype))

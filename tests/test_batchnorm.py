@@ -1,0 +1,269 @@
+"""Running statistics of a whole window (batchnorm="pool"), frozen ones, and GroupNorm in their place."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU
+from problems import error, gradient
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from distaccum import Accumulator
+from distaccum.batchnorm import freeze, to_groupnorm
+
+SHAPES = {nn.BatchNorm1d: (4,), nn.BatchNorm2d: (4, 3, 2), nn.BatchNorm3d: (4, 2, 1, 3)}
+
+
+def samples(size: int, seed: int, shape: tuple[int, ...] = (4,)) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return 2 * torch.randn(size, *shape, generator=generator, dtype=torch.float64) + seed
+
+
+class Normalised(nn.Module):
+    """The layer comes first: it sees the same inputs whatever they are cut into."""
+
+    def __init__(self, kind: Any = nn.BatchNorm1d, momentum: float | None = 0.1) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.layer = kind(4, momentum=momentum)
+        self.out = nn.Linear(4, 2)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer(x).flatten(2).mean(2) if x.ndim > 2 else self.layer(x)).square().mean()
+
+
+def buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).double().abs().max()) for name in one)
+
+
+def pooled(model: nn.Module, **options: Any) -> Accumulator:
+    return Accumulator(model, SGD(model.parameters(), lr=0.0), batchnorm="pool", **options)
+
+
+def run(accumulator: Accumulator, model: nn.Module, micro_batches: list[Tensor]) -> Any:
+    window = accumulator.window(micro_batches)
+    for x in window:
+        window.backward(model(x))
+    return window.step()
+
+
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_statistics_are_those_of_one_forward_of_all_samples(kind, momentum):
+    model, whole = Normalised(kind, momentum), Normalised(kind, momentum)
+    accumulator = pooled(model)
+    for i, sizes in enumerate([(2, 5, 1 + len(SHAPES[kind])), (7, 2)]):
+        batch = samples(sum(sizes), i, SHAPES[kind])
+        run(accumulator, model, list(batch.split(sizes)))
+        whole(batch)
+    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert int(model.layer.num_batches_tracked) == 2 and model.layer.momentum == momentum
+    assert not model.layer._forward_hooks and not model.layer._forward_pre_hooks
+
+
+def test_a_window_that_is_not_stepped_leaves_no_trace():
+    model = Normalised()
+    accumulator = pooled(model, on_nonfinite="skip", micro_batch_size=3)
+    before = buffers(model)
+    for x in (window := accumulator.window([samples(3, 1), samples(3, 2)])):
+        window.backward(model(x))
+        break
+    assert apart(buffers(model), before) == 0
+    assert not run(accumulator, model, [samples(3, 1), samples(3, 2) * float("nan")]).stepped
+    assert apart(buffers(model), before) == 0
+    with pytest.raises(KeyError):
+        accumulator.update(samples(5, 1), lambda x: model(x) + {}["a bug"])
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        run(accumulator, model, [samples(3, 1), samples(1, 1)])
+    assert apart(buffers(model), before) == 0 and model.layer.momentum == 0.1
+    run(accumulator, model, [samples(3, 1), samples(4, 2)])
+    whole = Normalised()
+    whole(torch.cat([samples(3, 1), samples(4, 2)]))
+    assert apart(buffers(model), buffers(whole)) <= 1e-14
+
+
+def test_each_forward_counts_once():
+    """Neither recomputed activations nor forwards after backward, in eval mode or outside the loop count."""
+    model, whole = Normalised(), Normalised()
+    accumulator = pooled(model)
+    window = accumulator.window(micro_batches := [samples(3, 1), samples(4, 2)])
+    for x in window:
+        model.eval()
+        model(x)
+        model.train()
+        window.backward(checkpoint(model, x, use_reentrant=False))
+        with torch.no_grad():
+            model(x)
+    window.step()
+    whole(torch.cat(micro_batches))
+    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    outside = buffers(model)
+    model(samples(3, 3))
+    assert apart(buffers(model), outside) > 1e-3  # as torch does
+
+
+def test_a_layer_that_is_used_twice_sees_both_and_one_that_is_not_stays():
+    model, whole = Normalised(), Normalised()
+    model.spare, whole.spare = (nn.BatchNorm1d(4, momentum=None).double() for _ in range(2))
+    accumulator = pooled(model)
+    first, second = [samples(3, 1), samples(2, 2)], [samples(3, 3), samples(2, 4)]
+    window = accumulator.window(list(zip(first, second, strict=True)))
+    for one, other in window:
+        window.backward(model(one) + model(other))
+    window.step()
+    whole(torch.cat([*first, *second]))
+    assert apart(buffers(model), buffers(whole)) <= 1e-14
+
+
+def test_update_and_contrast_count_each_sample_once():
+    model, whole = Normalised(), Normalised()
+    accumulator, tried = pooled(model, micro_batch_size="auto"), []
+
+    def loss_fn(x: Tensor) -> Tensor:
+        loss = model(x)
+        tried.append(len(x))
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+    accumulator.update(samples(8, 1), loss_fn)
+    assert tried == [8, 4, 4]
+    accumulator.contrast(samples(8, 2), lambda x: model.out(model.layer(x)), lambda r: (r @ r.T).square().mean())
+    whole(samples(8, 1))
+    whole(samples(8, 2))
+    assert apart(buffers(model), buffers(whole)) <= 1e-14
+
+
+def test_a_window_goes_on_with_what_it_saw():
+    micro_batches, ends = [samples(3, i) for i in range(3)], []
+    for pause in (False, True):
+        model = Normalised()
+        accumulator = pooled(model)
+        window = accumulator.window(micro_batches)
+        for x in window:
+            window.backward(model(x))
+            if pause and window.num_done == 2:
+                state, weights = accumulator.state_dict(), copy.deepcopy(model.state_dict())
+                break
+        if pause:
+            model = Normalised()
+            model.load_state_dict(weights)
+            accumulator = pooled(model)
+            accumulator.load_state_dict(state)
+            window = accumulator.window(micro_batches)
+            for x in window:
+                window.backward(model(x))
+        window.step()
+        ends.append(buffers(model))
+    assert apart(*ends) == 0
+
+
+def test_what_cannot_be_watched_is_refused():
+    model = Normalised()
+    model.compile()
+    with pytest.raises(ValueError, match=r"with torch\.compile, which does not run"):
+        pooled(model)
+    assert pooled(nn.Linear(2, 2)) and pooled(nn.BatchNorm1d(2, track_running_stats=False))
+
+
+def test_freezing_is_exact():
+    model = Normalised()
+    model(samples(9, 1))
+    model.zero_grad()
+    assert freeze(model) == ["layer"] and model.training
+    whole, batch = copy.deepcopy(model), samples(7, 2)
+    accumulator = Accumulator(model, steps=3)  # and no warning
+    window = accumulator.split(batch)
+    for x in window:
+        window.backward(model(x))
+    whole(batch).backward()
+    assert error(gradient(model), gradient(whole)) <= 1e-12
+    assert apart(buffers(model), buffers(whole)) == 0
+    window.step()
+
+
+def test_groupnorm_in_its_place_is_exact_and_keeps_the_weights():
+    model = Normalised(nn.BatchNorm2d)
+    with torch.no_grad():
+        model.layer.weight.uniform_()
+    weight = model.layer.weight
+    assert isinstance(to_groupnorm(model, per_group=2).layer, nn.GroupNorm)
+    assert model.layer.weight is weight and model.layer.num_groups == 2
+    whole, batch = copy.deepcopy(model), samples(7, 2, (4, 3, 2))
+    accumulator = Accumulator(model, steps=3)
+    window = accumulator.split(batch)
+    for x in window:
+        window.backward(model(x))
+    whole(batch).backward()
+    assert error(gradient(model), gradient(whole)) <= 1e-12
+    window.step()
+    with pytest.raises(TypeError, match="got a BatchNorm1d itself"):
+        to_groupnorm(nn.BatchNorm1d(3))
+
+
+# Ranks
+
+LAYOUTS = [[(3, 4), (2,)], [(2, 2), (5, 3, 2)], [(), (4, 2)]]  # of a window, by rank
+
+
+class Synchronised(nn.SyncBatchNorm):
+    """As torch's, which runs on accelerators alone: normalises by the statistics of all ranks' inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        sums = torch.stack([x.detach().sum(0), x.detach().square().sum(0), x.new_full((x.shape[1],), len(x))])
+        dist.all_reduce(sums)
+        mean, number = sums[0] / sums[2], sums[2, 0]
+        variance = sums[1] / sums[2] - mean.square()
+        with torch.no_grad():
+            self.running_mean.lerp_(mean, self.momentum)
+            self.running_var.lerp_(variance * number / (number - 1), self.momentum)
+            self.num_batches_tracked += 1
+        return (x - mean) / (variance + self.eps).sqrt() * self.weight + self.bias
+
+
+def pooled_over_ranks(wrapper: str, layouts: Any) -> float:
+    rank, model = dist.get_rank(), Normalised()
+    whole: Any = Normalised()
+    if wrapper == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        wrapped = fully_shard(model)
+    else:
+        wrapped = DistributedDataParallel(model)
+        if wrapper == "SyncBatchNorm":  # with which DDP wants a GPU
+            model.layer.__class__ = Synchronised
+    accumulator = pooled(wrapped)
+    for i, layout in enumerate(layouts):
+        everyone = [[samples(n, 10 * i + 3 * r + j) for j, n in enumerate(sizes)] for r, sizes in enumerate(layout)]
+        run(accumulator, wrapped, everyone[rank])
+        whole(torch.cat([x for of_rank in everyone for x in of_rank]))
+    return apart(buffers(model), buffers(whole))
+
+
+@pytest.mark.parametrize(
+    ("wrapper", "layouts"),
+    [
+        ("DDP", LAYOUTS),
+        ("SyncBatchNorm", [[(3, 4), (2, 5)], [(2,), (6,)]]),
+        pytest.param(
+            "FSDP2", LAYOUTS[:2], marks=pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")
+        ),
+    ],
+)
+def test_statistics_are_those_of_all_ranks(ranks, wrapper, layouts):
+    assert max(ranks(2).run(pooled_over_ranks, wrapper, layouts)) <= 1e-13
