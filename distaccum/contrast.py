@@ -14,7 +14,7 @@ from torch.amp import GradScaler
 
 from .engines import Engine
 from .memory import Before, is_out_of_memory
-from .precision import HALF
+from .precision import HALF, leaves
 from .shares import DistaccumError
 from .state import random_devices, random_state, set_random_state
 from .window import Window, refuse_loss
@@ -259,20 +259,13 @@ def _refuse_unlike(kinds: Sequence[Sequence[Kind]]) -> None:
 
 def _refuse_others(loss: Tensor, known: set[int]) -> None:
     """What the loss depends on, and would get no gradient: it would be left out in silence."""
-    seen, waiting = set(), [loss.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in known:
+    for of, variable in leaves([loss]).items():
+        if of not in known:
             raise DistaccumError(
                 f"loss_fn depends on a tensor of shape {list(variable.shape)} that requires a gradient and is no "
                 "parameter of the model or the optimizer as they hold it; give it to the optimizer, use what FSDP "
                 "wraps in encode() alone (of a sharded parameter, .full_tensor() may be used), or detach() it"
             )
-        waiting += [next_node for next_node, _ in node.next_functions]
 
 
 def _listed(value: Any) -> list[Tensor]:

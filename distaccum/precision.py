@@ -57,6 +57,20 @@ def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
+def leaves(roots: Sequence[Tensor]) -> dict[int, Tensor]:
+    """The tensors, by identity, whose gradient a backward from these roots adds to."""
+    found: dict[int, Tensor] = {}
+    seen, waiting = set(), [root.grad_fn for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            if (variable := getattr(node, "variable", None)) is not None:
+                found[id(variable)] = variable
+            waiting += [following for following, _ in node.next_functions]
+    return found
+
+
 def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, as a view; any other tensor itself."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)

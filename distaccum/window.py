@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections import deque
@@ -23,6 +24,7 @@ from .state import Losses, Unfinished, random_state, set_random_state
 from .update import Update
 
 Item = TypeVar("Item")
+Outputs = TypeVar("Outputs")
 Counts = Sequence[float]  # of one micro-batch, by name
 Shares = Sequence[float | None]  # likewise; None: the term is left out
 
@@ -373,6 +375,47 @@ class Window:
             if self._more_parts:
                 item = following
 
+    def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
+        """Yields each item with `outputs`, a trunk's, cut off from it; then the trunk goes backward, once.
+
+        One head's graph is alive at a time, and the trunk runs once. Equivalent to `parts` with `outputs` as they are
+        and their graph retained, which would go through the trunk once per head:
+
+            for head, features in window.heads(trunk(inputs), heads):
+                window.backward(criterion(head(features), labels))
+
+        `outputs` are a tensor, or tuples, lists and dicts of them.
+        """
+        if self._turn != WAITING:
+            raise DistaccumError(f"heads() {self._where()}, expected it in a micro-batch that had no backward yet")
+        if self._engine.steps:
+            raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
+        cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
+        given = _cut_off(outputs, cut)
+        if not cut:
+            raise ValueError("heads() got outputs without a graph, expected a trunk's, outside torch.no_grad")
+        self._more_parts = True
+        for item in items:
+            self._turn = WAITING
+            yield item, given
+            if self._turn:
+                raise DistaccumError(self._without_backward("a head"))
+        self._more_parts = False
+        reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
+        if not reached:
+            raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
+        if self._stream is not None:
+            self._draw_ahead(self._stream)
+        losses, seeds = [output for output, _ in reached], [gradient for _, gradient in reached]
+        if self._scaler is not None and not self._scales:
+            # What runs backward will scale it, and these gradients are scaled.
+            seeds = [seed / self._scaler.scale(seed.new_ones((), dtype=torch.float32)) for seed in seeds]
+        reduce = self._is_reducing()
+        if self._engine.will_reduce(reduce):
+            losses, seeds = map(list, self._engine.with_earlier(losses, seeds))
+        self._run(losses, seeds, reduce)
+        self._settle(reduce)
+
     def backward(self, loss: Tensor | None = None, **named: Tensor | None) -> None:
         """Runs backward for this micro-batch, weighted so that the window adds up to the big batch.
 
@@ -389,43 +432,49 @@ class Window:
                 self._check_gradients()
         if self._stream is not None and not self._more_parts:
             self._draw_ahead(self._stream)
-        reduce = (self._position == self._turns - 1 or self._position < self._num_early) and not self._more_parts
+        reduce = self._is_reducing()
         if named or self._several:
             terms = self._by_name(loss, named)
+            self._run([one for one, _ in terms], [weight.seed for _, weight in terms], reduce)
         else:
             terms = [self._weighted(self._names[0], loss, self._shares[self._position][0] or 0.0)]
+            one, weight = terms[0]
+            self._run((one,), (weight.seed,), reduce)
+        if self._position < self._num:
+            for one, weight in terms:
+                weight.losses.append(one.detach())
+                weight.places.append(self._position)
+        self._settle(reduce)
+
+    def _is_reducing(self) -> bool:
+        """Whether the backward at hand is one that reduces."""
+        return (self._position == self._turns - 1 or self._position < self._num_early) and not self._more_parts
+
+    def _run(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._guard is not None and self._engine.will_reduce(reduce):
             self._guard()
             self._reducing = True
         self._turn = TORN
         try:
-            if self._several:
-                self._run_several(terms, reduce)
+            if losses:
+                self._engine.backward(losses, seeds, reduce)
             else:
-                loss, weight = terms[0]
-                self._engine.backward((loss,), (weight.seed,), reduce)
+                self._engine.skip()
         except RuntimeError as error:
             self._engine.refuse_lost_ranks(error)
             raise
         self._reducing = False
-        if self._position < self._num:
-            for one, weight in terms:
-                weight.losses.append(one.detach())
-                weight.places.append(self._position)
         self._turn, self._is_first = DONE, False
-        if self._looks is not None:
+
+    def _settle(self, reduced: bool) -> None:
+        """Remembers what gradients look like now."""
+        if self._looks is not None and not self._more_parts:
             self._look()
-        if reduce:
+        if reduced:
             self._marks = []  # gradients may have moved
-        for mark in self._marks or self._mark_gradients(reduce):
+        for mark in self._marks or self._mark_gradients(reduced):
             mark.gradient = gradient = mark.holder.grad
             mark.version = _version(gradient)
-
-    def _run_several(self, terms: Sequence[Term], reduce: bool) -> None:
-        if terms:
-            self._engine.backward([loss for loss, _ in terms], [weight.seed for _, weight in terms], reduce)
-        else:
-            self._engine.skip()
 
     def _look(self) -> None:
         """Whether what has added up here is finite; where ranks reduce, it is looked at before."""
@@ -588,7 +637,7 @@ class Window:
         if self._stage is Stage.LEFT:
             raise DistaccumError(f"this window is {self._describe()}")
         if self._more_parts:
-            raise DistaccumError("parts() was left before its last item; go through all of them")
+            raise DistaccumError("parts() or heads() was left before its last item; go through all of them")
         if self._turn:
             raise DistaccumError(self._without_backward("a micro-batch"))
         shares = zip(self._names, self._shares[self._position], strict=True)
@@ -671,6 +720,24 @@ class Window:
 
 def _of_a_stand_in(spare: Spare) -> Shares:
     return [0.0 if n else None for n in spare.counts]
+
+
+def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
+    """The same without their graphs; what had one is noted in `cut`."""
+    if isinstance(outputs, Tensor):
+        if not outputs.requires_grad:
+            return outputs
+        cut.append((outputs, outputs.detach().requires_grad_()))
+        return cut[-1][1]
+    if isinstance(outputs, Mapping):
+        given: Any = copy.copy(outputs)  # keeps the type, also of a model's output in Transformers
+        for name in outputs:
+            given[name] = _cut_off(outputs[name], cut)
+        return given
+    if isinstance(outputs, list | tuple):
+        parts = [_cut_off(one, cut) for one in outputs]
+        return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
+    return outputs
 
 
 def _version(gradient: Tensor | None) -> int:

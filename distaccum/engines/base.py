@@ -118,6 +118,15 @@ class Engine(ABC):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         """One `run_backward` from `losses`, weighted by `seeds`; reduces what has added up if `reduce`."""
 
+    def with_earlier(
+        self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Roots that reach, besides, what backwards of other parts of this micro-step did.
+
+        For the backward that reduces, on an engine that then waits for all that takes part.
+        """
+        return losses, seeds
+
     def stand_in(self) -> None:
         """From here on this rank only keeps in step: what it uses is no part of the window."""
         return

@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..precision import leaves
 from ..shares import DistaccumError, Plan, listed
 from .base import Sync, gradients_of, put_gradients
 from .ranks import RanksEngine, average_by_hand
@@ -157,6 +158,21 @@ class DDPEngine(RanksEngine):
         else:
             self._unreduced = self._searching
             self.run_backward(losses, seeds)
+
+    def with_earlier(
+        self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        reached = leaves(losses)
+        earlier = [
+            parameter
+            for reduced in self._covered.values()
+            for parameter in reduced.values()
+            if parameter.grad is not None and id(parameter) not in reached and not self._is_zeroed(parameter)
+        ]
+        if not earlier:
+            return losses, seeds
+        root = _Reach.apply(*earlier)
+        return [*losses, root], [*seeds, torch.zeros_like(root)]
 
     def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Reductions start in the next backward, from the roots that this gives."""
@@ -311,15 +327,15 @@ def _noting(engine: weakref.ref[DDPEngine]) -> Callable[[Any, Any], None]:
 
 
 class _Reach(torch.autograd.Function):
-    """A root whose backward reaches a parameter with no gradient for it."""
+    """A root whose backward reaches parameters with no gradient for them; DDP's hooks run all the same."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor) -> Tensor:
-        return parameter.new_zeros(())
+    def forward(ctx: Any, *parameters: Tensor) -> Tensor:
+        return parameters[0].new_zeros(())
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        return None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        return (None,) * len(ctx.needs_input_grad)
 
 
 def _disarm(wrapper: DistributedDataParallel) -> None:

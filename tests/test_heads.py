@@ -1,0 +1,232 @@
+"""heads(): a trunk that runs once, and heads that go backward one at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import FSDP2_RUNS_ON_CPU, full_weights
+from problems import error, gradient, join, make_batch, weights
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError
+
+NAMES = ("first", "second", "third")
+
+
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.heads = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)) for name in NAMES})
+        self.double()
+
+    def forward(self, x: Tensor, head: str | None = None) -> Tensor:
+        return self.trunk(x) if head is None else self.heads[head](x)
+
+
+def loss_of(outputs: Tensor, place: int) -> Tensor:
+    return (outputs - place).square().mean()
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    features = model(x)
+    return sum(loss_of(model(features, name), i) for i, name in enumerate(NAMES))
+
+
+def run(window: Any, model: nn.Module) -> None:
+    for batch in window:
+        for name, features in window.heads(model(batch["x"]), NAMES):
+            window.backward(loss_of(model(features, name), NAMES.index(name)))
+
+
+def exact_at(at: Tensor, batches: list[Any]) -> tuple[float, Tensor]:
+    model = Tasks()
+    nn.utils.vector_to_parameters(at, model.parameters())
+    loss = summed(model, join(batches)["x"])
+    loss.backward()
+    return loss.item(), gradient(model)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("lookahead", [True, False])
+def test_the_gradient_is_that_of_the_summed_loss(scaled, lookahead):
+    model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 1, 4)]
+    scaler = GradScaler("cpu", init_scale=64.0) if scaled else None
+    options: Any = {"steps": 3, "scaler": scaler, "lookahead": lookahead, "on_nonfinite": "ignore"}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
+    before = weights(model)
+    for window in accumulator.windows(batches):
+        run(window, model)
+        update = window.step()
+    loss, exact = exact_at(before, batches)
+    assert error(before - weights(model), exact) <= 1e-12 and abs(update.loss - loss) <= 1e-12 * loss
+
+
+def test_outputs_of_any_shape_and_a_head_that_uses_some_of_them():
+    model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 2)]
+    window = Accumulator(model).window(batches)
+    for batch in window:
+        outputs = {"hidden": [model.trunk(batch["x"]), None], "raw": (batch["x"], model.trunk[0](batch["x"]))}
+        for name, given in window.heads(outputs, NAMES):
+            assert given["hidden"][0].grad_fn is None and given["hidden"][1] is None and given["raw"][0] is batch["x"]
+            window.backward(loss_of(model(given["hidden"][0], name), NAMES.index(name)))
+    assert error(gradient(model), exact_at(weights(model), batches)[1]) <= 1e-12
+    window.discard()
+
+
+def test_the_trunk_runs_once_and_one_head_s_graph_lives_at_a_time():
+    model, alive, calls = Tasks(), [], []
+    model.trunk.register_forward_hook(lambda *_: calls.append("forward"))
+    model.trunk[0].weight.register_hook(lambda _: calls.append("backward"))
+    window = Accumulator(model).window([make_batch(3, seed=1)])
+    gc.disable()
+    try:
+        for batch in window:
+            for name, features in window.heads(model(batch["x"]), NAMES):
+                assert all(one() is None for one in alive)
+                hidden = model.heads[name][0](features)
+                alive.append(weakref.ref(hidden))
+                loss = loss_of(model.heads[name][1:](hidden), 0)
+                del hidden
+                window.backward(loss)
+                del loss
+    finally:
+        gc.enable()
+    assert calls == ["forward", "backward"]
+    window.step()
+
+
+def test_named_losses_and_a_head_that_has_nothing_to_count():
+    model, batches = Tasks(), [make_batch(n, seed=n) for n in (2, 3)]
+    counts = {name: (lambda batch, i=i: len(batch["x"]) if len(batch["x"]) > i else 0) for i, name in enumerate(NAMES)}
+    accumulator = Accumulator(model, count=counts)
+    window = accumulator.window(batches)
+    for batch in window:
+        for name, features in window.heads(model(batch["x"]), NAMES):
+            window.backward(**{name: loss_of(model(features, name), NAMES.index(name))})
+    exact = Tasks()
+    for i, name in enumerate(NAMES):
+        counted = join([batch for batch in batches if len(batch["x"]) > i])
+        loss_of(exact(exact(counted["x"]), name), i).backward()
+    assert error(gradient(model), gradient(exact)) <= 1e-12
+    window.step()
+
+
+def test_mistakes_are_told_and_leave_no_trace():
+    model, batches = Tasks(), [make_batch(2, seed=1), make_batch(3, seed=2)]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0))
+    before = weights(model)
+
+    def fails(kind: Any, message: str, loop: Any) -> None:
+        window = accumulator.window(batches)
+        with pytest.raises(kind, match=message):
+            for batch in window:
+                loop(window, batch["x"])
+        assert all(p.grad is None for p in model.parameters()) and torch.equal(weights(model), before)
+
+    def left(window: Any, x: Tensor) -> None:
+        for _, features in window.heads(model(x), NAMES):
+            window.backward(loss_of(features, 0))
+            break
+
+    def without_backward(window: Any, x: Tensor) -> None:
+        for _ in window.heads(model(x), NAMES):
+            pass
+
+    def past_the_trunk(window: Any, x: Tensor) -> None:
+        for name, _ in window.heads(model(x), NAMES):
+            window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
+
+    def after_backward(window: Any, x: Tensor) -> None:
+        window.backward(summed(model, x))
+        next(window.heads(model(x), NAMES))
+
+    def without_graph(window: Any, x: Tensor) -> None:
+        next(window.heads(model(x).detach(), NAMES))
+
+    fails(DistaccumError, "heads.. was left before its last item", left)
+    fails(DistaccumError, "a head without window.backward", without_backward)
+    fails(DistaccumError, "no loss of heads.. depends on the trunk's outputs", past_the_trunk)
+    fails(DistaccumError, "expected it in a micro-batch that had no backward yet", after_backward)
+    fails(ValueError, "got outputs without a graph", without_graph)
+    window = accumulator.window(batches)
+    run(window, model)
+    window.step()
+    assert error(before - weights(model), exact_at(before, batches)[1]) <= 1e-12
+
+
+# Ranks
+
+LAYOUTS = [[(3, 2), (4, 1)], [(1, 2, 3), (2,)], [(3,), (2, 2)], [(2, 1), ()]]
+
+
+def over_ranks(name: str, sync: str) -> tuple[list[float], list[int]]:
+    model: Any = Tasks()
+    if name == "FSDP2":
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        for part in (model.trunk, *model.heads.values()):
+            fully_shard(part)
+        fully_shard(model)
+        register_fsdp_forward_method(model, "forward")
+    else:
+        model = DistributedDataParallel(
+            model, gradient_as_bucket_view="views" in name, find_unused_parameters="find" in name
+        )
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), sync=sync)
+    wrongs, reductions = [], []
+    for index, layout in enumerate(LAYOUTS if name != "FSDP2" else LAYOUTS[:3]):
+        batches = [[make_batch(n, seed=100 * index + 10 * r + i) for i, n in enumerate(layout[r])] for r in range(2)]
+        before = full_weights(model)
+        window = accumulator.window(batches[dist.get_rank()])
+        with Counting() as count:
+            run(window, model)
+            reductions.append(sum(kind == "allreduce_" and size > 40 for kind, size in count.take()))
+        update = window.step()
+        loss, exact = exact_at(before, batches[0] + batches[1])
+        wrongs += [error(before - full_weights(model), exact), abs(update.loss - loss) / loss]
+    return wrongs, reductions
+
+
+FSDP2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+
+
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        ("DDP", "last"),
+        ("DDP views", "last"),
+        ("DDP find", "last"),
+        ("DDP", "every"),
+        *(pytest.param("FSDP2", sync, marks=FSDP2) for sync in ("last", "gathered", "every")),
+    ],
+)
+def test_ranks_of_uneven_lengths(ranks, name, sync):
+    for wrongs, reductions in ranks(2).run(over_ranks, name, sync):
+        assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
+        if name.startswith("DDP") and sync == "last":
+            assert reductions == [1] * len(LAYOUTS)
+
+
+def in_a_deepspeed_engine() -> str:
+    from engines import zero
+
+    engine, _ = zero(1)(Tasks().float(), 1.0)
+    window = Accumulator(engine, steps=1).window([make_batch(2, seed=1, dtype=torch.float32)])
+    with pytest.raises(DistaccumError) as told:
+        run(window, engine)
+    return str(told.value)
+
+
+def test_deepspeed_is_refused(ranks):
+    assert all("heads() with DeepSpeed, whose backward takes losses" in t for t in ranks(2).run(in_a_deepspeed_engine))
