@@ -2,9 +2,10 @@
 
 from .accumulator import Accumulator
 from .batches import count_samples, count_tokens
+from .check import Report
 from .shares import DistaccumError
 from .update import Update
 from .window import Window
 
-__all__ = ["Accumulator", "DistaccumError", "Update", "Window", "count_samples", "count_tokens"]
+__all__ = ["Accumulator", "DistaccumError", "Report", "Update", "Window", "count_samples", "count_tokens"]
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -21,13 +22,16 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
 from .batchnorm import Pool, batchnorms
+from .check import Check, Measured, Report, Subject
 from .contrast import Contrast, Encode
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
+from .engines.plain import PlainEngine
 from .feed import Feed, Stream
 from .memory import FAILED, OUT_OF_MEMORY, PROOFS, Before, Fit, Guard, free, is_out_of_memory
+from .nonfinite import names_of
 from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
-from .precision import refuse_mixed
+from .precision import local, refuse_mixed
 from .shares import (
     DistaccumError,
     Offer,
@@ -266,16 +270,18 @@ class Accumulator:
             )
         return steps
 
-    def _plan(self, draw: Callable[[], _Drawn], guard: Guard | None = None, *, over_pairs: bool = False) -> Window:
+    def _plan(
+        self, draw: Callable[[], _Drawn], guard: Guard | None = None, *, as_sum: bool = False, by_hand: bool = False
+    ) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
-        reductions: dict[str, Reduction] = {"samples": "sum"} if over_pairs else self._reductions
+        reductions: dict[str, Reduction] = {"samples": "sum"} if as_sum else self._reductions
         self._make_way()
         self._accelerated.refuse_accumulation()
         names = tuple(reductions)
         drawn, counts, error = _Drawn([]), list[tuple[float, ...]](), None
         try:
             drawn = draw()
-            counts = [(float(n),) for n in drawn.lengths or []] if over_pairs else self._count(drawn)
+            counts = [(float(n),) for n in drawn.lengths or []] if as_sum else self._count(drawn)
         except Exception as caught:  # the others wait in the gathering below; tell them first
             error = caught
         kept = [i for i, numbers in enumerate(counts) if any(numbers)]
@@ -291,7 +297,8 @@ class Accumulator:
             ready=self._spare is not None,
             failed=error is not None,
             guarded=guard is not None,
-            by_hand=(bool(self._stepper.watched_windows) and not self._in_step)
+            by_hand=by_hand
+            or (bool(self._stepper.watched_windows) and not self._in_step)
             or (guard is not None and self._is_unproven(drawn)),
             largest=max(drawn.lengths or [0]),
             widest=0 if guard is None else widest_sample(drawn.micro_batches),
@@ -430,9 +437,84 @@ class Accumulator:
             Contrast(window, self._engine, self._scaler, encode, loss_fn, verifies=verifies).run()
             self._contrasts += 1
 
-        return self._transact(batch, run, over_pairs=True)
+        return self._transact(batch, run, as_sum=True)
 
-    def _transact(self, batch: Any, run: Callable[[Window], None], *, over_pairs: bool = False) -> Update:
+    def check(self, batch: Any, loss_fn: LossFn) -> Report:
+        """Runs `batch` once as one big batch and once accumulated, and says how far the gradients are apart, and why.
+
+        On the model itself, with the same random numbers; in float64 too where the module is plain. Gradients, buffers,
+        modes and random numbers are put back, and nothing is stepped. In a job of several ranks the big batch is that
+        of all ranks, on each of them: `batch` is this rank's part, and shall be small. `print(report)` tells all.
+        """
+        self._refuse_to_cut_without_size("check")
+        self._make_way()
+        if self._engine.steps:
+            raise DistaccumError(
+                f"check() with {self._engine.name}, which shows no gradient; check the module before it is wrapped"
+            )
+        parameters = [p for p in self._parameters() if p.requires_grad]
+        stood = self._engine.stale(parameters)
+        kept = [(p, p.grad, p.grad.clone()) for p in parameters if stood and p.grad is not None]
+        loaded, unfinished, warned = self._loaded, self._unfinished, set(self._warned)
+        modes = [(module, module.training) for model in self._models for module in model.modules()]
+        before = Before(self._models)
+        before.look()
+        self._loaded = None, None
+        subject = Subject(
+            models=self._models,
+            parameters=parameters,
+            names=names_of(self._models),
+            engine=self._engine,
+            reductions=self._reductions,
+            counts=self._counts,
+            is_plain=isinstance(self._engine, PlainEngine),
+            measure=partial(self._measure, batch, parameters),
+        )
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                return Check(subject, batch, batch_length(batch), loss_fn).run()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = _in_short(error)
+        finally:
+            before.put_back()
+            for module, training in modes:
+                module.training = training
+            for parameter, gradient, values in kept:
+                parameter.grad = gradient.copy_(values)
+            self._loaded, self._unfinished, self._warned = loaded, unfinished, warned
+        raise DistaccumError(
+            f"the whole batch does not fit into memory, which a check needs ({text}); take a smaller one"
+        )
+
+    def _measure(
+        self,
+        batch: Any,
+        parameters: Sequence[nn.Parameter],
+        micro_batches: Sequence[Any] | None,
+        loss_fn: LossFn,
+        *,
+        as_sum: bool,
+    ) -> Measured:
+        def draw() -> _Drawn:
+            return self._cut(batch) if micro_batches is None else _Drawn(list(micro_batches), [1] * len(micro_batches))
+
+        window = self._plan(draw, as_sum=as_sum, by_hand=as_sum)
+        try:
+            _run(window, loss_fn)
+            terms = window._terms()
+            reduction = self._engine.sum_over_ranks(terms)
+            if reduction is not None:
+                reduction.wait()
+            scale = 1.0 if self._scaler is None else 1 / self._scaler.get_scale()
+            gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in parameters]
+            return Measured(gradients, float(terms.sum()) / window._divisor, window._plan.kept)
+        finally:
+            window.discard()
+
+    def _transact(self, batch: Any, run: Callable[[Window], None], *, as_sum: bool = False) -> Update:
         """Cuts `batch`, runs the window and steps; undoes it on all ranks where that fails, and runs it again."""
         self._make_way()
         self._before = self._before or Before(self._models)
@@ -440,7 +522,7 @@ class Accumulator:
         while True:
             self._before.look()
             guard = Guard(self._engine)
-            window = self._plan(lambda: self._cut(batch), guard, over_pairs=over_pairs)
+            window = self._plan(lambda: self._cut(batch), guard, as_sum=as_sum)
             all_came_through = False
             try:
                 run(window)
@@ -716,6 +798,10 @@ class _Drawn:
     stream: Stream | None = None  # that draws the others
     steps: int = 0  # that were wanted; 0: as many as there are
     exhausted: bool = False
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
 
 def _in_short(error: Exception) -> str:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
@@ -101,24 +102,65 @@ def _cut(item: Any, start: int, stop: int, length: int) -> Any:
     if _is_array(item):
         along = len(item.shape) and item.shape[0] == length
         return item[start:stop] if along else item
+    if isinstance(item, list | tuple) and _is_column(item, length):
+        return item[start:stop]
+    return _rebuilt(item, lambda child, _: _cut(child, start, stop, length))
+
+
+def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
+    """The same nesting with each tensor changed."""
+    if isinstance(item, Tensor):
+        return change(item)
+    return _rebuilt(item, lambda child, _: map_tensors(child, change))
+
+
+def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors, each with the key, field or position that it stands under."""
+    if isinstance(item, Tensor):
+        return [(where, item)]
+    found: list[tuple[str, Tensor]] = []
+    _rebuilt(item, lambda child, key: found.extend(tensors_in(child, repr(key))))
+    return found
+
+
+def join_batches(batches: Sequence[Any], lengths: Sequence[int]) -> Any:
+    """One batch of them all, which cutting it would give again."""
+    first = batches[0]
+    if _is_array(first):
+        along = all(len(b.shape) and b.shape[0] == n for b, n in zip(batches, lengths, strict=True))
+        return torch.cat([torch.as_tensor(batch) for batch in batches]) if along else first
+    if isinstance(first, list | tuple) and all(_is_column(b, n) for b, n in zip(batches, lengths, strict=True)):
+        return type(first)(value for batch in batches for value in batch)
+
+    def joined(_: Any, key: Any) -> Any:
+        return join_batches([_child(batch, key) for batch in batches], lengths)
+
+    return _rebuilt(first, joined)
+
+
+def _child(item: Any, key: Any) -> Any:
+    is_field = dataclasses.is_dataclass(item) and not isinstance(item, Mapping)
+    return getattr(item, key) if is_field else item[key]
+
+
+def _rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A container of the same type, with `change(child, key)` for each of its children; anything else as it is."""
     if isinstance(item, MutableMapping):
         parts = copy.copy(item)  # keeps the type, also of an OrderedDict, defaultdict or UserDict
         for key in item:
-            parts[key] = _cut(item[key], start, stop, length)
+            parts[key] = change(item[key], key)
         return parts
     if isinstance(item, Mapping):
-        return {key: _cut(value, start, stop, length) for key, value in item.items()}
+        return {key: change(value, key) for key, value in item.items()}
     if dataclasses.is_dataclass(item) and not isinstance(item, type):
         fresh = copy.copy(item)
         for field in dataclasses.fields(item):
             # A frozen dataclass refuses setattr; this is a fresh copy that nobody else has seen.
-            object.__setattr__(fresh, field.name, _cut(getattr(item, field.name), start, stop, length))
+            object.__setattr__(fresh, field.name, change(getattr(item, field.name), field.name))
         return fresh
     if isinstance(item, list | tuple):
-        if _is_column(item, length):
-            return item[start:stop]
-        cut = [_cut(value, start, stop, length) for value in item]
-        return type(item)(*cut) if hasattr(item, "_fields") else type(item)(cut)
+        made = [change(value, i) for i, value in enumerate(item)]
+        return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
     return item
 
 

@@ -186,6 +186,11 @@ class Before:
         _copy(self._copies, [buffer for *_, buffer in found])
         self._random = random_state(random_devices(self._models))
 
+    def buffers_of(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+        """A module's own, as they are and as they were."""
+        pairs = zip(self._buffers, self._copies, strict=True)
+        return [(module._buffers.get(name, was), was) for (of, name, _), was in pairs if of is module]  # type: ignore[misc]
+
     def put_back(self) -> None:
         _copy([buffer for *_, buffer in self._buffers], self._copies)
         for module, name, buffer in self._buffers:

@@ -1,0 +1,358 @@
+"""check(): the one big batch against the accumulated one, on the model itself, and why they differ."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, zero
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy, dropout, normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError, Report, count_samples, count_tokens
+
+Batch = dict[str, Tensor]
+
+
+def make_batch(size: int = 11, seed: int = 1) -> Batch:
+    """Rows of 5 tokens with labels, of which few are kept in some rows; the first label of a row counts or not."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (size, 5), generator=generator)
+    labels[torch.rand(size, 5, generator=generator) < 0.4] = -100
+    labels[:, 4] = 1
+    return {
+        "x": torch.randn(size, 5, 3, generator=generator),
+        "y": torch.randint(0, 4, (size,), generator=generator),
+        "labels": labels,
+    }
+
+
+class Centred(nn.Module):
+    """Batch normalisation that nobody would know by its name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+class Shuffled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0)
+
+
+class Counting(nn.Module):
+    """Its output depends on how often it was called, by a buffer or by an attribute."""
+
+    def __init__(self, by_buffer: bool) -> None:
+        super().__init__()
+        self.by_buffer, self.calls = by_buffer, 0
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.seen += 1
+        return x * (self.seen if self.by_buffer else self.calls)
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(dropout(x, 0.3, self.training), 0.3, self.training)
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(15, 8), *layers, nn.Tanh(), nn.Linear(8, 4))
+
+
+def token_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def of_samples(model: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"], reduction=how)
+
+
+def of_tokens(model: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
+    return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction=how)
+
+
+def shifted(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def of_pairs(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = normalize(model(batch["x"]), dim=1)
+    return cross_entropy(outputs @ outputs.T / 0.2, torch.arange(len(outputs)))
+
+
+def check(model: nn.Module, loss: Callable[[nn.Module, Batch], Any], **options: Any) -> Report:
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **{"micro_batch_size": 5, **options})
+    return accumulator.check(make_batch(), lambda batch: loss(model, batch))
+
+
+TOKENS = count_tokens("labels")
+SHIFTED = count_tokens("labels", shift=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "options"),
+    [
+        (net(), of_samples, {}),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"reduction": "sum"}),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"reduction": "sum_to_mean"}),
+        (token_net(), of_tokens, {"count": TOKENS}),
+        (token_net(), shifted, {"count": SHIFTED}),
+        (token_net(), lambda m, b: of_tokens(m, b, "sum"), {"count": TOKENS, "reduction": "sum_to_mean"}),
+        (net(nn.BatchNorm1d(8)).eval(), of_samples, {}),
+        (net(nn.LayerNorm(8), nn.GroupNorm(2, 8)), of_samples, {"micro_batch_size": 1}),
+        (net(nn.Dropout(0.5)), of_samples, {}),  # one layer, on CPU: the same masks
+        (net(nn.BatchNorm1d(8)), of_samples, {"micro_batch_size": 99}),
+        (net().bfloat16(), lambda m, b: of_samples(m, {**b, "x": b["x"].to(m[1].weight.dtype)}), {}),
+        (net().double(), lambda m, b: of_samples(m, {**b, "x": b["x"].double()}), {}),
+        (net(), of_samples, {"scaler": GradScaler("cpu", init_scale=64.0)}),
+        (
+            net(),
+            lambda m, b: {"a": of_samples(m, b), "b": m(b["x"]).square().sum()},
+            {"reduction": {"a": "mean", "b": "sum_to_mean"}, "count": {"a": count_samples, "b": TOKENS}},
+        ),
+    ],
+)
+def test_what_is_right_is_equivalent(model, loss, options):
+    report = check(model, loss, **options)
+    assert report.equivalent and not report.causes, report
+    assert report.worst <= report.bound and report.dtype == "float64" and report.samples == 11
+    assert sum(report.micro_batches) == -(-11 // options.get("micro_batch_size", 5))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "options", "causes"),
+    [
+        (net(nn.BatchNorm1d(8)), of_samples, {}, ["batchnorm: .* 2 .BatchNorm1d"]),
+        (net(Centred()), of_samples, {}, ["batchnorm: .* 2 .Centred"]),
+        (net(Shuffled()), of_samples, {}, ["mixing: .* 2 .Shuffled"]),
+        (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
+        (net(Noise()), of_samples, {}, ["dropout: .* 2 .Noise"]),
+        (
+            net(),
+            lambda m, b: of_samples(m, b) * (1 + torch.rand(3).sum()),
+            {},
+            ["dropout: random numbers that the model or the loss draws"],
+        ),
+        (
+            net(nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Dropout(0.2)),
+            of_samples,
+            {},
+            ["dropout: .* 3, 4", "batchnorm: .* 2"],
+        ),
+        (net(Counting(True)), of_samples, {}, ["state: each forward changes buffers .* 2 .Counting"]),
+        (net(Counting(False)), of_samples, {}, ["state: .*something is kept between calls in 2 .Counting"]),
+        (net(spectral_norm(nn.Linear(8, 8))), of_samples, {}, ["state: each forward changes buffers"]),
+        (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
+        (net(), lambda m, b: of_samples(m, b).sqrt(), {}, ["loss: "]),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
+        (
+            net(),
+            of_samples,
+            {"reduction": "sum"},
+            ["reduction: the criterion averages .over its samples. .* say 'mean'"],
+        ),
+        (net(), of_samples, {"reduction": "sum_to_mean"}, ["reduction: the criterion averages .over its samples"]),
+        (
+            token_net(),
+            of_tokens,
+            {},
+            [r"count: .*labels of 'labels' that are not -100, .*count=count_tokens\('labels'\)"],
+        ),
+        (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
+        (token_net(), of_tokens, {"count": SHIFTED}, [r"count: .*count=count_tokens\('labels'\)"]),
+        (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over its samples, .* count_samples"]),
+        (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7. for"]),
+        (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
+        (
+            net(),
+            lambda m, b: {"a": of_samples(m, b), "b": of_samples(m, b, "sum")},
+            {"count": {"a": count_samples, "b": count_samples}},
+            ["reduction: the criterion of 'b' sums"],
+        ),
+        (
+            token_net(),
+            lambda m, b: (of_tokens(m, b, "none") * (w := 1.0 + b["y"].repeat_interleave(5))).sum() / w.sum(),
+            {},
+            ["count: the criterion weighs parts of .1, 3, 7. samples as"],
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(model, loss, options, causes):
+    report = check(model, loss, **options)
+    assert not report.equivalent and report.worst > report.bound
+    assert len(report.causes) == len(causes), report
+    text = "\n".join(report.causes)
+    for cause in causes:
+        assert re.search(cause, text), report
+
+
+def test_everything_is_put_back():
+    model = net(nn.BatchNorm1d(8), nn.Dropout(0.2))
+    model[3].eval()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0, momentum=0.9), micro_batch_size=5)
+    of_samples(model, make_batch()).backward()
+    before, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    values = [g.clone() for g in gradients]
+    modes, state, drawn = [m.training for m in model.modules()], torch.get_rng_state(), random.getstate()
+    batch = make_batch()
+    given = {key: one.clone() for key, one in batch.items()}
+    report = accumulator.check(batch, lambda part: of_samples(model, part))
+    assert [cause.split(":")[0] for cause in report.causes] == ["batchnorm"]
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert all(p.grad is g and torch.equal(g, v) for p, g, v in zip(model.parameters(), gradients, values, strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == drawn
+    assert all(torch.equal(batch[key], given[key]) for key in given)
+    assert accumulator.index == 0 and not model[2]._forward_pre_hooks
+    with pytest.warns(UserWarning, match="2 normalise each micro-batch"):  # the check did not use it up
+        accumulator.split(batch)
+    with pytest.raises(KeyError):
+        accumulator.check(batch, lambda part: of_samples(model, part) + {}["a bug"])
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_the_report_is_a_table_with_the_worst_first_and_advice(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = str(check(net(nn.BatchNorm1d(8)), of_samples))
+    lines = text.splitlines()
+    assert "accumulated in 3 micro-batches, one batch of 11: NOT equivalent" in lines[0]
+    assert all(len(line) <= 80 for line in lines[2:8]) and "float64" in lines[2]
+    errors = [float(line.split()[-1]) for line in lines[3:9]]
+    assert errors == sorted(errors, reverse=True)
+    assert "to_groupnorm" in text
+    report = check(
+        nn.Sequential(*(nn.Linear(15 if not i else 4, 4) for i in range(8)), nn.Unflatten(1, (4,))),
+        lambda m, b: m(b["x"].flatten(1)).square().mean(),
+    )
+    assert "and 4 more with smaller errors" in str(report)
+
+
+def test_what_cannot_be_cast_is_checked_in_its_own_dtype():
+    weight = torch.arange(1.0, 5.0)
+    report = check(net(), lambda m, b: cross_entropy(m(b["x"]), b["y"], weight))
+    assert not report.equivalent and report.dtype == "float32"  # a mean, weighted by class
+    assert "count: the criterion weighs parts" in report.causes[0]
+    assert "not in float64: RuntimeError" in report.notes[0]
+    half = torch.full((4,), 0.5)
+    report = check(net(), lambda m, b: (m(b["x"]) @ half).square().mean())
+    assert report.equivalent and report.dtype == "float32" and 0 < report.worst < 1e-5
+
+
+def test_mistakes_are_told():
+    model = net()
+    with pytest.raises(ValueError, match=r"check\(\) cuts a batch and no size was given"):
+        Accumulator(model).check(make_batch(), lambda batch: of_samples(model, batch))
+    accumulator = Accumulator(model, micro_batch_size=4)
+
+    def no_room(batch: Batch) -> Tensor:
+        if len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return of_samples(model, batch)
+
+    with pytest.raises(DistaccumError, match=r"the whole batch does not fit into memory, .* take a smaller one"):
+        accumulator.check(make_batch(), no_room)
+    for batch in accumulator.split(make_batch()):
+        with pytest.raises(DistaccumError, match="another window was asked for"):
+            accumulator.check(batch, lambda part: of_samples(model, part))
+        break
+
+
+# Ranks
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard(model)
+    if kind == "FSDP1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
+
+
+def over_ranks(kind: str, what: str) -> Report:
+    layers = {"batchnorm": [nn.BatchNorm1d(8)], "dropout": [nn.Dropout(0.2), nn.Dropout(0.3)]}.get(what, [])
+    model = wrapped(kind, net(*layers) if what != "count" else token_net())
+    batch = make_batch(*[(7, 1), (4, 2)][dist.get_rank()])
+    losses: Any = {"count": of_tokens, "loss": of_pairs, "reduction": lambda m, b: of_samples(m, b, "sum")}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    return accumulator.check(batch, lambda part: losses.get(what, of_samples)(model, part))
+
+
+@pytest.mark.parametrize("what", ["nothing", "batchnorm", "dropout", "count", "loss", "reduction"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "DDP",
+        "DDP views",
+        pytest.param("FSDP2", marks=pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")),
+        "FSDP1",
+    ],
+)
+def test_it_checks_across_ranks_and_all_of_them_report_the_same(ranks, kind, what):
+    one, other = ranks(2).run(over_ranks, kind, what)
+    assert one == other and one.samples == 11 and one.micro_batches == (3, 2)
+    assert one.equivalent == (what == "nothing"), one
+    assert [cause.split(":")[0] for cause in one.causes] == ([] if what == "nothing" else [what]), one
+
+
+def ranks_whose_count_is_right_alone() -> Report:
+    """Tokens are even within each rank and uneven between them: only the whole job's big batch shows it."""
+    batch = make_batch(6, seed=dist.get_rank())
+    batch["labels"] = torch.full((6, 5), 1)
+    if dist.get_rank():
+        batch["labels"][:, 1:] = -100
+    model = DistributedDataParallel(token_net())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    return accumulator.check(batch, lambda part: of_tokens(model, part))
+
+
+def test_a_count_that_is_wrong_between_ranks_alone_is_found(ranks):
+    report = ranks(2).run(ranks_whose_count_is_right_alone)[0]
+    assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
+
+
+def batches_of_other_widths() -> str:
+    model = DistributedDataParallel(token_net())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
+    width = 3 + dist.get_rank()
+    with pytest.raises(DistaccumError) as told:
+        accumulator.check({k: v[:, :width] for k, v in make_batch().items() if k != "y"}, lambda b: of_tokens(model, b))
+    return str(told.value)
+
+
+def test_batches_that_cannot_be_joined_are_told(ranks):
+    assert all(
+        "cannot be joined into one" in told and "pad them" in told for told in ranks(2).run(batches_of_other_widths)
+    )
+
+
+def with_deepspeed() -> str:
+    engine, _ = zero(1)(net(), 1.0)
+    with pytest.raises(DistaccumError) as told:
+        Accumulator(engine, steps=2).check(make_batch(), lambda b: of_samples(engine, b))
+    return str(told.value)
+
+
+def test_deepspeed_is_refused(ranks):
+    assert all("check() with DeepSpeed, which shows no gradient" in told for told in ranks(2).run(with_deepspeed))
