@@ -1,0 +1,128 @@
+"""The command `distaccum`: what is asked before a training run, answered in a terminal."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from .accumulator import Accumulator
+from .batches import Count, batch_length, count_samples, count_tokens
+from .shares import REDUCTIONS
+
+CHECK = """
+examples:
+  distaccum check my_training:setup                          a third of the batch per micro-batch
+  distaccum check my_training:setup --micro-batch-size 4
+  distaccum check train.py:setup --count tokens:labels:shift --reduction mean
+  torchrun --nproc-per-node 2 -m distaccum.cli check my_training:setup   (setup wraps the model, and starts the group)
+
+my_training.py:
+  def setup():
+      model, batch = Net(), next(iter(loader))
+      def loss_fn(micro_batch):
+          return criterion(model(micro_batch["x"]), micro_batch["y"])
+      return model, batch, loss_fn          # or a dict of these and of the Accumulator's options
+
+exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="distaccum", description="Gradient accumulation that is exact.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_check(commands)
+    given = parser.parse_args(arguments)
+    try:
+        status: int = given.run(given)
+    except Exception as error:
+        if given.traceback:
+            raise
+        told = " ".join(str(error).split()) or "no message"
+        print(f"distaccum {given.command}: {type(error).__name__}: {told} (--traceback shows where)", file=sys.stderr)
+        return 2
+    return status
+
+
+def _add_check(commands: Any) -> None:
+    parser = commands.add_parser(
+        "check",
+        help="is the accumulated gradient of my model, batch and loss that of the big batch, and if not, why",
+        description="Runs the batch at once and accumulated, and says how far the gradients are apart, and why.",
+        epilog=CHECK,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that gives model, batch and loss_fn")
+    parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples per micro-batch")
+    parser.add_argument("--steps", type=int, metavar="N", help="micro-batches, in the place of their size")
+    parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (default: mean)")
+    parser.add_argument("--count", metavar="COUNT", help="samples (the default), tokens:KEY or tokens:KEY:shift")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=_check)
+
+
+def _check(given: argparse.Namespace) -> int:
+    model, batch, loss_fn, options = _made_by(given.factory)
+    chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
+    chosen["count"] = None if given.count is None else _count(given.count)
+    options |= {name: value for name, value in chosen.items() if value is not None}
+    if "steps" not in options and "micro_batch_size" not in options:
+        options["micro_batch_size"] = max(1, batch_length(batch) // 3)
+    report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report)
+    return 0 if report.equivalent else 1
+
+
+def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Model, batch, loss_fn, and the Accumulator's options."""
+    module, _, name = factory.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup")
+    found = getattr(_imported(module), name, None)
+    if not callable(found):
+        raise ValueError(f"{module} has no function {name}")
+    made = found()
+    if isinstance(made, Mapping):
+        missing = sorted({"model", "batch", "loss_fn"} - set(made))
+        if missing:
+            raise ValueError(f"{factory} gave a dict without {', '.join(missing)}")
+        options = {key: value for key, value in made.items() if key not in ("model", "batch", "loss_fn")}
+        return made["model"], made["batch"], made["loss_fn"], options
+    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[2]):
+        raise TypeError(f"{factory} gave a {type(made).__name__}, expected (model, batch, loss_fn) or a dict of them")
+    return *made, {}
+
+
+def _imported(module: str) -> Any:
+    """By name, from here as with `python -m`, or a file."""
+    if not module.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(module)
+    path = Path(module)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {module}")
+    sys.path.insert(0, str(path.parent.resolve()))
+    return importlib.import_module(path.stem)
+
+
+def _count(text: str) -> Count:
+    kind, *rest = text.split(":")
+    if kind == "samples" and not rest:
+        return count_samples
+    if kind == "tokens" and len(rest) in (1, 2) and rest[0] and rest[1:] in ([], ["shift"]):
+        key: str | int = int(rest[0]) if rest[0].isdigit() else rest[0]
+        return count_tokens(key, shift=len(rest) == 2)
+    raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

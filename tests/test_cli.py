@@ -1,0 +1,134 @@
+"""The command `distaccum`: in a process of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from distaccum.cli import main
+
+FACTORIES = """
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+def parts(layer):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), layer, nn.Linear(8, 4))
+    batch = {"x": torch.randn(12, 6), "labels": torch.randint(0, 4, (12,))}
+    batch["labels"][[1, 2, 5, 8]] = -100
+    return model, batch, lambda part: cross_entropy(model(part["x"]), part["labels"])
+
+def good():
+    return parts(nn.Tanh())
+
+def normalised():
+    return parts(nn.BatchNorm1d(8))
+
+def with_options():
+    model, batch, loss_fn = good()
+    return {"model": model, "batch": batch, "loss_fn": loss_fn, "steps": 5, "count": lambda b: (b["labels"] >= 0).sum()}
+
+def on_ranks():
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    model, batch, _ = good()
+    model = nn.parallel.DistributedDataParallel(model)
+    mine = {key: value[dist.get_rank() :: 2] for key, value in batch.items()}
+    return model, mine, lambda part: cross_entropy(model(part["x"]), part["labels"])
+
+def fails():
+    raise KeyError("a bug")
+
+def incomplete():
+    return {"model": 1}
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    (tmp_path / "factories.py").write_text(FACTORIES)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    sys.modules.pop("factories", None)
+    return tmp_path
+
+
+COUNT = ("--count", "tokens:labels")
+
+
+@pytest.mark.parametrize(
+    ("words", "status", "text"),
+    [
+        (("factories:good", *COUNT), 0, "accumulated in 3 micro-batches, one batch of 12: equivalent"),
+        (("factories.py:good", *COUNT, "--steps", "4"), 0, "in 4 micro-batches"),
+        (("factories:with_options",), 0, "in 5 micro-batches"),
+        (("factories:good",), 1, "count_tokens('labels')"),
+        (("factories:normalised", *COUNT, "--micro-batch-size", "5"), 1, "batchnorm: "),
+        (("factories:good", *COUNT, "--reduction", "sum"), 1, "reduction: the criterion averages"),
+    ],
+)
+def test_check_prints_the_report_and_its_status_tells(folder, capsys, words, status, text):
+    assert main(["check", *words]) == status
+    assert text in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("factories",), "'factories', expected MODULE:FACTORY, such as"),
+        (("nowhere:good",), "ModuleNotFoundError: No module named 'nowhere'"),
+        (("nowhere.py:good",), "there is no nowhere.py"),
+        (("factories:missing",), "factories has no function missing"),
+        (("factories:number",), "factories has no function number"),
+        (("factories:incomplete",), "gave a dict without batch, loss_fn"),
+        (("factories:parts",), "TypeError: parts() missing 1 required"),
+        (("factories:fails",), "KeyError: 'a bug' (--traceback shows where)"),
+        (("factories:good", "--count", "words"), "--count 'words', expected samples, tokens:KEY or tokens:KEY:shift"),
+        (("factories:good", "--steps", "2", "--micro-batch-size", "3"), "give one or the other"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(folder, capsys, words, text):
+    assert main(["check", *words]) == 2
+    seen = capsys.readouterr()
+    assert text in seen.err and seen.err.count("\n") == 1 and not seen.out
+
+
+def test_traceback_and_json(folder, capsys):
+    with pytest.raises(KeyError):
+        main(["check", "factories:fails", "--traceback"])
+    main(["check", "factories:good", *COUNT, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["equivalent"] and report["samples"] == 12 and len(report["parameters"]) == 4
+
+
+def test_help_carries_an_example(capsys):
+    for words in (["--help"], ["check", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            main(words)
+        assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "distaccum check my_training:setup" in text and "exit status: 0 equivalent" in text
+
+
+def test_it_is_installed_as_a_command_and_runs_under_torchrun(folder):
+    bins = Path(sys.executable).parent
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    alone = [str(bins / "distaccum"), "check", "factories:good", *COUNT]
+    launched = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    jobs = [
+        subprocess.Popen(
+            words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        for words in (alone, [*launched, "-m", "distaccum.cli", "check", "factories:on_ranks", *COUNT])
+    ]
+    texts = [job.communicate(timeout=240)[0] for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], texts
+    assert "in 3 micro-batches" in texts[0] and texts[1].count("in 3 + 3 micro-batches, one batch of 12: equi") == 1
