@@ -457,8 +457,7 @@ class Check:
 
         hooks = [m.register_forward_pre_hook(note(n), with_kwargs=True) for n, m in self._modules]
         try:
-            with torch.no_grad():
-                self._loss_fn(self._cast(self._batch))
+            self._loss_fn(self._cast(self._batch))
         finally:
             for hook in hooks:
                 hook.remove()

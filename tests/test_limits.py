@@ -1,0 +1,55 @@
+"""Where accumulation cannot equal the one big batch: that it does not, why by check(), and that the cure does."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from programs import ROOT
+
+from distaccum import Accumulator
+
+sys.path.insert(0, str(ROOT / "launch" / "bench"))
+import limits
+
+EXACT = 1e-12
+
+
+def causes(model, loss_fn, batch) -> list[str]:
+    report = Accumulator(model, micro_batch_size=8).check(batch, loss_fn)
+    return [cause.split(":")[0] for cause in report.causes]
+
+
+@pytest.mark.parametrize("sorted_by_class", [False, True])
+def test_batch_normalisation_differs_more_with_each_layer_and_less_with_larger_micro_batches(sorted_by_class):
+    errors = [[limits.of_batchnorm(n, size, sorted_by_class=sorted_by_class) for size in (32, 4)] for n in (1, 8)]
+    assert 0.01 < errors[0][0] < errors[0][1] < errors[1][1] and errors[0][0] < errors[1][0] < errors[1][1]
+    for cure in ("frozen", "GroupNorm"):
+        assert limits.of_batchnorm(8, 4, sorted_by_class=sorted_by_class, cure=cure) <= EXACT
+
+
+def test_running_statistics_are_right_where_they_are_pooled():
+    off = {how: limits.of_running_statistics(how, 8) for how in ("ignore", "momentum", "pool")}
+    assert max(off["pool"]) <= EXACT and min(off["ignore"]) > 0.1 and off["momentum"][1] > 0.1
+
+
+def test_dropout_over_more_than_one_layer_draws_other_masks_and_is_no_error():
+    assert limits.of_dropout(1, 8) <= EXACT
+    assert limits.of_dropout(4, 8) > 0.1 and limits.of_two_draws(4) > 0.1
+    few, many = (limits.of_mean_over_draws(2, 8, draws) for draws in (10, 160))
+    assert many[0] < few[0] / 2 and many[0] < 2 * many[1]  # the mean closes in, as that of big batches does
+    model = limits.network(2, lambda: limits.nn.Dropout(0.3))
+    assert causes(model, limits.of_classes(model), limits.make_batch()) == ["dropout"]
+
+
+def test_a_loss_with_state_differs_unless_it_moves_after_the_window():
+    assert limits.of_state(8, moves=True) > 0.01
+    assert limits.of_state(8, moves=False) <= EXACT
+    model = limits.network(2, limits.nn.Identity)
+    assert causes(model, limits.Scaled(model, moves=True), limits.make_batch()) == ["state"]
+
+
+def test_a_penalty_on_each_sample_s_gradient_is_exact_and_one_across_samples_is_not():
+    assert limits.of_penalty(8, across=False) <= EXACT < 0.1 < limits.of_penalty(8, across=True)
+    model = limits.network(2, limits.nn.Identity)
+    assert causes(model, limits.penalty_across_samples(model), limits.make_batch()) == ["loss"]
