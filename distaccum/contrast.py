@@ -69,52 +69,63 @@ class Contrast:
 
     def _take_the_loss(self) -> None:
         """On all ranks, before the first micro-batch that has a graph."""
-        window, devices = self._window, random_devices(self._engine.models)
+        window = self._window
         before = Before(self._engine.models)
         before.look()
+        encoded = self._encode_all()
+        everyone, mine = gather(self._engine, encoded, window.index, window._device)
+        gradients, of_parameters, scale = self._loss_over(everyone)
+        total = sum(window._plan.kept)
+        carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
+        self._sharded = [(p, g * scale.to(g.dtype)) for p, g in of_parameters if hasattr(p, "to_local")]
+        for i, part in enumerate(encoded):
+            rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in zip(gradients, mine, strict=True)]
+            self._parts.append(_Part(rows, carried, part if self._verifies else None))
+        window._encoded = [[_largest(one) for one in part if _has_gradient(one) and one.numel()] for part in encoded]
+        before.put_back()
+
+    def _encode_all(self) -> list[list[Tensor]]:
+        """This rank's representations, by micro-batch; all ranks know then that all came through."""
+        window = self._window
         with torch.no_grad():
             encoded = [_listed(self._encode(micro_batch)) for micro_batch in window._micro_batches][: len(window)]
         torch.clear_autocast_cache()  # else the weights that it cast without a graph would be used again
         self._engine.show_parameters()
         if window._guard is not None:
             window._guard()
-        everyone, mine = gather(self._engine, encoded, window.index, window._device)
+        return encoded
+
+    def _loss_over(self, everyone: Everyone) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
+        """Its gradient by representation and by parameter, and the scaler's scale; the same on all ranks."""
+        window, devices = self._window, random_devices(self._engine.models)
         self._random = random_state(devices)
-        seed = torch.ones((), device=window._device)
+        scale = torch.ones((), device=window._device)
         if self._scaler is not None:
-            seed = self._scaler.scale(seed)
+            scale = self._scaler.scale(scale)
         if self._engine.num_ranks > 1:
-            torch.manual_seed(everyone.seed)  # all ranks take the same loss
+            torch.manual_seed(everyone.seed)
+        out_of_memory = None
         try:
             with torch.enable_grad():
                 loss = self._loss_fn(*everyone.tensors)
-            gradients, of_parameters = self._differentiate(loss, everyone.tensors, seed)
+            gradients, of_parameters = self._differentiate(loss, everyone.tensors, scale)
+            window._loss = loss.detach()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            text = " ".join(str(error).split())[:200]  # not as the cause: smaller micro-batches would not help
-        else:
-            text = ""
-        if text:
+            out_of_memory = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if out_of_memory is not None:  # not with its cause: smaller micro-batches would not help
             shapes = ", ".join(str(list(one.shape)) for one in everyone.tensors)
             raise DistaccumError(
-                f"loss_fn does not fit into memory on all representations ({shapes}): {text}; take a smaller batch, or "
-                "a loss that goes over its pairs in blocks"
+                f"loss_fn does not fit into memory on all representations ({shapes}; {out_of_memory}); take a smaller "
+                "batch, or a loss that goes over its pairs in blocks"
             )
         if self._engine.num_ranks == 1:
-            self._random = random_state(devices)
-        window._loss = loss.detach()
-        window._encoded = [[_largest(one) for one in part if _has_gradient(one) and one.numel()] for part in encoded]
-        total = sum(window._plan.kept)
-        carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
-        self._sharded = [(p, g * seed.to(g.dtype)) for p, g in of_parameters if hasattr(p, "to_local")]
-        for i, part in enumerate(encoded):
-            rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in zip(gradients, mine, strict=True)]
-            self._parts.append(_Part(rows, carried, part if self._verifies else None))
-        before.put_back()
+            self._random = random_state(devices)  # what the loss drew is drawn
+        return gradients, of_parameters, scale
 
     def _differentiate(
-        self, loss: Tensor, representations: Sequence[Tensor], seed: Tensor
+        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
         """By representation and by parameter; what has none is left out."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
@@ -123,7 +134,7 @@ class Contrast:
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
         scaled = torch.autograd.grad(
-            loss, [*wanted, *parameters], grad_outputs=seed.to(loss.device, loss.dtype), allow_unused=True
+            loss, [*wanted, *parameters], grad_outputs=scale.to(loss.device, loss.dtype), allow_unused=True
         )
         hidden = {id(p) for p in self._engine.parameters()} if self._engine.hides_parameters else set()
         if any(g is not None and id(p) in hidden for p, g in zip(parameters, scaled[len(wanted) :], strict=True)):
@@ -131,7 +142,7 @@ class Contrast:
                 f"loss_fn uses a parameter that {self._engine.name} shards, of which a rank has a part; use it in "
                 "encode(), or keep it outside the wrapper and give it to an optimizer"
             )
-        found = [None if g is None else _wide(g) / seed.to(g.device, _wide(g).dtype) for g in scaled]
+        found = [None if g is None else _wide(g) / scale.to(g.device, _wide(g).dtype) for g in scaled]
         by_tensor = dict(zip(map(id, wanted), found, strict=False))
         of_parameters = zip(parameters, found[len(wanted) :], strict=True)
         return [by_tensor.get(id(one)) for one in representations], [(p, g) for p, g in of_parameters if g is not None]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -150,6 +152,26 @@ def test_dropout_is_replayed_and_the_loss_draws_its_own():
     assert error(before - weights(model), gradient(exact)) <= 1e-12
     accumulator.contrast(batch, model, loss_fn)
     assert not torch.equal(dropout.masks[6], first[0]) and noise[1] != noise[0] and after not in noise
+
+
+def test_one_micro_batch_s_graph_lives_at_a_time():
+    model, batch, alive = Towers(), pairs(12, seed=1), []
+
+    class Watched(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = x * 2
+            assert all(one() is None for one in alive)
+            alive.append(weakref.ref(hidden))
+            return hidden
+
+    model.body[1] = Watched()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    gc.disable()
+    try:
+        accumulator.contrast(batch, model, lambda *both: clip(model, *both))
+    finally:
+        gc.enable()
+    assert len(alive) == 8
 
 
 def test_running_statistics_move_once_per_micro_batch():
