@@ -28,8 +28,7 @@ from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .engines.plain import PlainEngine
 from .feed import Feed, Stream
-from .memory import FAILED, OUT_OF_MEMORY, PROOFS, Before, Fit, Guard, free, is_out_of_memory
-from .nonfinite import names_of
+from .memory import PROOFS, Before, Fit, Guard, Transaction
 from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
 from .precision import local, refuse_mixed
 from .shares import (
@@ -47,7 +46,7 @@ from .shares import (
     tidy,
 )
 from .state import Unfinished, pack, random_devices, unpack
-from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
+from .stepping import OnNonfinite, Stepper, owned_by, windows_on
 from .update import Update
 from .window import Spare, Stage, Window
 
@@ -161,7 +160,7 @@ class Accumulator:
         self._index = 0
         self._contrasts = 0  # that came through in this process
         self._skipped = 0  # in a row
-        self._before: Before | None = None
+        self._before = Before(self._models)
         self._feed: Feed | None = None  # of the windows() at hand
         self._loaded: tuple[Unfinished | None, Any] = (None, None)  # of a state: a window, and the loader's
         self._warned: set[str] = set()
@@ -453,17 +452,11 @@ class Accumulator:
                 f"check() with {self._engine.name}, which shows no gradient; check the module before it is wrapped"
             )
         parameters = [p for p in self._parameters() if p.requires_grad]
-        stood = self._engine.stale(parameters)
-        kept = [(p, p.grad, p.grad.clone()) for p in parameters if stood and p.grad is not None]
-        loaded, unfinished, warned = self._loaded, self._unfinished, set(self._warned)
-        modes = [(module, module.training) for model in self._models for module in model.modules()]
-        before = Before(self._models)
-        before.look()
+        kept = self._loaded, self._unfinished, set(self._warned)
         self._loaded = None, None
         subject = Subject(
             models=self._models,
             parameters=parameters,
-            names=names_of(self._models),
             engine=self._engine,
             reductions=self._reductions,
             counts=self._counts,
@@ -471,23 +464,9 @@ class Accumulator:
             measure=partial(self._measure, batch, parameters),
         )
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                return Check(subject, batch, batch_length(batch), loss_fn).run()
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            text = _in_short(error)
+            return Check(subject, batch, batch_length(batch), loss_fn).run()
         finally:
-            before.put_back()
-            for module, training in modes:
-                module.training = training
-            for parameter, gradient, values in kept:
-                parameter.grad = gradient.copy_(values)
-            self._loaded, self._unfinished, self._warned = loaded, unfinished, warned
-        raise DistaccumError(
-            f"the whole batch does not fit into memory, which a check needs ({text}); take a smaller one"
-        )
+            self._loaded, self._unfinished, self._warned = kept
 
     def _measure(
         self,
@@ -515,73 +494,9 @@ class Accumulator:
             window.discard()
 
     def _transact(self, batch: Any, run: Callable[[Window], None], *, as_sum: bool = False) -> Update:
-        """Cuts `batch`, runs the window and steps; undoes it on all ranks where that fails, and runs it again."""
         self._make_way()
-        self._before = self._before or Before(self._models)
-        ran_again = False
-        while True:
-            self._before.look()
-            guard = Guard(self._engine)
-            window = self._plan(lambda: self._cut(batch), guard, as_sum=as_sum)
-            all_came_through = False
-            try:
-                run(window)
-                all_came_through = True
-                update = window.step()
-            except NonfiniteError as error:
-                self._before.put_back()
-                if error.is_placed or ran_again:
-                    raise
-                ran_again = True  # and look at each micro-batch: the error then names it
-            except Exception as error:
-                if all_came_through:  # in step(), where no rank waits to hear of it, and weights may have changed
-                    window.discard()
-                    raise
-                self._undo(window, guard, error)
-            except BaseException:
-                window.discard()
-                self._before.put_back()
-                raise
-            else:
-                self._fit.came_through(window._plan.largest, max(window._plan.kept), window._plan.widest)
-                return update
-            free()
-
-    def _undo(self, window: Window, guard: Guard, error: Exception) -> None:
-        """Puts all back, on all ranks; returns where a smaller micro-batch may fit."""
-        assert self._before is not None
-        is_reducing = window._reducing and self._engine.num_ranks > 1
-        largest, rank = window._plan.largest, self._engine.rank
-        window.discard()
-        self._before.put_back()
-        if isinstance(error, RuntimeError):
-            self._engine.refuse_lost_ranks(error)
-        try:
-            if is_reducing and not is_out_of_memory(error):
-                raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
-            try:
-                guard.hear(error)
-            except DistaccumError as lost:
-                raise DistaccumError(
-                    f"rank {rank} failed where the other ranks cannot be told, since they wait for it in a collective "
-                    f"of the model's wrapper ({_in_short(error)}); start all ranks again, from a checkpoint"
-                ) from lost
-            if guard.verdicts[rank] == FAILED:
-                raise error
-            if failed := guard.ranks(FAILED):
-                raise DistaccumError(
-                    f"rank {failed} failed in update {self._index} (its own error says why); the window is undone on "
-                    "all ranks, and nothing was stepped"
-                )
-            if not self._fit.ran_out(largest):
-                seen = f": {_in_short(error)}" if guard.verdicts[rank] == OUT_OF_MEMORY else ""
-                raise DistaccumError(
-                    f"a micro-batch of {largest} sample does not fit into the memory of rank "
-                    f"{guard.ranks(OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
-                    "activation checkpointing, or a lower precision"
-                )
-        finally:
-            del error  # or its traceback would keep the failed forward, and itself
+        transaction = Transaction(self._engine, self._fit, self._before, self._index)
+        return transaction(lambda guard: self._plan(lambda: self._cut(batch), guard, as_sum=as_sum), run)
 
     # One update
 
@@ -802,10 +717,6 @@ class _Drawn:
 
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.detach()
-
-
-def _in_short(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _run(window: Window, loss_fn: LossFn) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from torch import Tensor, nn
 from .batches import cut_batch, join_batches, map_tensors, tensors_in
 from .batchnorm import KINDS
 from .engines import Engine
-from .memory import Before
+from .memory import Before, in_short, is_out_of_memory
+from .nonfinite import names_of
 from .shares import DistaccumError, Reduction, listed
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
@@ -117,7 +119,6 @@ class Subject:
 
     models: Sequence[nn.Module]
     parameters: Sequence[nn.Parameter]
-    names: Mapping[int, str]
     engine: Engine
     reductions: Mapping[str, Reduction]
     counts: Mapping[str, Callable[[Any], Any]]
@@ -137,6 +138,21 @@ class Check:
         self._modules = list({id(m): (n, m) for model in subject.models for n, m in model.named_modules()}.values())
 
     def run(self) -> Report:
+        """The report; all else is as it was before."""
+        error_text = ""
+        with warnings.catch_warnings(), _untouched(self._subject):
+            warnings.simplefilter("ignore")
+            try:
+                return self._report()
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                error_text = in_short(error)
+        raise DistaccumError(
+            f"the whole batch does not fit into memory, which a check needs ({error_text}); take a smaller one"
+        )
+
+    def _report(self) -> Report:
         self._join()
         accumulated = self._accumulated()
         own = self._errors(accumulated, self._big_batch())
@@ -148,7 +164,9 @@ class Check:
             worst, bound = max((error for _, error in errors), default=0.0), self._bound()
             causes = [] if worst <= bound else self._causes()
             dtype = str(self._dtype).removeprefix("torch.")
-        names = [self._subject.names.get(id(p), f"parameter {i}") for i, p in enumerate(self._subject.parameters)]
+        names = [
+            names_of(self._subject.models).get(id(p), f"parameter {i}") for i, p in enumerate(self._subject.parameters)
+        ]
         rows = [
             Difference(name, norm, error, None if wide is None else wide[i][1])
             for i, (name, (norm, error)) in enumerate(zip(names, own, strict=True))
@@ -521,6 +539,24 @@ class Check:
         finally:
             for one, training in was:
                 one.training = training
+
+
+@contextmanager
+def _untouched(subject: Subject) -> Iterator[None]:
+    """Gradients, buffers, modes and random numbers are put back."""
+    stood = subject.engine.stale(subject.parameters)
+    gradients = [(p, p.grad, p.grad.clone()) for p in subject.parameters if stood and p.grad is not None]
+    modes = [(module, module.training) for model in subject.models for module in model.modules()]
+    before = Before(subject.models)
+    before.look()
+    try:
+        yield
+    finally:
+        before.put_back()
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient, values in gradients:
+            parameter.grad = gradient.copy_(values)
 
 
 def _widened(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .engines import Engine
-from .memory import Before, is_out_of_memory
+from .memory import Before, in_short, is_out_of_memory
 from .precision import HALF, leaves
 from .shares import DistaccumError
 from .state import random_devices, random_state, set_random_state
@@ -113,7 +113,7 @@ class Contrast:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            out_of_memory = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            out_of_memory = in_short(error)
         if out_of_memory is not None:  # not with its cause: smaller micro-batches would not help
             shapes = ", ".join(str(list(one.shape)) for one in everyone.tensors)
             raise DistaccumError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch import Tensor, nn
 from .engines import Engine
 from .shares import DistaccumError
 from .state import random_devices, random_state, set_random_state
+from .stepping import NonfiniteError
+from .update import Update
+from .window import Window
 
 # What allocators and libraries say that have no error of their own for it.
 MESSAGES = (
@@ -202,3 +205,80 @@ class Before:
 def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
     for target, source in zip(to, of, strict=True):
         target.copy_(source)
+
+
+class Transaction:
+    """Runs a window and steps it; undoes it on all ranks where that fails, and runs it again where that may help."""
+
+    def __init__(self, engine: Engine, fit: Fit, before: Before, index: int) -> None:
+        self._engine, self._fit, self._before = engine, fit, before
+        self._index = index  # of the update
+
+    def __call__(self, plan: Callable[[Guard], Window], run: Callable[[Window], None]) -> Update:
+        ran_again = False
+        while True:
+            self._before.look()
+            guard = Guard(self._engine)
+            window = plan(guard)
+            all_came_through = False
+            try:
+                run(window)
+                all_came_through = True
+                update = window.step()
+            except NonfiniteError as error:
+                self._before.put_back()
+                if error.is_placed or ran_again:
+                    raise
+                ran_again = True  # and look at each micro-batch: the error then names it
+            except Exception as error:
+                if all_came_through:  # in step(), where no rank waits to hear of it, and weights may have changed
+                    window.discard()
+                    raise
+                self._undo(window, guard, error)
+            except BaseException:
+                window.discard()
+                self._before.put_back()
+                raise
+            else:
+                self._fit.came_through(window._plan.largest, max(window._plan.kept), window._plan.widest)
+                return update
+            free()
+
+    def _undo(self, window: Window, guard: Guard, error: Exception) -> None:
+        """Puts all back, on all ranks; returns where a smaller micro-batch may fit."""
+        is_reducing = window._reducing and self._engine.num_ranks > 1
+        largest, rank = window._plan.largest, self._engine.rank
+        window.discard()
+        self._before.put_back()
+        if isinstance(error, RuntimeError):
+            self._engine.refuse_lost_ranks(error)
+        try:
+            if is_reducing and not is_out_of_memory(error):
+                raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
+            try:
+                guard.hear(error)
+            except DistaccumError as lost:
+                raise DistaccumError(
+                    f"rank {rank} failed where the other ranks cannot be told, since they wait for it in a collective "
+                    f"of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
+                ) from lost
+            if guard.verdicts[rank] == FAILED:
+                raise error
+            if failed := guard.ranks(FAILED):
+                raise DistaccumError(
+                    f"rank {failed} failed in update {self._index} (its own error says why); the window is undone on "
+                    "all ranks, and nothing was stepped"
+                )
+            if not self._fit.ran_out(largest):
+                seen = f": {in_short(error)}" if guard.verdicts[rank] == OUT_OF_MEMORY else ""
+                raise DistaccumError(
+                    f"a micro-batch of {largest} sample does not fit into the memory of rank "
+                    f"{guard.ranks(OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
+                    "activation checkpointing, or a lower precision"
+                )
+        finally:
+            del error  # or its traceback would keep the failed forward, and itself
+
+
+def in_short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
