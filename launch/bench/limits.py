@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
-import platform
-import subprocess
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -19,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from measure import circumstances, header, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -313,17 +311,10 @@ def main() -> int:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     lines, found = page(given.draws)
-    print("\n".join(lines))
-    if given.out is not None:
-        command = f"python launch/bench/limits.py --draws {given.draws}"
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-        versions = f"torch {torch.__version__}, Python {platform.python_version()}, one CPU thread"
-        head = ["# Limits, in numbers", "", f"`{command}`, commit {commit}, {versions}, 2026-11-21.", ""]
-        lines = [line if line.startswith("|") else textwrap.fill(line, 118) for line in lines]
-        head += ["Each has a test that shows it: [tests/test_limits.py](../../tests/test_limits.py).", ""]
-        given.out.with_suffix(".md").write_text("\n".join([*head, *lines]) + "\n")
-        about = {"command": command, "commit": commit, "versions": versions, "date": "2026-11-21"}
-        given.out.with_suffix(".json").write_text(json.dumps({**about, "errors": found}, indent=1) + "\n")
+    about = circumstances(torch.device("cpu"))
+    lines = [line if line.startswith("|") else textwrap.fill(line, 118) for line in lines]
+    test = "Each has a test that shows it: [tests/test_limits.py](../../tests/test_limits.py)."
+    write(given.out, "\n".join([*header("Limits, in numbers", about, test), *lines]), {**about, "errors": found})
     return 0
 
 
