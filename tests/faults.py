@@ -65,13 +65,13 @@ def cells(engine: str) -> list[Fault]:
     found = []
     for kind, where in {
         "exception": [*steps, edge],
-        "exception on one rank": steps[:-1] if ENGINES[engine] > 1 else [],
+        "exception on one rank": steps if ENGINES[engine] > 1 else [],
         "out of memory": steps,
         "out of memory on one rank": steps if ENGINES[engine] > 1 else [],
         "NaN": steps,
-        "break": steps[1::2],
+        "break": steps,
         "kill -9": [*steps, edge],
-        "SIGTERM": steps[::2],
+        "SIGTERM": [*steps, edge],
     }.items():
         found += [Fault(kind, one.position, one.phase) for one in where]
     return found
@@ -110,7 +110,7 @@ def make_schedule(engine: str, seed: int, first: Fault | None = None) -> Schedul
     chosen = memory[:2] + [one for one in chosen if one not in memory]  # of 8 samples two halvings leave 2
     world = ENGINES[engine]
     # On one rank in the backward that reduces, only while the size is not proven: after that the job ends there.
-    unproven = {"out of memory on one rank | last | reducing backward"}
+    unproven = {f"{what} on one rank | last | reducing backward" for what in ("out of memory", "exception")}
     chosen.sort(key=lambda one: one.cell not in unproven)
     # One in a window: of two, the one that strikes a rank could keep it from the one that strikes all.
     free, faults = list(range(UPDATES)), []
@@ -230,6 +230,8 @@ class Run:
     def fail(self, fault: Fault) -> None:
         if fault.kind == "kill -9":
             os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "SIGTERM":
+            os.kill(os.getpid(), signal.SIGTERM)
         if fault.kind.startswith("exception"):
             raise Bug(fault.cell)
         if fault.kind.startswith("out of memory"):
@@ -248,21 +250,21 @@ class Run:
         loss = outputs.square().mean()
         if forward is not None and forward.kind == "NaN":
             loss = loss * float("nan")
+        if forward is not None and forward.kind == "break":
+            raise Break  # before its backward
         if backward is not None and backward.kind == "break":
             self.asked_to_break = True
         return loss
 
     def strike(self, x: torch.Tensor, forward: Fault | None, backward: Fault | None) -> torch.Tensor:
         if forward is not None:
-            if forward.kind == "SIGTERM":
-                os.kill(os.getpid(), signal.SIGTERM)
             self.fail(forward)
         if backward is None or backward.kind == "break":
             return x
 
         def what(gradient: torch.Tensor) -> torch.Tensor:
             self.fail(backward)
-            return gradient * float("nan")
+            return gradient * float("nan") if backward.kind == "NaN" else gradient
 
         return InBackward.apply(x, what)
 

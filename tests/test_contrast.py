@@ -368,6 +368,34 @@ def test_three_ranks(ranks):
         assert max(max(one) for one in seen) <= 1e-12, seen
 
 
+def drawing_loss() -> tuple[list[float], list[float], float]:
+    """The loss draws; each rank's own numbers go on as if it had not."""
+    model, optimizer, weights_of = wrapped("DDP")
+    rank, drawn, after = dist.get_rank(), [], []
+    accumulator = Accumulator(model, optimizer, micro_batch_size=2)
+    torch.manual_seed(rank)
+    for i in range(3):
+        batches = [pairs(4, seed=10 * i + r) for r in range(2)]
+        before = weights_of(model)
+
+        def loss_fn(*both: Tensor) -> Tensor:
+            drawn.append(float(torch.rand(())))
+            return siglip(model.module, *both) * drawn[-1]
+
+        accumulator.contrast(batches[rank], model, loss_fn)
+        after.append(float(torch.rand(())))
+    exact = drawn[-1] * big_batch("SigLIP", batches, before)[1]
+    return drawn, after, error(before - weights_of(model), exact)
+
+
+def test_all_ranks_draw_the_same_for_the_loss(ranks):
+    (one, after_one, wrong), (other, after_other, _) = ranks(2).run(drawing_loss)
+    assert one == other and len(set(one)) == 3 and wrong <= 1e-12
+    for rank, after in enumerate((after_one, after_other)):
+        torch.manual_seed(rank)
+        assert after == [float(torch.rand(())) for _ in range(3)]
+
+
 class Images(nn.Module):
     """What has no parameter that only the loss uses, for wrappers that hide them outside of forward."""
 
