@@ -89,7 +89,7 @@ class Contrast:
         window = self._window
         with torch.no_grad():
             encoded = [_listed(self._encode(micro_batch)) for micro_batch in window._micro_batches][: len(window)]
-        torch.clear_autocast_cache()  # else the weights that it cast without a graph would be used again
+        torch.clear_autocast_cache()  # torch 2.6 would use the weights again that it cast without a graph
         self._engine.show_parameters()
         if window._guard is not None:
             window._guard()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
+import torch
 from programs import ROOT
 
 from distaccum import Accumulator
@@ -33,8 +34,17 @@ def test_running_statistics_are_right_where_they_are_pooled():
     assert max(off["pool"]) <= EXACT and min(off["ignore"]) > 0.1 and off["momentum"][1] > 0.1
 
 
+def one_mask_is_drawn_as_several() -> bool:
+    drop, x = torch.nn.Dropout(0.3), torch.ones(64, 12, dtype=torch.float64)
+    torch.manual_seed(0)
+    at_once = drop(x)
+    torch.manual_seed(0)
+    return torch.equal(at_once, torch.cat([drop(part) for part in x.split(8)]))
+
+
 def test_dropout_over_more_than_one_layer_draws_other_masks_and_is_no_error():
-    assert limits.of_dropout(1, 8) <= EXACT
+    if one_mask_is_drawn_as_several():  # by torch 2.15 on a CPU, not by 2.6
+        assert limits.of_dropout(1, 8) <= EXACT
     assert limits.of_dropout(4, 8) > 0.1 and limits.of_two_draws(4) > 0.1
     few, many = (limits.of_mean_over_draws(2, 8, draws) for draws in (10, 160))
     assert many[0] < few[0] / 2 and many[0] < 2 * many[1]  # the mean closes in, as that of big batches does

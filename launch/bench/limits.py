@@ -258,7 +258,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
         "## Dropout over more than one layer",
         "",
         "With the same random numbers at the start: one layer draws the same masks for the micro-batches as for the "
-        "big batch (on a CPU), several draw them in another order. The gradient is that of the masks drawn.",
+        "big batch (on a CPU, by torch 2.15), several draw them in another order. The gradient is that of the masks.",
         "",
     ]
     rows = [(f"{n}", [of_dropout(n, size) for size in SIZES] + [of_two_draws(n)]) for n in (1, 2, 4)]
