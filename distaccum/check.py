@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from .batches import cut_batch, join_batches, map_tensors, tensors_in
 from .batchnorm import KINDS
@@ -27,8 +28,8 @@ BOUND_OF_HALF = 5e-2
 ADVICE = {
     "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
     "accept it with batchnorm='pool' or 'ignore'",
-    "dropout": "the gradient is that of the masks that were drawn, which is all that dropout asks for; nothing is "
-    "wrong where this is the only cause",
+    "dropout": "the gradient is that of the masks that were drawn, which is all that dropout asks for: nothing to do, "
+    "where this is the only cause",
     "mixing": "use a layer that looks at each sample alone",
     "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
     "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples",
@@ -134,6 +135,7 @@ class Check:
         self._before = Before(subject.models)
         self._before.look()
         self._dtype = min((p.dtype for p in subject.parameters), key=lambda d: torch.finfo(d).bits)
+        self._narrowest = self._dtype  # of what backward computes with; many models take a softmax or a norm in float32
         self._cast: Callable[[Any], Any] = lambda batch: batch
         self._modules = list({id(m): (n, m) for model in subject.models for n, m in model.named_modules()}.values())
 
@@ -163,6 +165,11 @@ class Check:
             errors = wide or own
             worst, bound = max((error for _, error in errors), default=0.0), self._bound()
             causes = [] if worst <= bound else self._causes()
+            if self._narrowest != self._dtype:
+                narrow, cast = (str(one).removeprefix("torch.") for one in (self._narrowest, self._dtype))
+                self._notes.append(
+                    f"the model or the loss computes in {narrow} in part, in {cast} too: hence the bound"
+                )
             dtype = str(self._dtype).removeprefix("torch.")
         names = [
             names_of(self._subject.models).get(id(p), f"parameter {i}") for i, p in enumerate(self._subject.parameters)
@@ -226,7 +233,8 @@ class Check:
         """The gradient of one call of the criterion, of one name, unweighted."""
 
         def loss_fn(batch: Any) -> Tensor:
-            loss = self._loss_fn(self._cast(batch))
+            with saved_tensors_hooks(self._look, lambda tensor: tensor):
+                loss = self._loss_fn(self._cast(batch))
             if isinstance(loss, Mapping):
                 return loss[name]
             return loss
@@ -237,11 +245,16 @@ class Check:
             torch.manual_seed(seed)
         return self._subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self._engine.num_ranks)
 
+    def _look(self, tensor: Tensor) -> Tensor:
+        if tensor.is_floating_point():
+            self._narrowest = min(self._narrowest, tensor.dtype, key=lambda d: torch.finfo(d).bits)
+        return tensor
+
     def _count(self, name: str, batch: Any) -> float:
         return float(self._subject.counts[name](batch))
 
     def _bound(self) -> float:
-        return BOUNDS.get(self._dtype, BOUND_OF_HALF)
+        return BOUNDS.get(self._narrowest, BOUND_OF_HALF)
 
     def _errors(self, seen: Measured, exact: Measured) -> list[tuple[float, float]]:
         """What is small beside the whole gradient is measured beside a part of the whole: rounding does not shrink."""
@@ -252,7 +265,7 @@ class Check:
         rows = self._engine.gather(squares)
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
         pairs = list(zip(sums[0::2], sums[1::2], strict=True))
-        floor = math.sqrt(torch.finfo(self._dtype).eps) * math.sqrt(sum(norm**2 for _, norm in pairs))
+        floor = math.sqrt(torch.finfo(self._narrowest).eps) * math.sqrt(sum(norm**2 for _, norm in pairs))
         # Shards add up; what each rank has whole is counted so often.
         copies = 1.0 if self._engine.in_step else math.sqrt(self._engine.num_ranks)
         found = []
@@ -273,14 +286,15 @@ class Check:
         tensors = {id(t): t for model in self._subject.models for t in (*model.parameters(), *model.buffers())}
         tensors |= {id(p): p for p in self._subject.parameters}
         kept = [(t, t.data) for t in tensors.values() if _widened(t.data) is not t.data]
-        dtype, before = self._dtype, self._before
+        dtype, narrowest, before = self._dtype, self._narrowest, self._before
         is_wide = True
         before.put_back()
         try:
             for tensor, _ in kept:
                 tensor.data = _widened(tensor.data)
             self._cast = lambda batch: map_tensors(batch, _widened)
-            self._dtype, self._before = torch.float64, Before(self._subject.models)
+            self._dtype = self._narrowest = torch.float64
+            self._before = Before(self._subject.models)
             self._before.look()
             try:
                 self._bare(next(iter(self._subject.reductions)), self._batch)
@@ -293,6 +307,7 @@ class Check:
             for tensor, data in kept:
                 tensor.data = data
             self._cast, self._dtype, self._before = (lambda batch: batch), dtype, before
+            self._narrowest = narrowest
             before.put_back()
         if not is_wide:
             yield False
@@ -314,12 +329,13 @@ class Check:
             if self._is_random(name):
                 drawing = self._found(self._draws, DROPOUTS)
                 who = _kinds(drawing) if drawing else "the model or the loss"
-                causes.append(f"dropout: random numbers that {who} draws are others for micro-batches")
+                causes.append(f"dropout: random numbers are drawn by {who}, and micro-batches draw others")
                 _set_training([module for _, module in drawing], False)
                 if self._is_random(name):
                     _set_training([module for _, module in self._modules], False)
             mixing = self._found(self._mixes, KINDS)
-            normalising = [(n, m) for n, m in mixing if m.training and not self._mixes_in_eval(m)]
+            in_eval = self._mixing_in_eval([module for _, module in mixing])
+            normalising = [(n, m) for n, m in mixing if m.training and id(m) not in in_eval]
             if normalising:
                 causes.append(
                     f"batchnorm: in training mode a sample's output depends on the others in {_kinds(normalising)}, "
@@ -389,20 +405,21 @@ class Check:
                 f"reduction: the criterion{prefix} sums over its batch and reduction='mean' says that it averages; say "
                 "'sum' or 'sum_to_mean', or let it average"
             ]
-        for what, weights in self._denominators(parts, kept):
-            if fits(weights):
+        for one in denominators(parts, sizes):
+            of_kept = [one.numbers[i] for i in kept]
+            if sum(of_kept) and fits([number / sum(of_kept) for number in of_kept]):
                 if reduction != "mean":
                     return [
-                        f"reduction: the criterion{prefix} averages (over its {what}) and reduction={reduction!r} says "
+                        f"reduction: the criterion{prefix} averages over {one.what} and reduction={reduction!r} says "
                         "that it sums; say 'mean', or let it sum"
                     ]
                 return [
-                    f"count: the criterion{prefix} averages over its {what}, and count gave {_tidy(counts)} for parts "
-                    f"of {sizes} samples{_cure(what)}"
+                    f"count: the criterion{prefix} averages over {one.what}, and count gave {_tidy(counts)} for parts "
+                    f"of {sizes} samples; {one.cure}"
                 ]
         free = self._free_weights(of_parts, whole)
         if (
-            free is not None and abs(sum(free) - 1) <= 100 * self._bound() and fits(free)
+            free is not None and abs(sum(free) - 1) <= min(100 * self._bound(), 1e-3) and fits(free)
         ):  # else it scales with the number, say
             shown = " : ".join(f"{weight:.3f}" for weight in free)
             kind = "count" if reduction == "mean" else "reduction"
@@ -413,36 +430,6 @@ class Check:
         if mixing:
             return [f"mixing: a sample's output depends on the others in {_kinds(mixing)}, in eval mode too"]
         return [f"loss: the loss{prefix} is no sum or mean over samples: that of the whole is not made of its parts'"]
-
-    def _denominators(self, parts: Sequence[Any], kept: Sequence[int]) -> Iterator[tuple[str, list[float]]]:
-        """What a criterion may average over, and the weights of the parts that follow from it."""
-        candidates: list[tuple[str, list[float]]] = [("samples", [float(n) for n in _uneven(self._length)])]
-        columns = [tensors_in(part) for part in parts]
-        for j, (where, first) in enumerate(columns[0]):
-            if first.is_floating_point() or first.is_complex() or first.ndim < 2:
-                continue
-            labels = [column[j][1] for column in columns]
-            candidates += [
-                (
-                    f"labels of {where} that are not -100, without the first of each row (shift=True)",
-                    [float(one[:, 1:].ne(-100).sum()) for one in labels],
-                ),
-                (f"labels of {where} that are not -100", [float(one.ne(-100).sum()) for one in labels]),
-                (f"numbers of {where} that are not 0", [float(one.ne(0).sum()) for one in labels]),
-                (
-                    f"numbers of {where} that are not 0, without the first of each row",
-                    [float(one[:, 1:].ne(0).sum()) for one in labels],
-                ),
-            ]
-        for j, (where, first) in enumerate(columns[0]):
-            if not first.is_floating_point() and first.ndim == 1:
-                labels = [column[j][1] for column in columns]
-                candidates.append((f"labels of {where} that are not -100", [float(o.ne(-100).sum()) for o in labels]))
-        candidates.append(("parts, each alike (a mean of means)", [1.0] * len(parts)))
-        for what, numbers in candidates:
-            total = sum(numbers[i] for i in kept)
-            if total:
-                yield what, [numbers[i] / total for i in kept]
 
     def _free_weights(self, parts: Sequence[Measured], whole: Measured) -> list[float] | None:
         """The weights that come closest, by least squares over the gradient and the loss."""
@@ -531,11 +518,12 @@ class Check:
                 return True
         return False
 
-    def _mixes_in_eval(self, module: nn.Module) -> bool:
-        was = [(m, m.training) for m in module.modules()]
+    def _mixing_in_eval(self, mixing: Sequence[nn.Module]) -> set[int]:
+        """All of them at once: each search runs the model and all of its modules."""
+        was = [(m, m.training) for module in mixing for m in module.modules()]
         _set_training([m for m, _ in was], False)
         try:
-            return any(found is module for _, found in self._found(self._mixes, ()))
+            return {id(module) for _, module in self._found(self._mixes, ())} if mixing else set()
         finally:
             for one, training in was:
                 one.training = training
@@ -586,13 +574,39 @@ def _kinds(found: Sequence[tuple[str, nn.Module]]) -> str:
     return f"{listed([name or 'the model' for name, _ in found])} ({kinds})"
 
 
-def _cure(what: str) -> str:
-    if what == "samples":
-        return "; leave count at count_samples"
-    if not what.startswith("labels of "):
-        return "; let count give that"
-    shift = ", shift=True" if "shift=True" in what else ""
-    return f"; count=count_tokens({what.split()[2]}{shift})"
+@dataclass(frozen=True)
+class Denominator:
+    """What a criterion may average over."""
+
+    what: str
+    cure: str
+    numbers: list[float]  # of each part
+
+
+def denominators(parts: Sequence[Any], sizes: Sequence[int]) -> list[Denominator]:
+    """Those that a batch has in it, the likely ones first."""
+    found = [Denominator("samples", "leave count at count_samples", [float(size) for size in sizes])]
+    not_zero = []  # after all labels: padding is often 0 where a label is -100
+    columns = [[tensor for _, tensor in tensors_in(part)] for part in parts]
+    for i, (where, first) in enumerate(tensors_in(parts[0])):
+        if first.is_floating_point() or first.is_complex() or first.ndim == 0:
+            continue
+        column = [tensors[i] for tensors in columns]
+        kept = f"the labels in {where} that are not -100"
+        if first.ndim > 1:
+            rows = [one[:, 1:] for one in column]
+            cure = f"count=count_tokens({where}, shift=True)"
+            found.append(Denominator(f"{kept}, without the first of each row", cure, _each(rows, -100)))
+            not_zero.append(Denominator(f"what is not 0 in {where}", "let count give that", _each(column, 0)))
+            what = f"what is not 0 in {where}, without the first of each row"
+            not_zero.append(Denominator(what, "let count give that", _each(rows, 0)))
+        found.append(Denominator(kept, f"count=count_tokens({where})", _each(column, -100)))
+    alike = Denominator("its parts, each alike (a mean of means)", "let it average over samples", [1.0] * len(parts))
+    return [*found, *not_zero, alike]
+
+
+def _each(column: Sequence[Tensor], ignored: int) -> list[float]:
+    return [float(one.ne(ignored).sum()) for one in column]
 
 
 def _square(gradient: Tensor | None) -> float:

@@ -90,6 +90,11 @@ def shifted(model: nn.Module, batch: Batch) -> Tensor:
     return cross_entropy(model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
 
 
+def in_float32(model: nn.Module, batch: Batch) -> Tensor:
+    """As Hugging Face's language models do, whatever the model's dtype."""
+    return cross_entropy(model(batch["x"]).float().flatten(0, 1), batch["labels"].flatten())
+
+
 def of_pairs(model: nn.Module, batch: Batch) -> Tensor:
     outputs = normalize(model(batch["x"]), dim=1)
     return cross_entropy(outputs @ outputs.T / 0.2, torch.arange(len(outputs)))
@@ -145,7 +150,7 @@ def test_what_is_right_is_equivalent(model, loss, options):
             net(),
             lambda m, b: of_samples(m, b) * (1 + torch.rand(3).sum()),
             {},
-            ["dropout: random numbers that the model or the loss draws"],
+            ["dropout: random numbers are drawn by the model or the loss"],
         ),
         (
             net(nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Dropout(0.2)),
@@ -163,18 +168,18 @@ def test_what_is_right_is_equivalent(model, loss, options):
             net(),
             of_samples,
             {"reduction": "sum"},
-            ["reduction: the criterion averages .over its samples. .* say 'mean'"],
+            ["reduction: the criterion averages over samples .* say 'mean'"],
         ),
-        (net(), of_samples, {"reduction": "sum_to_mean"}, ["reduction: the criterion averages .over its samples"]),
+        (net(), of_samples, {"reduction": "sum_to_mean"}, ["reduction: the criterion averages over samples"]),
         (
             token_net(),
             of_tokens,
             {},
-            [r"count: .*labels of 'labels' that are not -100, .*count=count_tokens\('labels'\)"],
+            [r"count: .*the labels in 'labels' that are not -100, .*count=count_tokens\('labels'\)"],
         ),
         (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
         (token_net(), of_tokens, {"count": SHIFTED}, [r"count: .*count=count_tokens\('labels'\)"]),
-        (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over its samples, .* count_samples"]),
+        (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
         (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7. for"]),
         (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
         (
@@ -198,6 +203,30 @@ def test_what_is_wrong_is_named(model, loss, options, causes):
     text = "\n".join(report.causes)
     for cause in causes:
         assert re.search(cause, text), report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_computes_in_float32_in_part_is_measured_by_its_rounding(dtype):
+    model = token_net().to(dtype)
+    labels = torch.full((7, 12), -100)
+    for row, number in enumerate([2, 3, 8, 4, 11, 6, 3]):  # shares of 37 that float32 rounds
+        labels[row, :number] = 1
+    batch = {"x": torch.randn(7, 12, 3, dtype=dtype), "labels": labels}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
+    report = accumulator.check(batch, lambda part: in_float32(model, part))
+    assert report.equivalent and 1e-8 < report.worst < 1e-6 and report.bound == 1e-4, report
+    assert report.dtype == "float64" and "computes in float32 in part" in report.notes[0]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    report = accumulator.check(batch, lambda part: in_float32(model, part))
+    assert "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1, report
+
+
+def test_labels_are_named_before_padding_that_coincides_with_them():
+    batch = make_batch()
+    batch = {"input_ids": batch["labels"].where(batch["labels"] >= 0, -1) + 1, **batch}
+    model = token_net()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=5)
+    assert "count=count_tokens('labels')" in accumulator.check(batch, lambda b: of_tokens(model, b)).causes[0]
 
 
 def test_everything_is_put_back():
