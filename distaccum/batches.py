@@ -104,14 +104,14 @@ def _cut(item: Any, start: int, stop: int, length: int) -> Any:
         return item[start:stop] if along else item
     if isinstance(item, list | tuple) and _is_column(item, length):
         return item[start:stop]
-    return _rebuilt(item, lambda child, _: _cut(child, start, stop, length))
+    return rebuilt(item, lambda child, _: _cut(child, start, stop, length))
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
     """The same nesting with each tensor changed."""
     if isinstance(item, Tensor):
         return change(item)
-    return _rebuilt(item, lambda child, _: map_tensors(child, change))
+    return rebuilt(item, lambda child, _: map_tensors(child, change))
 
 
 def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
@@ -119,7 +119,7 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(item, Tensor):
         return [(where, item)]
     found: list[tuple[str, Tensor]] = []
-    _rebuilt(item, lambda child, key: found.extend(tensors_in(child, repr(key))))
+    rebuilt(item, lambda child, key: found.extend(tensors_in(child, repr(key))))
     return found
 
 
@@ -135,7 +135,7 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int]) -> Any:
     def joined(_: Any, key: Any) -> Any:
         return join_batches([_child(batch, key) for batch in batches], lengths)
 
-    return _rebuilt(first, joined)
+    return rebuilt(first, joined)
 
 
 def _child(item: Any, key: Any) -> Any:
@@ -143,7 +143,7 @@ def _child(item: Any, key: Any) -> Any:
     return getattr(item, key) if is_field else item[key]
 
 
-def _rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
     """A container of the same type, with `change(child, key)` for each of its children; anything else as it is."""
     if isinstance(item, MutableMapping):
         parts = copy.copy(item)  # keeps the type, also of an OrderedDict, defaultdict or UserDict

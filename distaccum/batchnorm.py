@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
+from .shares import listed
 
 KINDS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 Model = TypeVar("Model", bound=nn.Module)
@@ -125,6 +126,13 @@ class Pool:
             _Layer(layer) for model in models for _, layer in batchnorms(model) if layer.running_mean is not None
         ]
         compiled = [m for model in models for m in model.modules() if getattr(m, "_compiled_call_impl", None)]
+        known = nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward
+        other = [type(layer.module).__name__ for layer in self._layers if type(layer.module).forward not in known]
+        if other:
+            raise ValueError(
+                f"batchnorm='pool' with {listed(other)}, whose forward is not torch's and may read the statistics that "
+                "are lent to it; accept each micro-batch's statistics with batchnorm='ignore'"
+            )
         if self._layers and (compiled or any(hasattr(model, "_orig_mod") for model in models)):
             raise ValueError(
                 "batchnorm='pool' with torch.compile, which does not run the hooks that read the statistics; leave the "
@@ -138,7 +146,10 @@ class Pool:
             layer.seen = []
         before = [layer.module.register_forward_pre_hook(partial(_lend, layer)) for layer in self._layers]
         after = [
-            layer.module.register_forward_hook(partial(_take_back, layer, counts), always_call=True)
+            # First of all hooks: another accumulator's lent before this one.
+            layer.module.register_forward_hook(
+                partial(_take_back, layer, counts), always_call=True, with_kwargs=True, prepend=True
+            )
             for layer in self._layers
         ]
         try:
@@ -146,6 +157,8 @@ class Pool:
         finally:
             for hook in (*before, *after):
                 hook.remove()
+            for layer in self._layers:
+                _give_back(layer)  # where Ctrl-C came in its forward
 
     def commit(self) -> None:
         """The window was stepped. On all ranks; one collective."""
@@ -192,23 +205,30 @@ def _lend(layer: _Layer, module: Any, inputs: Any) -> None:
         return
     layer.kept = (*(module._buffers[name] for name in BUFFERS), module.momentum)
     for name in BUFFERS:
-        module._buffers[name] = torch.zeros_like(module._buffers[name])
+        if module._buffers[name] is not None:
+            module._buffers[name] = torch.zeros_like(module._buffers[name])
     module.momentum = 1.0
 
 
+def _give_back(layer: _Layer) -> None:
+    if layer.kept:
+        *buffers, layer.module.momentum = layer.kept
+        layer.module._buffers.update(zip(BUFFERS, buffers, strict=True))
+        layer.kept = ()
+
+
 def _take_back(
-    layer: _Layer, counts: Callable[[], bool], module: Any, inputs: tuple[Tensor, ...], outputs: Any
+    layer: _Layer, counts: Callable[[], bool], module: Any, args: tuple[Any, ...], kwargs: Any, outputs: Any
 ) -> None:
     if not layer.kept:
         return
     mean, variance = module.running_mean, module.running_var
-    *buffers, module.momentum = layer.kept
-    module._buffers.update(zip(BUFFERS, buffers, strict=True))
-    layer.kept = ()
+    _give_back(layer)
     if outputs is None or not counts():
         return
+    inputs = args[0] if args else kwargs["input"]
     mean, variance = _wide(mean), _wide(variance)
-    number = mean.new_full((), inputs[0].numel() // inputs[0].shape[1])
+    number = mean.new_full((), inputs.numel() // inputs.shape[1])
     if layer.is_synchronised:
         layer.seen.append(_Seen(number, mean, variance))  # how many all ranks had is known at the window's edge
         return
@@ -231,8 +251,10 @@ def _wide(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _move(module: Any, total: _Seen) -> None:
     any_seen = total.number > 0  # on any rank; read on the device
-    module.num_batches_tracked.add_(any_seen)
-    tracked = module.num_batches_tracked.to(total.mean.dtype).clamp(min=1)
+    tracked = total.mean.new_ones(())
+    if module.num_batches_tracked is not None:
+        module.num_batches_tracked.add_(any_seen)
+        tracked = module.num_batches_tracked.to(total.mean.dtype).clamp(min=1)
     momentum = any_seen * (tracked.reciprocal() if module.momentum is None else tracked.new_tensor(module.momentum))
     for running, now in (
         (module.running_mean, total.mean),

@@ -16,7 +16,7 @@ from .engines import Engine
 from .memory import Before, in_short, is_out_of_memory
 from .precision import HALF, leaves
 from .shares import DistaccumError
-from .state import random_devices, random_state, set_random_state
+from .state import random_devices, random_state, set_random_state, set_seed
 from .window import Window, refuse_loss
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]
@@ -73,6 +73,7 @@ class Contrast:
         before = Before(self._engine.models)
         before.look()
         encoded = self._encode_all()
+        before.put_back_buffers()  # they move when each micro-batch is encoded again
         everyone, mine = gather(self._engine, encoded, window.index, window._device)
         gradients, of_parameters, scale = self._loss_over(everyone)
         total = sum(window._plan.kept)
@@ -82,7 +83,7 @@ class Contrast:
             rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in zip(gradients, mine, strict=True)]
             self._parts.append(_Part(rows, carried, part if self._verifies else None))
         window._encoded = [[_largest(one) for one in part if _has_gradient(one) and one.numel()] for part in encoded]
-        before.put_back()
+        set_random_state(before.random)
 
     def _encode_all(self) -> list[list[Tensor]]:
         """This rank's representations, by micro-batch; all ranks know then that all came through."""
@@ -93,6 +94,13 @@ class Contrast:
         self._engine.show_parameters()
         if window._guard is not None:
             window._guard()
+        for part, (length,) in zip(encoded, window._counts, strict=True):
+            for one in part:
+                if len(one) != length:
+                    raise ValueError(
+                        f"encode() gave {len(one)} rows for a micro-batch of {length:g} samples, expected a row for "
+                        "each; give several views of a sample as a representation each"
+                    )
         return encoded
 
     def _loss_over(self, everyone: Everyone) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
@@ -103,7 +111,8 @@ class Contrast:
         if self._scaler is not None:
             scale = self._scaler.scale(scale)
         if self._engine.num_ranks > 1:
-            torch.manual_seed(everyone.seed)
+            set_seed(everyone.seed)
+        window._in_loss = self._engine.rank == 0
         out_of_memory = None
         try:
             with torch.enable_grad():
@@ -114,6 +123,8 @@ class Contrast:
             if not is_out_of_memory(error):
                 raise
             out_of_memory = in_short(error)
+        finally:
+            window._in_loss = False
         if out_of_memory is not None:  # not with its cause: smaller micro-batches would not help
             shapes = ", ".join(str(list(one.shape)) for one in everyone.tensors)
             raise DistaccumError(
@@ -164,8 +175,18 @@ class Contrast:
         return carried
 
     def _verify(self) -> None:
+        assert self._window._loss is not None
         off = max((float(one) for one in self._differences), default=0.0)
-        wrong = [str(rank) for rank, (value,) in enumerate(self._engine.gather([off])) if value > 1]
+        rows = self._engine.gather([off, float(self._window._loss)])
+        losses = [loss for _, loss in rows]
+        if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
+            self._window.discard()
+            raise DistaccumError(
+                f"loss_fn gave the ranks different losses ({', '.join(f'{loss:.6g}' for loss in losses)}), expected "
+                "one for all, since each is given all representations; it may draw from torch, random and numpy, "
+                "which are seeded alike, and depend on nothing else that differs between ranks"
+            )
+        wrong = [str(rank) for rank, (value, _) in enumerate(rows) if value > 1]
         if wrong:
             self._window.discard()
             raise DistaccumError(

@@ -177,7 +177,7 @@ class Before:
         self._models = models
         self._buffers: list[tuple[nn.Module, str, Tensor]] = []
         self._copies: list[Tensor] = []
-        self._random: dict[str, Any] = {}
+        self.random: dict[str, Any] = {}
 
     def look(self) -> None:
         # All of them: what batch normalisation does to its statistics shows in no version counter.
@@ -187,7 +187,7 @@ class Before:
             self._copies = [torch.empty_like(buffer) for *_, buffer in found]
         self._buffers = found
         _copy(self._copies, [buffer for *_, buffer in found])
-        self._random = random_state(random_devices(self._models))
+        self.random = random_state(random_devices(self._models))
 
     def buffers_of(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
         """A module's own, as they are and as they were."""
@@ -195,10 +195,13 @@ class Before:
         return [(module._buffers.get(name, was), was) for (of, name, _), was in pairs if of is module]  # type: ignore[misc]
 
     def put_back(self) -> None:
+        self.put_back_buffers()
+        set_random_state(self.random)
+
+    def put_back_buffers(self) -> None:
         _copy([buffer for *_, buffer in self._buffers], self._copies)
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer  # the loss may have put another in its place
-        set_random_state(self._random)
 
 
 @torch.no_grad()

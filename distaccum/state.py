@@ -75,6 +75,14 @@ def set_random_state(state: dict[str, Any]) -> None:
         numpy.random.set_state(state["numpy"])
 
 
+def set_seed(seed: int) -> None:
+    """Of all that `random_state` knows."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
 def _module(device: torch.device) -> Any:
     return getattr(torch, device.type)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import deque
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 
+from .batches import rebuilt
 from .batchnorm import Pool
 from .engines import Engine
 from .precision import HALF, total_norm
@@ -162,6 +162,7 @@ class Window:
         self._reducing = False  # in a backward that other ranks take part in
         self._prelude: Callable[[], None] | None = None  # before the first micro-batch
         self._loss: Tensor | None = None  # of all ranks' samples, where what goes backward is not the loss
+        self._in_loss = False  # of all ranks' samples, which is the first rank's to count
         self._encoded: list[list[Tensor]] = []  # by micro-batch, how large its representations are
         self._parameters = parameters
         self._watched = watched
@@ -187,7 +188,7 @@ class Window:
     @property
     def num_done(self) -> int:
         """Micro-batches of this rank that went backward, stand-ins included."""
-        return self._position + (self._turn == DONE)
+        return self._position + (self._turn == DONE and not self._more_parts)
 
     @property
     def can_pause(self) -> bool:
@@ -200,6 +201,7 @@ class Window:
             self._stage is Stage.RUNNING
             and self._engine.shows_partial
             and self._turn == DONE
+            and not self._more_parts
             and self._position + 1 < min(self._kept)
         )
 
@@ -221,7 +223,7 @@ class Window:
         watched = ExitStack()
         try:
             if self._pool is not None:
-                watched.enter_context(self._pool.watching(lambda: self._turn == WAITING and not self.stand_in))
+                watched.enter_context(self._pool.watching(self._counts_statistics))
             if not self._plan.nothing:
                 self._owner._begin(self)
                 if self._prelude is not None:
@@ -250,6 +252,10 @@ class Window:
             watched.close()
             if self._stage is not Stage.COMPLETE:
                 self.discard()
+
+    def _counts_statistics(self) -> bool:
+        """Whether a forward is of this window's samples: not recomputed in backward, nor after it, nor a stand-in."""
+        return self._in_loss or (self._turn == WAITING and not self.stand_in)
 
     def _advance(self) -> bool:
         """To the next micro-batch, if there is one."""
@@ -355,6 +361,7 @@ class Window:
         The gradients add up. Where this is the last micro-batch, only the last item's backward reduces. Items are
         drawn one ahead, so let them be names of tasks or slices, and compute the losses in the loop.
         """
+        self._refuse_nesting("parts()")
         if self._turn != WAITING:
             raise DistaccumError(f"parts() {self._where()}, expected it in a micro-batch that had no backward yet")
         sequence = iter(items)
@@ -386,6 +393,7 @@ class Window:
 
         `outputs` are a tensor, or tuples, lists and dicts of them.
         """
+        self._refuse_nesting("heads()")
         if self._turn != WAITING:
             raise DistaccumError(f"heads() {self._where()}, expected it in a micro-batch that had no backward yet")
         if self._engine.steps:
@@ -393,7 +401,10 @@ class Window:
         cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
         given = _cut_off(outputs, cut)
         if not cut:
-            raise ValueError("heads() got outputs without a graph, expected a trunk's, outside torch.no_grad")
+            raise ValueError(
+                "heads() got outputs without a graph, expected a trunk's, outside torch.no_grad; where the trunk is "
+                "frozen, go through window.parts(heads)"
+            )
         self._more_parts = True
         for item in items:
             self._turn = WAITING
@@ -402,7 +413,7 @@ class Window:
                 raise DistaccumError(self._without_backward("a head"))
         self._more_parts = False
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
-        if not reached:
+        if not reached and None not in self._shares[self._position]:  # else what depends on them was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         if self._stream is not None:
             self._draw_ahead(self._stream)
@@ -445,6 +456,13 @@ class Window:
                 weight.losses.append(one.detach())
                 weight.places.append(self._position)
         self._settle(reduce)
+
+    def _refuse_nesting(self, what: str) -> None:
+        if self._more_parts:
+            raise DistaccumError(
+                f"{what} {self._where()} inside parts() or heads(), which give each backward a part of its own; "
+                "go through one list of all parts"
+            )
 
     def _is_reducing(self) -> bool:
         """Whether the backward at hand is one that reduces."""
@@ -729,15 +747,7 @@ def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
             return outputs
         cut.append((outputs, outputs.detach().requires_grad_()))
         return cut[-1][1]
-    if isinstance(outputs, Mapping):
-        given: Any = copy.copy(outputs)  # keeps the type, also of a model's output in Transformers
-        for name in outputs:
-            given[name] = _cut_off(outputs[name], cut)
-        return given
-    if isinstance(outputs, list | tuple):
-        parts = [_cut_off(one, cut) for one in outputs]
-        return type(outputs)(*parts) if hasattr(outputs, "_fields") else type(outputs)(parts)
-    return outputs
+    return rebuilt(outputs, lambda child, _: _cut_off(child, cut))
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -179,6 +179,67 @@ def test_what_cannot_be_watched_is_refused():
     assert pooled(nn.Linear(2, 2)) and pooled(nn.BatchNorm1d(2, track_running_stats=False))
 
 
+def test_ctrl_c_in_its_forward_gives_the_statistics_back():
+    model = Normalised()
+    accumulator = pooled(model, micro_batch_size=2)
+    before = buffers(model)
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        for x in accumulator.split(samples(4, 1)):
+            model.layer.register_forward_pre_hook(interrupt)
+            model(x)
+    assert model.layer.momentum == 0.1 and apart(buffers(model), before) == 0
+    assert model.layer._buffers["running_mean"] is model.layer.running_mean
+
+
+def test_two_accumulators_on_one_model_leave_it_as_it_was():
+    model = Normalised()
+    one, other = pooled(model), pooled(model)
+    before = buffers(model)
+    x = samples(4, 1)
+    first, second = one.window([x]), other.window([x])
+    for _ in first:
+        for _ in second:
+            model(x)
+            break
+        break
+    assert model.layer.momentum == 0.1 and apart(buffers(model), before) == 0
+
+
+class Renorm(nn.BatchNorm1d):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + self.running_mean
+
+
+def test_a_layer_of_another_forward_is_refused():
+    with pytest.raises(ValueError, match="with Renorm, whose forward is not torch's"):
+        pooled(Renorm(3))
+
+
+def test_called_by_keyword_and_without_a_count_of_batches():
+    model, whole = Normalised(), Normalised()
+    model.layer.num_batches_tracked = None
+    accumulator, batch = pooled(model, micro_batch_size=3), samples(6, 1)
+    window = accumulator.split(batch)
+    for x in window:
+        window.backward(model.out(model.layer(input=x)).square().mean())
+    window.step()
+    whole(batch)
+    assert error(model.layer.running_mean, whole.layer.running_mean) <= 1e-14
+
+
+def test_a_layer_in_a_loss_over_pairs_sees_all_of_it():
+    for how in ("pool", "ignore"):
+        model, whole = Normalised(), Normalised()
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=3, batchnorm=how)
+        accumulator.contrast(samples(8, 1), model.out, lambda r, m=model: m.layer(r.repeat(1, 2)).square().sum())
+        whole.layer(whole.out(samples(8, 1)).repeat(1, 2))
+        assert apart(buffers(model), buffers(whole)) <= 1e-14
+
+
 def test_freezing_is_exact():
     model = Normalised()
     model(samples(9, 1))
@@ -219,12 +280,10 @@ def test_groupnorm_in_its_place_is_exact_and_keeps_the_weights():
 LAYOUTS = [[(3, 4), (2,)], [(2, 2), (5, 3, 2)], [(), (4, 2)]]  # of a window, by rank
 
 
-class Synchronised(nn.SyncBatchNorm):
+class Synchronised:
     """As torch's, which runs on accelerators alone: normalises by the statistics of all ranks' inputs."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
+    def forward(self: Any, x: Tensor) -> Tensor:
         sums = torch.stack([x.detach().sum(0), x.detach().square().sum(0), x.new_full((x.shape[1],), len(x))])
         dist.all_reduce(sums)
         mean, number = sums[0] / sums[2], sums[2, 0]
@@ -246,7 +305,8 @@ def pooled_over_ranks(wrapper: str, layouts: Any) -> float:
     else:
         wrapped = DistributedDataParallel(model)
         if wrapper == "SyncBatchNorm":  # with which DDP wants a GPU
-            model.layer.__class__ = Synchronised
+            nn.SyncBatchNorm.forward = Synchronised.forward
+            model.layer.__class__ = nn.SyncBatchNorm
     accumulator = pooled(wrapped)
     for i, layout in enumerate(layouts):
         everyone = [[samples(n, 10 * i + 3 * r + j) for j, n in enumerate(sizes)] for r, sizes in enumerate(layout)]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -283,6 +285,7 @@ def test_several_encoders_with_an_optimizer_each():
         (lambda m, b: {"a": m(b)}, clip, TypeError, "encode.. gave a dict, expected a tensor or a tuple"),
         (lambda m, b: (*m(b), m.scale.sum()), clip, ValueError, "temperature. is used in loss_fn"),
         (lambda m, b: tuple(one.detach() for one in m(b)), clip, DistaccumError, "no representation with a graph"),
+        (lambda m, b: [torch.cat([one, one]) for one in m(b)], clip, ValueError, "6 rows for a micro-batch of 3"),
         (lambda m, b: m(b), lambda m, *both: 1.0, TypeError, "loss_fn gave 1.0, a float, expected the loss"),
         (lambda m, b: m(b), lambda m, a, b: a @ b.T, ValueError, "loss_fn gave a loss of shape"),
         (lambda m, b: m(b), lambda m, a, b: (a.detach() @ b.detach().T).sum(), ValueError, "without a graph"),
@@ -391,7 +394,7 @@ def drawing_loss() -> tuple[list[float], list[float], float]:
         before = weights_of(model)
 
         def loss_fn(*both: Tensor) -> Tensor:
-            drawn.append(float(torch.rand(())))
+            drawn.append(float(torch.rand(())) + random.random() + numpy.random.rand())
             return siglip(model.module, *both) * drawn[-1]
 
         accumulator.contrast(batches[rank], model, loss_fn)
@@ -406,6 +409,20 @@ def test_all_ranks_draw_the_same_for_the_loss(ranks):
     for rank, after in enumerate((after_one, after_other)):
         torch.manual_seed(rank)
         assert after == [float(torch.rand(())) for _ in range(3)]
+
+
+def losses_that_differ() -> str:
+    model, optimizer, weights_of = wrapped("DDP")
+    accumulator, rank = Accumulator(model, optimizer, micro_batch_size=2), dist.get_rank()
+    before = weights_of(model)
+    with pytest.raises(DistaccumError) as told:
+        accumulator.contrast(pairs(4, seed=rank), model, lambda *both: siglip(model.module, *both) * (1 + rank))
+    assert torch.equal(weights_of(model), before)
+    return str(told.value)
+
+
+def test_losses_that_differ_between_ranks_are_told(ranks):
+    assert all("loss_fn gave the ranks different losses" in told for told in ranks(2).run(losses_that_differ))
 
 
 class Images(nn.Module):

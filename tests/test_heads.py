@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator, DistaccumError, count_samples
 
 NAMES = ("first", "second", "third")
 
@@ -122,6 +123,35 @@ def test_named_losses_and_a_head_that_has_nothing_to_count():
     window.step()
 
 
+def test_a_state_is_not_taken_between_heads():
+    model = Tasks()
+    window, seen = Accumulator(model).window([make_batch(2, seed=1), make_batch(3, seed=2)]), []
+    for batch in window:
+        for name, features in window.heads(model(batch["x"]), NAMES):
+            window.backward(loss_of(model(features, name), 0))
+            seen.append((window.num_done, window.can_pause))
+        seen.append((window.num_done, window.can_pause))
+    assert seen == [*[(0, False)] * 3, (1, True), *[(1, False)] * 3, (2, False)]
+    window.step()
+
+
+@dataclass
+class Outputs:
+    hidden: Tensor
+
+
+def test_outputs_in_a_dataclass_and_a_trunk_that_only_a_left_out_name_uses():
+    model = Tasks()
+    accumulator = Accumulator(model, count={"a": lambda batch: len(batch["x"]) - 2, "b": count_samples})
+    window = accumulator.window([make_batch(2, seed=1), make_batch(3, seed=2)])
+    for batch in window:
+        for name, outputs in window.heads(Outputs(model(batch["x"])), ("a", "b")):
+            alone = model.heads["second"](torch.ones(3, 8, dtype=torch.float64)).square().mean()
+            window.backward(**{name: loss_of(model(outputs.hidden, "first"), 0) if name == "a" else alone})
+    assert model.trunk[0].weight.grad is not None
+    window.step()
+
+
 def test_mistakes_are_told_and_leave_no_trace():
     model, batches = Tasks(), [make_batch(2, seed=1), make_batch(3, seed=2)]
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0))
@@ -151,6 +181,14 @@ def test_mistakes_are_told_and_leave_no_trace():
         window.backward(summed(model, x))
         next(window.heads(model(x), NAMES))
 
+    def in_parts(window: Any, x: Tensor) -> None:
+        for _ in window.parts([1, 2]):
+            next(window.heads(model(x), NAMES))
+
+    def parts_in_it(window: Any, x: Tensor) -> None:
+        for _ in window.heads(model(x), NAMES):
+            next(window.parts([1, 2]))
+
     def without_graph(window: Any, x: Tensor) -> None:
         next(window.heads(model(x).detach(), NAMES))
 
@@ -158,7 +196,9 @@ def test_mistakes_are_told_and_leave_no_trace():
     fails(DistaccumError, "a head without window.backward", without_backward)
     fails(DistaccumError, "no loss of heads.. depends on the trunk's outputs", past_the_trunk)
     fails(DistaccumError, "expected it in a micro-batch that had no backward yet", after_backward)
-    fails(ValueError, "got outputs without a graph", without_graph)
+    fails(ValueError, "got outputs without a graph.* of a frozen|frozen, go through window.parts", without_graph)
+    fails(DistaccumError, "heads.. in micro-batch 0 of 2 inside parts.. or heads..", in_parts)
+    fails(DistaccumError, "parts.. in micro-batch 0 of 2 inside parts.. or heads..", parts_in_it)
     window = accumulator.window(batches)
     run(window, model)
     window.step()

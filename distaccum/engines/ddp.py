@@ -162,6 +162,11 @@ class DDPEngine(RanksEngine):
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        if any(wrapper.static_graph for wrapper in self.wrappers):
+            raise DistaccumError(
+                "heads() with DDP's static_graph=True, which takes each backward for the whole graph; wrap the model "
+                "without it, or add the losses up"
+            )
         reached = leaves(losses)
         earlier = [
             parameter
