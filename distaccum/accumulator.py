@@ -238,11 +238,11 @@ class Accumulator:
         self._refuse_to_cut_without_size("split")
         return self._plan(lambda: self._cut(batch, length))
 
-    def _cut(self, batch: Any, length: int | None = None) -> _Drawn:
+    def _cut(self, batch: Any, length: int | None = None, parts: int = 1) -> _Drawn:
         total = batch_length(batch) if length is None else operator.index(length)
         steps = None if self._steps is None else at_update("steps", self._steps, self._index, WHOLE)
         largest = self._fit.size or max(total, 1)
-        parts = -(-total // largest) if steps is None else max(steps, -(-total // largest))
+        parts = max(steps or parts, -(-total // largest))
         sizes = cut_evenly(total, parts=parts)
         return _Drawn(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
 
@@ -457,6 +457,7 @@ class Accumulator:
         subject = Subject(
             models=self._models,
             parameters=parameters,
+            everything=self._parameters(),
             engine=self._engine,
             reductions=self._reductions,
             counts=self._counts,
@@ -464,7 +465,7 @@ class Accumulator:
             measure=partial(self._measure, batch, parameters),
         )
         try:
-            return Check(subject, batch, batch_length(batch), loss_fn).run()
+            return Check(subject, batch, loss_fn).run()
         finally:
             self._loaded, self._unfinished, self._warned = kept
 
@@ -478,9 +479,14 @@ class Accumulator:
         as_sum: bool,
     ) -> Measured:
         def draw() -> _Drawn:
-            return self._cut(batch) if micro_batches is None else _Drawn(list(micro_batches), [1] * len(micro_batches))
+            if micro_batches is not None:
+                return _Drawn(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
+            drawn = self._cut(batch)
+            total = sum(drawn.lengths or [])
+            return drawn if len(drawn.micro_batches) > 1 or total < 2 else self._cut(batch, parts=2)
 
         window = self._plan(draw, as_sum=as_sum, by_hand=as_sum)
+        window._is_trial = True
         try:
             _run(window, loss_fn)
             terms = window._terms()
@@ -521,7 +527,8 @@ class Accumulator:
             raise
         if window._stream is not None:
             self._correct(window)
-        self._stepper.refuse_nonfinite_gradient(window)
+        if not window._is_trial:
+            self._stepper.refuse_nonfinite_gradient(window)
 
     def _correct(self, window: Window) -> None:
         """Streaming, shares were made with a guess of the window's count; here it is known."""

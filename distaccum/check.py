@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .batches import cut_batch, join_batches, map_tensors, tensors_in
+from .batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
 from .batchnorm import KINDS
 from .engines import Engine
 from .memory import Before, in_short, is_out_of_memory
@@ -119,7 +119,8 @@ class Subject:
     """What is checked: the parts of the accumulator that a check needs."""
 
     models: Sequence[nn.Module]
-    parameters: Sequence[nn.Parameter]
+    parameters: Sequence[nn.Parameter]  # that are trained
+    everything: Sequence[nn.Parameter]  # frozen ones too
     engine: Engine
     reductions: Mapping[str, Reduction]
     counts: Mapping[str, Callable[[Any], Any]]
@@ -128,10 +129,12 @@ class Subject:
 
 
 class Check:
-    def __init__(self, subject: Subject, batch: Any, length: int, loss_fn: LossFn) -> None:
+    def __init__(self, subject: Subject, batch: Any, loss_fn: LossFn) -> None:
         self._subject, self._engine = subject, subject.engine
         self._loss_fn = loss_fn
-        self._batch, self._length, self._notes = batch, length, list[str]()
+        self._own, self._own_length = batch, -1  # this rank's
+        self._batch, self._length = batch, 0  # of all ranks
+        self._notes: list[str] = []
         self._before = Before(subject.models)
         self._before.look()
         self._dtype = min((p.dtype for p in subject.parameters), key=lambda d: torch.finfo(d).bits)
@@ -156,8 +159,8 @@ class Check:
 
     def _report(self) -> Report:
         self._join()
-        accumulated = self._accumulated()
-        own = self._errors(accumulated, self._big_batch())
+        own = self._compare()
+        kept = self._accumulated(True).kept
         wide: list[tuple[float, float]] | None = None
         with self._in_float64() as is_wide:
             if is_wide:
@@ -187,7 +190,7 @@ class Check:
             dtype=dtype,
             bound=bound,
             samples=self._length,
-            micro_batches=accumulated.kept,
+            micro_batches=kept,
             notes=tuple(self._notes),
         )
 
@@ -195,8 +198,22 @@ class Check:
         """The batch of all ranks, on each of them."""
         device = next(iter(self._subject.parameters)).device
         if self._engine.num_ranks == 1:
+            self._length = self._own_length = batch_length(self._own)
+            if self._length < 2:
+                raise ValueError(f"check() got {self._length} samples, expected at least two, to cut between them")
             return
-        batches = self._engine.gather_objects((map_tensors(self._batch, lambda t: t.cpu()), self._length))
+        try:
+            self._own_length = batch_length(self._own)
+            failed = None
+        except Exception as error:  # the others wait in the gathering below; tell them first
+            failed = error
+        batches = self._engine.gather_objects((map_tensors(self._own, lambda t: t.cpu()), self._own_length))
+        if failed is not None:
+            raise failed
+        if lost := [str(rank) for rank, (_, length) in enumerate(batches) if length < 0]:
+            raise DistaccumError(
+                f"rank {', '.join(lost)} has a batch whose length cannot be seen (its own error says why)"
+            )
         full = [(batch, length) for batch, length in batches if length]
         try:
             joined = join_batches([batch for batch, _ in full], [length for _, length in full])
@@ -211,11 +228,32 @@ class Check:
 
     def _compare(self) -> list[tuple[float, float]]:
         """By parameter, the big batch's norm and the relative error of what is accumulated."""
-        return self._errors(self._accumulated(), self._big_batch())
+        exact = self._big_batch()
+        self._refuse_nonfinite(exact)
+        one, other = (self._errors(self._accumulated(evenly), exact) for evenly in (True, False))
+        return [(norm, max(error, another)) for (norm, error), (_, another) in zip(one, other, strict=True)]
 
-    def _accumulated(self) -> Measured:
+    def _accumulated(self, evenly: bool) -> Measured:
+        """As the batch is cut; or into uneven parts, where a count that is wrong shows."""
         self._before.put_back()
-        return self._subject.measure(None, lambda batch: self._loss_fn(self._cast(batch)), as_sum=False)
+        length = self._own_length
+        sizes = [length // 3, length - length // 3] if length > 5 else [length]  # of one sample statistics fail
+        own = None if evenly else list(cut_batch(self._own, sizes, length)) if length else []
+        return self._subject.measure(own, lambda batch: self._loss_fn(self._cast(batch)), as_sum=False)
+
+    def _refuse_nonfinite(self, exact: Measured) -> None:
+        names = names_of(self._subject.models)
+        bad = [
+            names.get(id(p), "a parameter")
+            for p, g in zip(self._subject.parameters, exact.gradients, strict=True)
+            if g is not None and not bool(g.isfinite().all())
+        ]
+        if any(bad for (bad,) in self._engine.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
+            where = f", its gradient not finite in {listed(bad)}" if bad else ""
+            raise DistaccumError(
+                f"the loss of the whole batch is {exact.loss:g}{where}, so there is nothing to compare with; look for "
+                "it in the batch and the model, or lower the scaler's scale"
+            )
 
     def _big_batch(self) -> Measured:
         total: Measured | None = None
@@ -226,7 +264,10 @@ class Check:
             one = self._bare(name, self._batch)
             one = one.scaled(1 / count) if reduction == "sum_to_mean" else one
             total = one if total is None else _sum([total, one], [1.0, 1.0])
-        assert total is not None
+        if total is None:
+            raise ValueError(
+                f"count gave 0 {' and 0 '.join(self._subject.reductions)} for the whole batch; check with another"
+            )
         return total
 
     def _bare(self, name: str, batch: Any, *, seed: int | None = None, put_back: bool = True) -> Measured:
@@ -235,9 +276,14 @@ class Check:
         def loss_fn(batch: Any) -> Tensor:
             with saved_tensors_hooks(self._look, lambda tensor: tensor):
                 loss = self._loss_fn(self._cast(batch))
-            if isinstance(loss, Mapping):
-                return loss[name]
-            return loss
+            if not isinstance(loss, Mapping):
+                return loss
+            found = loss.get(name, loss.get("loss") if len(self._subject.reductions) == 1 else None)
+            if found is None:
+                raise ValueError(
+                    f"loss_fn gave losses {list(loss)}, expected one for each of {list(self._subject.reductions)}"
+                )
+            return found
 
         if put_back:
             self._before.put_back()
@@ -532,8 +578,8 @@ class Check:
 @contextmanager
 def _untouched(subject: Subject) -> Iterator[None]:
     """Gradients, buffers, modes and random numbers are put back."""
-    stood = subject.engine.stale(subject.parameters)
-    gradients = [(p, p.grad, p.grad.clone()) for p in subject.parameters if stood and p.grad is not None]
+    stood = subject.engine.stale(subject.everything)
+    gradients = [(p, p.grad, p.grad.clone()) for p in subject.everything if stood and p.grad is not None]
     modes = [(module, module.training) for model in subject.models for module in model.modules()]
     before = Before(subject.models)
     before.look()

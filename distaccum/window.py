@@ -163,6 +163,7 @@ class Window:
         self._prelude: Callable[[], None] | None = None  # before the first micro-batch
         self._loss: Tensor | None = None  # of all ranks' samples, where what goes backward is not the loss
         self._in_loss = False  # of all ranks' samples, which is the first rank's to count
+        self._is_trial = False  # of a check, which wants its gradient whatever it is
         self._encoded: list[list[Tensor]] = []  # by micro-batch, how large its representations are
         self._parameters = parameters
         self._watched = watched

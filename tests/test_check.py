@@ -120,7 +120,6 @@ SHIFTED = count_tokens("labels", shift=True)
         (token_net(), lambda m, b: of_tokens(m, b, "sum"), {"count": TOKENS, "reduction": "sum_to_mean"}),
         (net(nn.BatchNorm1d(8)).eval(), of_samples, {}),
         (net(nn.LayerNorm(8), nn.GroupNorm(2, 8)), of_samples, {"micro_batch_size": 1}),
-        (net(nn.BatchNorm1d(8)), of_samples, {"micro_batch_size": 99}),
         (net().bfloat16(), lambda m, b: of_samples(m, {**b, "x": b["x"].to(m[1].weight.dtype)}), {}),
         (net().double(), lambda m, b: of_samples(m, {**b, "x": b["x"].double()}), {}),
         (net(), of_samples, {"scaler": GradScaler("cpu", init_scale=64.0)}),
@@ -182,6 +181,9 @@ def test_what_is_right_is_equivalent(model, loss, options):
         (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
         (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7. for"]),
         (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": 99}, ["reduction: the criterion sums"]),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": "auto"}, ["reduction: the criterion sums"]),
+        (net(), of_samples, {"count": lambda b: 1, "micro_batch_size": 1}, ["count: it gave 1 for the whole batch"]),
         (
             net(),
             lambda m, b: {"a": of_samples(m, b), "b": of_samples(m, b, "sum")},
@@ -286,6 +288,20 @@ def test_what_cannot_be_cast_is_checked_in_its_own_dtype():
 
 def test_mistakes_are_told():
     model = net()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=4)
+    with pytest.raises(ValueError, match="got 1 samples, expected at least two"):
+        accumulator.check(make_batch(1), lambda batch: of_samples(model, batch))
+    bad = make_batch()
+    bad["x"][3] = float("nan")
+    with pytest.raises(
+        DistaccumError, match=r"the loss of the whole batch is nan, its gradient not finite in 1.weight"
+    ):
+        accumulator.check(bad, lambda batch: of_samples(model, batch))
+    with pytest.raises(ValueError, match=r"loss_fn gave losses \['b'\], expected one for each of \['samples'\]"):
+        accumulator.check(make_batch(), lambda batch: {"b": of_samples(model, batch)})
+    with pytest.raises(ValueError, match="count gave 0 tokens for the whole batch"):
+        Accumulator(model, steps=2, count=TOKENS).check({**bad, "labels": bad["labels"] * 0 - 100}, lambda batch: 1)
+    assert accumulator.check(make_batch(), lambda batch: {"loss": of_samples(model, batch)}).equivalent
     with pytest.raises(ValueError, match=r"check\(\) cuts a batch and no size was given"):
         Accumulator(model).check(make_batch(), lambda batch: of_samples(model, batch))
     accumulator = Accumulator(model, micro_batch_size=4)
@@ -358,6 +374,19 @@ def ranks_whose_count_is_right_alone() -> Report:
 def test_a_count_that_is_wrong_between_ranks_alone_is_found(ranks):
     report = ranks(2).run(ranks_whose_count_is_right_alone)[0]
     assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
+
+
+def a_batch_without_a_length() -> str:
+    model = DistributedDataParallel(net())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    with pytest.raises((DistaccumError, TypeError)) as told:
+        accumulator.check(make_batch() if dist.get_rank() else "text", lambda b: of_samples(model, b))
+    return str(told.value)
+
+
+def test_a_rank_with_a_bad_batch_is_told_on_all(ranks):
+    one, other = ranks(2).run(a_batch_without_a_length)
+    assert "a str without tensors has no batch dimension" in one and "rank 0 has a batch whose length" in other
 
 
 def batches_of_other_widths() -> str:
