@@ -8,10 +8,13 @@ import importlib
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 
 from .accumulator import Accumulator
 from .batches import Count, batch_length, count_samples, count_tokens
@@ -73,7 +76,10 @@ def _check(given: argparse.Namespace) -> int:
     model, batch, loss_fn, options = _made_by(given.factory)
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
     chosen["count"] = None if given.count is None else _count(given.count)
-    options |= {name: value for name, value in chosen.items() if value is not None}
+    given_here = {name: value for name, value in chosen.items() if value is not None}
+    if given_here.keys() & {"steps", "micro_batch_size"}:  # what is said here wins
+        options = {name: value for name, value in options.items() if name not in ("steps", "micro_batch_size")}
+    options |= given_here
     if "steps" not in options and "micro_batch_size" not in options:
         options["micro_batch_size"] = max(1, batch_length(batch) // 3)
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn)
@@ -90,16 +96,27 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     found = getattr(_imported(module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
-    made = found()
+    try:
+        with redirect_stdout(sys.stderr):  # what it prints is none of the report
+            made = found()
+    except SystemExit as left:
+        raise RuntimeError(f"{factory} left with status {left.code}") from left
     if isinstance(made, Mapping):
         missing = sorted({"model", "batch", "loss_fn"} - set(made))
         if missing:
             raise ValueError(f"{factory} gave a dict without {', '.join(missing)}")
         options = {key: value for key, value in made.items() if key not in ("model", "batch", "loss_fn")}
-        return made["model"], made["batch"], made["loss_fn"], options
-    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[2]):
-        raise TypeError(f"{factory} gave a {type(made).__name__}, expected (model, batch, loss_fn) or a dict of them")
-    return *made, {}
+        made = made["model"], made["batch"], made["loss_fn"]
+    else:
+        options = {}
+    made = made if isinstance(made, tuple) else (made,)
+    models = made[0] if isinstance(made[0], list | tuple) else made[:1]
+    if len(made) != 3 or not callable(made[2]) or not all(isinstance(model, nn.Module) for model in models):
+        raise TypeError(
+            f"{factory} gave {', '.join(type(one).__name__ for one in made)}, expected model, batch and loss_fn in "
+            "this order, or a dict of them"
+        )
+    return *made, options
 
 
 def _imported(module: str) -> Any:
@@ -111,7 +128,12 @@ def _imported(module: str) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"there is no {module}")
     sys.path.insert(0, str(path.parent.resolve()))
-    return importlib.import_module(path.stem)
+    spec = spec_from_file_location(f"checked_{path.stem}", path)  # a file may be called as a module of Python's
+    assert spec is not None and spec.loader is not None
+    made = module_from_spec(spec)
+    sys.modules[spec.name] = made  # dataclasses look themselves up
+    spec.loader.exec_module(made)
+    return made
 
 
 def _count(text: str) -> Count:

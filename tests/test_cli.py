@@ -45,6 +45,18 @@ def on_ranks():
 def fails():
     raise KeyError("a bug")
 
+def leaves():
+    print("noise")
+    raise SystemExit(0)
+
+def swapped():
+    model, batch, loss_fn = good()
+    return batch, model, loss_fn
+
+def talks():
+    print("noise")
+    return good()
+
 def incomplete():
     return {"model": 1}
 
@@ -54,7 +66,9 @@ number = 3
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
-    (tmp_path / "factories.py").write_text(FACTORIES)
+    (tmp_path / "more").mkdir()
+    for name in ("factories.py", "more/random.py"):
+        (tmp_path / name).write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     sys.modules.pop("factories", None)
@@ -70,6 +84,8 @@ COUNT = ("--count", "tokens:labels")
         (("factories:good", *COUNT), 0, "accumulated in 3 micro-batches, one batch of 12: equivalent"),
         (("factories.py:good", *COUNT, "--steps", "4"), 0, "in 4 micro-batches"),
         (("factories:with_options",), 0, "in 5 micro-batches"),
+        (("factories:with_options", "--micro-batch-size", "3"), 0, "in 4 micro-batches"),
+        (("more/random.py:good", *COUNT), 0, "in 3 micro-batches"),
         (("factories:good",), 1, "count_tokens('labels')"),
         (("factories:normalised", *COUNT, "--micro-batch-size", "5"), 1, "batchnorm: "),
         (("factories:good", *COUNT, "--reduction", "sum"), 1, "reduction: the criterion averages"),
@@ -90,6 +106,8 @@ def test_check_prints_the_report_and_its_status_tells(folder, capsys, words, sta
         (("factories:number",), "factories has no function number"),
         (("factories:incomplete",), "gave a dict without batch, loss_fn"),
         (("factories:parts",), "TypeError: parts() missing 1 required"),
+        (("factories:leaves",), "RuntimeError: factories:leaves left with status 0"),
+        (("factories:swapped",), "gave dict, Sequential, function, expected model, batch and loss_fn in this order"),
         (("factories:fails",), "KeyError: 'a bug' (--traceback shows where)"),
         (("factories:good", "--count", "words"), "--count 'words', expected samples, tokens:KEY or tokens:KEY:shift"),
         (("factories:good", "--steps", "2", "--micro-batch-size", "3"), "give one or the other"),
@@ -98,13 +116,14 @@ def test_check_prints_the_report_and_its_status_tells(folder, capsys, words, sta
 def test_a_mistake_is_one_line_and_status_2(folder, capsys, words, text):
     assert main(["check", *words]) == 2
     seen = capsys.readouterr()
-    assert text in seen.err and seen.err.count("\n") == 1 and not seen.out
+    lines = [line for line in seen.err.splitlines() if line != "noise"]
+    assert len(lines) == 1 and text in lines[0] and not seen.out
 
 
 def test_traceback_and_json(folder, capsys):
     with pytest.raises(KeyError):
         main(["check", "factories:fails", "--traceback"])
-    main(["check", "factories:good", *COUNT, "--json"])
+    main(["check", "factories:talks", *COUNT, "--json"])
     report = json.loads(capsys.readouterr().out)
     assert report["equivalent"] and report["samples"] == 12 and len(report["parameters"]) == 4
 
