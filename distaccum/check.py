@@ -134,6 +134,7 @@ class Check:
         self._loss_fn = loss_fn
         self._own, self._own_length = batch, -1  # this rank's
         self._batch, self._length = batch, 0  # of all ranks
+        self._kept: tuple[int, ...] = ()  # micro-batches, by rank
         self._notes: list[str] = []
         self._before = Before(subject.models)
         self._before.look()
@@ -160,7 +161,6 @@ class Check:
     def _report(self) -> Report:
         self._join()
         own = self._compare()
-        kept = self._accumulated(True).kept
         wide: list[tuple[float, float]] | None = None
         with self._in_float64() as is_wide:
             if is_wide:
@@ -190,7 +190,7 @@ class Check:
             dtype=dtype,
             bound=bound,
             samples=self._length,
-            micro_batches=kept,
+            micro_batches=self._kept,
             notes=tuple(self._notes),
         )
 
@@ -230,16 +230,18 @@ class Check:
         """By parameter, the big batch's norm and the relative error of what is accumulated."""
         exact = self._big_batch()
         self._refuse_nonfinite(exact)
-        one, other = (self._errors(self._accumulated(evenly), exact) for evenly in (True, False))
-        return [(norm, max(error, another)) for (norm, error), (_, another) in zip(one, other, strict=True)]
-
-    def _accumulated(self, evenly: bool) -> Measured:
-        """As the batch is cut; or into uneven parts, where a count that is wrong shows."""
-        self._before.put_back()
+        as_cut = self._accumulated(None)
+        self._kept = as_cut.kept
+        # And uneven parts, where a wrong count shows; of one sample batch normalisation would fail.
         length = self._own_length
-        sizes = [length // 3, length - length // 3] if length > 5 else [length]  # of one sample statistics fail
-        own = None if evenly else list(cut_batch(self._own, sizes, length)) if length else []
-        return self._subject.measure(own, lambda batch: self._loss_fn(self._cast(batch)), as_sum=False)
+        sizes = [length // 3, length - length // 3] if length > 5 else [length]
+        uneven = self._accumulated(list(cut_batch(self._own, sizes, length)) if length else [])
+        errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
+        return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
+
+    def _accumulated(self, micro_batches: Sequence[Any] | None) -> Measured:
+        self._before.put_back()
+        return self._subject.measure(micro_batches, lambda batch: self._loss_fn(self._cast(batch)), as_sum=False)
 
     def _refuse_nonfinite(self, exact: Measured) -> None:
         names = names_of(self._subject.models)
