@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -70,10 +71,11 @@ class Report:
         width = min(shutil.get_terminal_size().columns, 120)
         verdict = "equivalent" if self.equivalent else "NOT equivalent"
         cut = " + ".join(map(str, self.micro_batches))
-        lines = [
+        lines = textwrap.wrap(
             f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
-            f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})"
-        ]
+            f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})",
+            width,
+        )
         with64 = any(one.error64 is not None for one in self.parameters)
         header = f"{'norm':>10} {'error':>9}" + (f" {'float64':>9}" if with64 else "")
         room = max(16, width - len(header) - 2)
@@ -86,8 +88,11 @@ class Report:
             lines.append(f"and {len(self.parameters) - 12} more with smaller errors")
         for cause in self.causes:
             kind = cause.split(":")[0]
-            lines += ["", cause] + ([f"  -> {ADVICE[kind]}"] if kind in ADVICE else [])
-        lines += [f"note: {note}" for note in self.notes]
+            lines += ["", *textwrap.wrap(cause, width)]
+            if kind in ADVICE:
+                lines += textwrap.wrap(ADVICE[kind], width, initial_indent="  -> ", subsequent_indent="     ")
+        for note in self.notes:
+            lines += ["", *textwrap.wrap(f"note: {note}", width)]
         return "\n".join(lines)
 
 
