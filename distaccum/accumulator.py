@@ -22,7 +22,8 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
 from .batchnorm import Pool, batchnorms
-from .check import Check, Measured, Report, Subject
+from .check import Report, check
+from .compare import Measured, Subject
 from .contrast import Contrast, Encode
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
@@ -465,7 +466,7 @@ class Accumulator:
             measure=partial(self._measure, batch, parameters),
         )
         try:
-            return Check(subject, batch, loss_fn).run()
+            return check(subject, batch, loss_fn)
         finally:
             self._loaded, self._unfinished, self._warned = kept
 
