@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import inspect
 import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
+from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ my_training.py:
       def loss_fn(micro_batch):
           return criterion(model(micro_batch["x"]), micro_batch["y"])
       return model, batch, loss_fn          # or a dict of these and of the Accumulator's options
+
+loss_fn takes a micro-batch, or the model and a micro-batch.
 
 exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
 """
@@ -116,7 +120,21 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
             f"{factory} gave {', '.join(type(one).__name__ for one in made)}, expected model, batch and loss_fn in "
             "this order, or a dict of them"
         )
-    return *made, options
+    return made[0], made[1], _with_model(made[2], made[0]), options
+
+
+def _with_model(loss_fn: Any, model: Any) -> Any:
+    """Of a loss that wants two arguments, one that has the model."""
+    try:
+        wanted = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return loss_fn
+    needed = [
+        one
+        for one in wanted
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    return partial(loss_fn, model) if len(needed) == 2 else loss_fn
 
 
 def _imported(module: str) -> Any:

@@ -30,6 +30,10 @@ def good():
 def normalised():
     return parts(nn.BatchNorm1d(8))
 
+def of_two():
+    model, batch, _ = good()
+    return model, batch, lambda model, part, scale=1: scale * cross_entropy(model(part["x"]), part["labels"])
+
 def with_options():
     model, batch, loss_fn = good()
     return {"model": model, "batch": batch, "loss_fn": loss_fn, "steps": 5, "count": lambda b: (b["labels"] >= 0).sum()}
@@ -83,6 +87,7 @@ COUNT = ("--count", "tokens:labels")
     [
         (("factories:good", *COUNT), 0, "accumulated in 3 micro-batches, one batch of 12: equivalent"),
         (("factories.py:good", *COUNT, "--steps", "4"), 0, "in 4 micro-batches"),
+        (("factories:of_two", *COUNT), 0, "in 3 micro-batches"),
         (("factories:with_options",), 0, "in 5 micro-batches"),
         (("factories:with_options", "--micro-batch-size", "3"), 0, "in 4 micro-batches"),
         (("more/random.py:good", *COUNT), 0, "in 3 micro-batches"),
