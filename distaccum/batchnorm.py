@@ -41,8 +41,8 @@ def to_groupnorm(model: Model, per_group: int = 16) -> Model:
     Groups have `per_group` channels, or as many more as divide a layer's: the variance of few numbers, as in small
     images, magnifies rounding. Weights and biases are kept, statistics are not.
 
-    >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1]
-    GroupNorm(3, 48, eps=1e-05, affine=True)
+    >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
+    3
     """
     if isinstance(model, KINDS):
         raise TypeError(f"to_groupnorm() got a {type(model).__name__} itself, expected a model that holds some")
