@@ -27,7 +27,6 @@ from .compare import Measured, Subject
 from .contrast import Contrast, Encode
 from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
-from .engines.plain import PlainEngine
 from .feed import Feed, Stream
 from .memory import PROOFS, Before, Fit, Guard, Transaction
 from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
@@ -462,7 +461,6 @@ class Accumulator:
             engine=self._engine,
             reductions=self._reductions,
             counts=self._counts,
-            is_plain=isinstance(self._engine, PlainEngine),
             measure=partial(self._measure, batch, parameters),
         )
         try:

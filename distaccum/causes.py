@@ -90,10 +90,8 @@ class Diagnosis:
         counts = [self._of.count(name, part) for part in parts]
         kept = [i for i, n in enumerate(counts) if n]
         of_parts = [self._of.bare(name, parts[i]) for i in kept]
-        whole, prefix = (
-            self._of.bare(name, self._of.batch),
-            f" of {name!r}" if len(self._of.subject.reductions) > 1 else "",
-        )
+        whole = self._of.bare(name, self._of.batch)
+        prefix = f" of {name!r}" if len(self._of.subject.reductions) > 1 else ""
         if not all(math.isfinite(one.loss) for one in of_parts):
             return [
                 f"count: it gave {_tidy(counts)}{prefix} for parts of {sizes} samples, and the loss of one of them is "
@@ -111,9 +109,8 @@ class Diagnosis:
         def fits(weights: Sequence[float]) -> bool:
             made = weighted_sum(of_parts, weights)
             size = sum(abs(weight * part.loss) for weight, part in zip(weights, of_parts, strict=True))
-            return abs(made.loss - whole.loss) <= self._of.bound() * max(size, 1e-9) and not self._of.differ(
-                made, whole
-            )
+            is_same_loss = abs(made.loss - whole.loss) <= self._of.bound() * max(size, 1e-9)
+            return is_same_loss and not self._of.differ(made, whole)
 
         if fits(declared):
             return []
@@ -135,9 +132,8 @@ class Diagnosis:
                     f"of {sizes} samples; {one.cure}"
                 ]
         free = self._free_weights(of_parts, whole)
-        if (
-            free is not None and abs(sum(free) - 1) <= min(100 * self._of.bound(), 1e-3) and fits(free)
-        ):  # else it scales with the number, say
+        is_mean = free is not None and abs(sum(free) - 1) <= min(100 * self._of.bound(), 1e-3)
+        if free is not None and is_mean and fits(free):  # else it grows with the number of samples, say
             shown = " : ".join(f"{weight:.3f}" for weight in free)
             kind = "count" if reduction == "mean" else "reduction"
             return [

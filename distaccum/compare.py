@@ -54,7 +54,6 @@ class Subject:
     engine: Engine
     reductions: Mapping[str, Reduction]
     counts: Mapping[str, Callable[[Any], Any]]
-    is_plain: bool
     measure: Measure
 
 
@@ -213,7 +212,7 @@ class Comparison:
     @contextmanager
     def in_float64(self) -> Iterator[bool]:
         """The model cast in place, where it is plain and the loss runs; then put back, bit for bit."""
-        if not self.subject.is_plain or self.dtype == torch.float64:
+        if not self.engine.can_be_cast or self.dtype == torch.float64:
             yield False
             return
         tensors = {id(t): t for model in self.subject.models for t in (*model.parameters(), *model.buffers())}

@@ -92,15 +92,9 @@ class Contrast:
             encoded = [_listed(self._encode(micro_batch)) for micro_batch in window._micro_batches][: len(window)]
         torch.clear_autocast_cache()  # torch 2.6 would use the weights again that it cast without a graph
         self._engine.show_parameters()
+        _refuse_uneven(encoded, [length for (length,) in window._counts])
         if window._guard is not None:
-            window._guard()
-        for part, (length,) in zip(encoded, window._counts, strict=True):
-            for one in part:
-                if len(one) != length:
-                    raise ValueError(
-                        f"encode() gave {len(one)} rows for a micro-batch of {length:g} samples, expected a row for "
-                        "each; give several views of a sample as a representation each"
-                    )
+            window._guard()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
     def _loss_over(self, everyone: Everyone) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
@@ -233,8 +227,6 @@ def gather(
     engine: Engine, encoded: Sequence[Sequence[Tensor]], index: int, device: torch.device
 ) -> tuple[Everyone, list[list[int]]]:
     """All ranks' representations, ready for a loss; and where this rank's micro-batches begin in each."""
-    if len({len(part) for part in encoded}) > 1:
-        raise ValueError(f"encode() gave {[len(part) for part in encoded]} representations, expected as many each time")
     number = len(encoded[0]) if encoded else 0
     starts = [[0, *accumulate(len(part[j]) for part in encoded)] for j in range(number)]
     joined = [torch.cat([part[j] for part in encoded]) for j in range(number)]
@@ -276,6 +268,19 @@ def _unpack(packed: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
 
 def _size(kinds: Sequence[Kind]) -> int:
     return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for dtype, shape in kinds)
+
+
+def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:
+    """Of this rank's micro-batches."""
+    if len({len(part) for part in encoded}) > 1:
+        raise ValueError(f"encode() gave {[len(part) for part in encoded]} representations, expected as many each time")
+    for part, length in zip(encoded, lengths, strict=True):
+        for one in part:
+            if len(one) != length:
+                raise ValueError(
+                    f"encode() gave {len(one)} rows for a micro-batch of {length:g} samples, expected a row for each; "
+                    "give several views of a sample as a representation each"
+                )
 
 
 def _refuse_unlike(kinds: Sequence[Sequence[Kind]]) -> None:

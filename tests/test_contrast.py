@@ -421,6 +421,34 @@ def losses_that_differ() -> str:
     return str(told.value)
 
 
+def rows_that_are_wrong_on_one_rank(kind: str) -> str:
+    model, optimizer, weights_of = wrapped("DDP")
+    accumulator, rank = Accumulator(model, optimizer, micro_batch_size=2), dist.get_rank()
+    before, calls = weights_of(model), 0
+
+    def encode(part: Pair) -> Any:
+        nonlocal calls
+        calls += 1
+        images, texts = model(part)
+        if rank == 1 and kind == "rows":
+            return images[:1], texts
+        return (images,) if rank == 1 and calls == 2 else (images, texts)
+
+    with pytest.raises((DistaccumError, ValueError)) as told:
+        accumulator.contrast(pairs(4, seed=rank), encode, lambda *both: siglip(model.module, *both))
+    assert torch.equal(weights_of(model), before)
+    return str(told.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("rows", "encode() gave 1 rows for a micro-batch of 2"), ("number", "gave [2, 1] representations")],
+)
+def test_wrong_representations_on_one_rank_are_told_on_all(ranks, kind, text):
+    one, other = ranks(2).run(rows_that_are_wrong_on_one_rank, kind, seconds=30)
+    assert "rank 1 failed in update 0" in one and text in other
+
+
 def test_losses_that_differ_between_ranks_are_told(ranks):
     assert all("loss_fn gave the ranks different losses" in told for told in ranks(2).run(losses_that_differ))
 

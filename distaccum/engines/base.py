@@ -36,6 +36,7 @@ class Engine(ABC):
     judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
     scales: bool = False  # whether the wrapper scales losses, and skips what overflows
     shows_partial: bool = False  # whether it has `partial`
+    can_be_cast: bool = False  # whether parameters keep no other form, so that they may be cast and put back
     hides_parameters: bool = False  # outside of forward, where they are parts that cannot be computed with
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 

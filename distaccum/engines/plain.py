@@ -14,6 +14,7 @@ from .base import Engine, gradients_of, put_gradients
 @final
 class PlainEngine(Engine):
     name = "a plain module"
+    can_be_cast = True
     shows_partial = True
 
     def gather(self, row: list[float]) -> list[list[float]]:
