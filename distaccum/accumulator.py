@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -29,7 +26,8 @@ from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
 from .memory import PROOFS, Before, Fit, Guard, Transaction
-from .options import WHOLE, by_name, choice, positive, several, wanted_sizes
+from .options import WHOLE, by_name, choice, dtype_of_sums, positive, several, wanted_sizes
+from .planning import Ahead, Draw, Drawn, Offered, count_all, look_up
 from .precision import local, refuse_mixed
 from .shares import (
     DistaccumError,
@@ -46,7 +44,7 @@ from .shares import (
     tidy,
 )
 from .state import Unfinished, pack, random_devices, unpack
-from .stepping import OnNonfinite, Stepper, owned_by, windows_on
+from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
 from .update import Update
 from .window import Spare, Stage, Window
 
@@ -75,6 +73,9 @@ class Accumulator:
     steps; `accelerator` is the Accelerator that prepared them. Either `steps` micro-batches per rank and
     update, or `batch_size` samples over all ranks of which one forward holds `micro_batch_size`; `steps` and
     `batch_size` may be callables of the update's index. `max_norm=inf` measures the norm and clips nothing.
+    `accumulate_dtype=torch.float32` adds gradients of bfloat16 and float16 parameters up in float32 and rounds them
+    once, before DDP reduces them in their own dtype; with `reduce_dtype=torch.float32` too, after it reduced twice the
+    bytes.
     `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
     at its end, and the gradient is corrected there.
     """
@@ -94,6 +95,8 @@ class Accumulator:
         scaler: GradScaler | None = None,
         accelerator: Any = None,
         sync: Sync = "last",
+        accumulate_dtype: torch.dtype | None = None,
+        reduce_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
@@ -155,6 +158,7 @@ class Accumulator:
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
             )
+        self._choose_dtypes(accumulate_dtype, reduce_dtype)
         self._batchnorms = [named for model in self._models for named in batchnorms(model)]
         self._pool = Pool(self._models, self._engine) if batchnorm == "pool" else None
         self._index = 0
@@ -162,6 +166,7 @@ class Accumulator:
         self._skipped = 0  # in a row
         self._before = Before(self._models)
         self._feed: Feed | None = None  # of the windows() at hand
+        self._ahead: Ahead | None = None  # of the same
         self._loaded: tuple[Unfinished | None, Any] = (None, None)  # of a state: a window, and the loader's
         self._warned: set[str] = set()
         self._unfinished = False
@@ -169,6 +174,18 @@ class Accumulator:
         self._window: weakref.ref[Window] | None = None
         for one in [*self._optimizers, *self._engine.guarded()]:
             _guard(one, self)
+
+    def _choose_dtypes(self, accumulate: torch.dtype | None, reduce: torch.dtype | None) -> None:
+        sums = dtype_of_sums("accumulate_dtype", accumulate)
+        if sums is not None:
+            self._engine.accumulate_in(sums, self._parameters())
+        wide = dtype_of_sums("reduce_dtype", reduce)
+        if wide is not None:
+            if wide != sums:
+                raise ValueError(
+                    f"reduce_dtype={wide} with accumulate_dtype={sums}, expected the same: what is reduced are the sums"
+                )
+            self._engine.reduce_in(wide)
 
     @property
     def index(self) -> int:
@@ -201,22 +218,26 @@ class Accumulator:
 
         stream: Stream | None = None
 
-        def draw() -> _Drawn:
+        def draw(index: int) -> Drawn:
             nonlocal stream
-            steps = self._steps_now()
+            steps = self._steps_now(index)
             feed.begin(stream)
             if self._lookahead:
-                return _Drawn(feed.draw(steps), steps=steps, exhausted=feed.exhausted)
-            stream = Stream(feed, steps, lambda batches: self._count(_Drawn(batches)), alone=not self._in_step)
+                return Drawn(feed.draw(steps), steps=steps, exhausted=feed.exhausted, ahead=feed.may_be_read_ahead)
+            stream = Stream(
+                feed, steps, lambda batches: count_all(self._counts, Drawn(batches)), alone=not self._in_step
+            )
             first = stream()
-            return _Drawn([] if first is None else [first[0]], steps=steps, exhausted=feed.exhausted, stream=stream)
+            return Drawn([] if first is None else [first[0]], steps=steps, exhausted=feed.exhausted, stream=stream)
 
+        ahead = self._ahead = Ahead(feed, draw)
         try:
             with self._accelerated.reading(loader):
                 while True:
-                    window = self._plan(draw)
+                    window = self._plan_from(ahead)
                     if window._plan.empty:
                         return
+                    window._ahead = ahead
                     try:
                         yield window
                     except GeneratorExit:
@@ -227,6 +248,32 @@ class Accumulator:
                         return
         finally:
             self._feed = None if self._feed is feed else self._feed
+            self._ahead = None if self._ahead is ahead else self._ahead
+
+    def _plan_from(self, ahead: Ahead) -> Window:
+        """The next window of a loader, which may be drawn already, and known to the other ranks."""
+        offered, rows = ahead.offered, ahead.rows
+        ahead.offered, ahead.rows = None, None
+        if offered is None:
+            return self._plan(ahead.draw)
+        if ahead.has_failed and self._engine.num_ranks > 1:
+            raise DistaccumError(
+                f"rank {self._engine.rank} failed in the step of update {self._index}, and others may have gone on; "
+                "start all ranks again, from a checkpoint"
+            )
+        if rows is None or offered.offer.update != self._index:  # another update came between, or none: on all ranks
+            ahead.feed.give_back(offered.drawn.micro_batches)
+            return self._plan(ahead.draw)
+        self._before_planning()
+        return self._window_of(offered, rows())
+
+    def _look_ahead(self, window: Window) -> None:
+        """Draws the window after this one and tells the other ranks, while this one is still at work."""
+        ahead: Ahead | None = window._ahead
+        plan = window._plan
+        if ahead is not None and plan.ahead and not plan.exhausted and not self._stepper.watched_windows:
+            ahead.offered = self._offer(ahead.draw, index=self._index + 1, spare=window._spare)
+            ahead.rows = self._engine.gather_later(ahead.offered.offer.to_row())
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -236,15 +283,15 @@ class Accumulator:
         per sample; all else goes whole to each. `length` says the batch's length where it cannot be seen.
         """
         self._refuse_to_cut_without_size("split")
-        return self._plan(lambda: self._cut(batch, length))
+        return self._plan(lambda _: self._cut(batch, length))
 
-    def _cut(self, batch: Any, length: int | None = None, parts: int = 1) -> _Drawn:
+    def _cut(self, batch: Any, length: int | None = None, parts: int = 1) -> Drawn:
         total = batch_length(batch) if length is None else operator.index(length)
         steps = None if self._steps is None else at_update("steps", self._steps, self._index, WHOLE)
         largest = self._fit.size or max(total, 1)
         parts = max(steps or parts, -(-total // largest))
         sizes = cut_evenly(total, parts=parts)
-        return _Drawn(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
+        return Drawn(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
 
     def _refuse_to_cut_without_size(self, name: str) -> None:
         if self._steps is None and self._micro_batch_size is None:
@@ -252,13 +299,13 @@ class Accumulator:
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
         """One window of the micro-batches that the caller made; ranks may have different numbers of them."""
-        return self._plan(lambda: _Drawn(list(micro_batches)))
+        return self._plan(lambda _: Drawn(list(micro_batches)))
 
-    def _steps_now(self) -> int:
+    def _steps_now(self, index: int) -> int:
         if self._steps is not None:
-            return at_update("steps", self._steps, self._index, WHOLE)
+            return at_update("steps", self._steps, index, WHOLE)
         assert self._batch_size is not None and isinstance(self._micro_batch_size, int)
-        wanted = at_update("batch_size", self._batch_size, self._index)
+        wanted = at_update("batch_size", self._batch_size, index)
         ranks, micro = self._engine.num_ranks, self._micro_batch_size
         steps = steps_for(wanted, micro, ranks)
         if steps * micro * ranks != wanted:
@@ -269,47 +316,47 @@ class Accumulator:
             )
         return steps
 
-    def _plan(
-        self, draw: Callable[[], _Drawn], guard: Guard | None = None, *, as_sum: bool = False, by_hand: bool = False
-    ) -> Window:
+    def _plan(self, draw: Draw, guard: Guard | None = None, *, as_sum: bool = False, by_hand: bool = False) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
-        reductions: dict[str, Reduction] = {"samples": "sum"} if as_sum else self._reductions
+        self._before_planning()
+        offered = self._offer(draw, self._index, self._spare, guard, as_sum=as_sum, by_hand=by_hand)
+        return self._window_of(offered, self._engine.gather(offered.offer.to_row()))
+
+    def _before_planning(self) -> None:
         self._make_way()
         self._accelerated.refuse_accumulation()
-        names = tuple(reductions)
-        drawn, counts, error = _Drawn([]), list[tuple[float, ...]](), None
-        try:
-            drawn = draw()
-            counts = [(float(n),) for n in drawn.lengths or []] if as_sum else self._count(drawn)
-        except Exception as caught:  # the others wait in the gathering below; tell them first
-            error = caught
-        kept = [i for i, numbers in enumerate(counts) if any(numbers)]
-        whole = [i for i in kept if all(counts[i])]
-        offer = Offer(
-            index=self._index,
-            steps=drawn.steps,
-            drawn=len(drawn.micro_batches) if drawn.stream is None else drawn.stream.drawn,
-            kept=len(kept),
-            exhausted=drawn.exhausted,
-            whole=whole == kept,
-            whole_last=whole[-1:] == kept[-1:],
-            ready=self._spare is not None,
-            failed=error is not None,
-            guarded=guard is not None,
-            by_hand=by_hand
-            or (bool(self._stepper.watched_windows) and not self._in_step)
-            or (guard is not None and self._is_unproven(drawn)),
-            largest=max(drawn.lengths or [0]),
-            widest=0 if guard is None else widest_sample(drawn.micro_batches),
-            totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(names))),
+
+    def _offer(
+        self,
+        draw: Draw,
+        index: int,
+        spare: Spare | None,
+        guard: Guard | None = None,
+        *,
+        as_sum: bool = False,
+        by_hand: bool = False,
+    ) -> Offered:
+        """What this rank has for window `index`; an error in looking it up is kept, for the others to hear of it."""
+        return look_up(
+            draw,
+            index,
+            {"samples": "sum"} if as_sum else self._reductions,
+            None if as_sum else self._counts,
+            guard,
+            ready=spare is not None,
+            by_hand=lambda drawn: (
+                by_hand
+                or (bool(self._stepper.watched_windows) and not self._in_step)
+                or (guard is not None and self._is_unproven(drawn))
+            ),
         )
-        rows = self._engine.gather(offer.to_row())
-        if error is not None:
-            try:
-                raise error
-            finally:
-                del error, drawn  # or the traceback would keep what was drawn, and itself
-        plan = make_plan(names, [Offer.from_row(row) for row in rows])
+
+    def _window_of(self, offered: Offered, rows: list[list[float]]) -> Window:
+        """The window that follows from what all ranks have, an error on all of them if one could not look it up."""
+        if offered.error is not None:
+            offered.raise_error()
+        drawn, counts, kept, reductions = offered.drawn, offered.counts, offered.kept, offered.reductions
+        plan = make_plan(tuple(reductions), [Offer.from_row(row) for row in rows])
         if drawn.stream is not None and not plan.nothing:
             plan = guess_counts(plan, drawn.steps)
         unfinished, loader = self._loaded
@@ -321,7 +368,7 @@ class Accumulator:
             self._look_at_batchnorm(plan)
         spare = self._spare
         if kept and self._engine.in_step:
-            last = (whole or kept)[-1]
+            last = (offered.whole or kept)[-1]
             spare = Spare(drawn.micro_batches[last], counts[last])
         window = Window(
             self,
@@ -337,7 +384,7 @@ class Accumulator:
             scaler=self._scaler,
             scales=self._accelerated.run_backward is None,
             stream=None if plan.nothing else drawn.stream,
-            guard=guard,
+            guard=offered.guard,
             unfinished=unfinished,
             looks=bool(self._stepper.watched_windows),
             numbers=kept,
@@ -371,30 +418,12 @@ class Accumulator:
                 "give windows() the loader from that window's first micro-batch on"
             )
 
-    def _count(self, drawn: _Drawn) -> list[tuple[float, ...]]:
-        """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
-        values: list[Any] = []
-        for count in self._counts.values():
-            known = drawn.lengths if count is count_samples else None  # split knows what it cut
-            values += known or [count(micro_batch) for micro_batch in drawn.micro_batches]
-        if any(isinstance(value, Tensor) for value in values):
-            values = _read(values)
-        rows = len(drawn.micro_batches)
-        for i, value in enumerate(values):
-            if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
-                raise ValueError(
-                    f"count gave {value!r} for {list(self._counts)[i // rows]!r} in micro-batch {i % rows}, expected a "
-                    "finite number of at least 0"
-                )
-        numbers = [float(value) for value in values]
-        return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
-
     @property
     def _in_step(self) -> bool:
         """Whether each forward or backward takes part of all ranks."""
         return self._engine.in_step and self._engine.sync != "gathered"
 
-    def _is_unproven(self, drawn: _Drawn) -> bool:
+    def _is_unproven(self, drawn: Drawn) -> bool:
         """Whether nobody knows that these micro-batches fit.
 
         Where ranks are in step a failure on one cannot be undone either way, and the size asked for is believed.
@@ -477,9 +506,9 @@ class Accumulator:
         *,
         as_sum: bool,
     ) -> Measured:
-        def draw() -> _Drawn:
+        def draw(_: int) -> Drawn:
             if micro_batches is not None:
-                return _Drawn(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
+                return Drawn(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
             drawn = self._cut(batch)
             total = sum(drawn.lengths or [])
             return drawn if len(drawn.micro_batches) > 1 or total < 2 else self._cut(batch, parts=2)
@@ -501,7 +530,7 @@ class Accumulator:
     def _transact(self, batch: Any, run: Callable[[Window], None], *, as_sum: bool = False) -> Update:
         self._make_way()
         transaction = Transaction(self._engine, self._fit, self._before, self._index)
-        return transaction(lambda guard: self._plan(lambda: self._cut(batch), guard, as_sum=as_sum), run)
+        return transaction(lambda guard: self._plan(lambda _: self._cut(batch), guard, as_sum=as_sum), run)
 
     # One update
 
@@ -566,7 +595,15 @@ class Accumulator:
             reason: str | None = f"no {' and no '.join(window._names)} in any micro-batch of any rank"
             terms, reduction, norm = None, None, None
         else:
-            reason, terms, reduction, norm = self._stepper(window)
+            self._look_ahead(window)
+            try:
+                reason, terms, reduction, norm = self._stepper(window)
+            except BaseException as error:
+                if window._ahead is not None:
+                    window._ahead.has_failed = not isinstance(error, NonfiniteError)  # which all ranks raise
+                raise
+            if reason is not None and window._ahead is not None:
+                window._ahead.rows = None  # what was told in them counted on a step
             if reason is None and self._pool is not None:
                 self._pool.commit()
             if reason is None and self._engine.in_step:
@@ -629,6 +666,8 @@ class Accumulator:
             return window._state(random_devices(self._models)), at_start
         if window is not None and window._stage is Stage.PLANNED:  # drawn, and not begun
             return window._unfinished, at_start
+        if self._ahead is not None and self._ahead.offered is not None:  # drawn, and nobody has it
+            return self._loaded[0], at_start
         return self._loaded[0], self._loaded[1] if self._feed is None else self._feed.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -712,15 +751,6 @@ class Accumulator:
         self._warned.add(key)
 
 
-@dataclass(frozen=True)
-class _Drawn:
-    micro_batches: list[Any]
-    lengths: list[int] | None = None  # in samples, where they were cut
-    stream: Stream | None = None  # that draws the others
-    steps: int = 0  # that were wanted; 0: as many as there are
-    exhausted: bool = False
-
-
 def _dense(gradient: Tensor) -> Tensor:
     return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
@@ -734,18 +764,6 @@ def _run(window: Window, loss_fn: LossFn) -> None:
             window.backward(**loss)
         else:
             window.backward(loss)
-
-
-def _read(values: list[Any]) -> list[Any]:
-    """The values with numbers in the place of one-element tensors: one read for all of them."""
-    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
-    if not tensors:
-        return values
-    device = next(iter(tensors.values())).device
-    wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
-    stacked = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()])
-    read = dict(zip(tensors, stacked.tolist(), strict=True))
-    return [read.get(i, value) for i, value in enumerate(values)]
 
 
 def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 Counts = tuple[float, ...]
 
 
@@ -17,8 +19,19 @@ class Feed:
         self._state = state
         self._tells_state = tells_state
         self._iterator: Iterator[Any] | None = None
+        self._given_back: list[Any] = []
+        self._ended = False
         self.exhausted = False
         self.at_start: Any = None  # the loader's state where the window at hand began
+
+    @property
+    def may_be_read_ahead(self) -> bool:
+        """Whether it makes no difference when a window is drawn, since workers draw ahead anyway.
+
+        Of any other loader drawing may depend on what the window before did: on weights, or on random numbers.
+        """
+        kind = type(self._loader).__module__.partition(".")[0]  # a subclass may do more, as Accelerate's does
+        return isinstance(self._loader, DataLoader) and self._loader.num_workers > 0 and kind in ("torch", "torchdata")
 
     def begin(self, before: Stream | None) -> None:
         """A window begins here, after what the one before was to draw: its data are gone with it if it was left."""
@@ -29,7 +42,8 @@ class Feed:
         while before is not None and before.left:
             before.left -= 1
             self.draw(1)
-        self.at_start = self.state()
+        if not self._given_back:
+            self.at_start = self.state()
 
     def state(self) -> Any:
         """The loader's, as of what was drawn; None where it cannot tell, or nothing was drawn."""
@@ -40,9 +54,17 @@ class Feed:
     def draw(self, number: int) -> list[Any]:
         """So many micro-batches, or what is left."""
         assert self._iterator is not None
-        drawn = [] if self.exhausted else list(islice(self._iterator, number))  # asked once more, some start anew
+        drawn, self._given_back = self._given_back[:number], self._given_back[number:]
+        if len(drawn) < number and not self._ended:  # asked once more, some start anew
+            drawn += islice(self._iterator, number - len(drawn))
+            self._ended = len(drawn) < number
         self.exhausted = len(drawn) < number
         return drawn
+
+    def give_back(self, micro_batches: list[Any]) -> None:
+        """Those that were drawn last come first."""
+        self._given_back = [*micro_batches, *self._given_back]
+        self.exhausted = False
 
 
 class Stream:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import torch
+
 from .batches import Count
 from .shares import REDUCTIONS, Reduction, Schedule, whole_number
 
@@ -74,3 +76,11 @@ def positive(name: str, value: float | None) -> float | None:
     if value is not None and not value > 0:
         raise ValueError(f"{name}={value!r}, expected a number above 0, or None")
     return value
+
+
+def dtype_of_sums(name: str, value: Any) -> torch.dtype | None:
+    """A floating dtype in which gradients add up, or are reduced."""
+    if value is not None and value not in (torch.float32, torch.float64):
+        raise ValueError(f"{name}={value!r}, expected torch.float32 or torch.float64, or None for the parameters' own")
+    dtype: torch.dtype | None = value
+    return dtype

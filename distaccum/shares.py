@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, replace
-from typing import Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args
 
 Reduction = Literal["mean", "sum", "sum_to_mean"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
@@ -84,11 +84,10 @@ def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = N
     return [size] * (parts - larger) + [size + 1] * larger
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What one rank has for a window. Travels as a row of floats (exact up to 2**53)."""
 
-    index: int  # of the update
+    update: int  # its index
     steps: int  # micro-batches per rank and update that this rank was told; 0: whatever comes
     drawn: int  # micro-batches that the loader gave
     kept: int  # those with a count above 0
@@ -99,23 +98,23 @@ class Offer:
     failed: bool  # this rank could not plan, and will raise
     guarded: bool  # update() runs it: ranks agree before they reduce
     by_hand: bool  # no backward shall reduce: nobody knows yet whether all ranks come through
+    ahead: bool  # the loader may be read before the window is over
     largest: int  # samples in a micro-batch, where they were cut
     widest: int  # numbers in a sample, likewise
     totals: tuple[float, ...]  # by name
 
     def to_row(self) -> list[float]:
-        *facts, totals = astuple(self)
-        return [float(number) for number in (*facts, *totals)]
+        return [*map(float, self[:-1]), *self.totals]
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> Offer:
-        index, steps, drawn, kept = map(int, row[:4])
-        exhausted, whole, whole_last, ready, failed, guarded, by_hand = map(bool, row[4:11])
+        update, steps, drawn, kept = map(int, row[:4])
+        exhausted, whole, whole_last, ready, failed, guarded, by_hand, ahead = map(bool, row[4:12])
         return cls(
-            *(index, steps, drawn, kept, exhausted, whole, whole_last, ready, failed, guarded, by_hand),
-            largest=int(row[11]),
-            widest=int(row[12]),
-            totals=tuple(row[13:]),
+            *(update, steps, drawn, kept, exhausted, whole, whole_last, ready, failed, guarded, by_hand, ahead),
+            largest=int(row[12]),
+            widest=int(row[13]),
+            totals=tuple(row[14:]),
         )
 
 
@@ -132,6 +131,7 @@ class Plan:
     exhausted: bool  # no rank has more
     guarded: bool = False  # ranks agree before they reduce
     by_hand: bool = False  # no backward reduces: the engine does after the last, when all ranks came through
+    ahead: bool = False  # all ranks may read their loaders before the window is over
     largest: int = 0  # samples in a micro-batch of any rank, where they were cut
     widest: int = 0  # numbers in a sample, likewise
 
@@ -151,35 +151,35 @@ class Plan:
 
 def make_plan(names: Sequence[str], offers: Sequence[Offer]) -> Plan:
     """The plan that follows from all ranks' offers; an error where they contradict each other."""
-    failed = [rank for rank, offer in enumerate(offers) if offer.failed]
-    if failed:
+    by_rank: Any = Offer(*zip(*offers, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
+    if any(by_rank.failed):
+        failed = [str(rank) for rank, has_failed in enumerate(by_rank.failed) if has_failed]
         raise DistaccumError(
-            f"rank {', '.join(map(str, failed))} could not plan this window (its own error says why); "
-            "no gradient was touched"
+            f"rank {', '.join(failed)} could not plan this window (its own error says why); no gradient was touched"
         )
-    _refuse_disagreement(
-        "the update's index", [offer.index for offer in offers], "load the same state, and ask for as many windows"
-    )
+    _refuse_disagreement("the update's index", by_rank.update, "load the same state, and ask for as many windows")
     _refuse_disagreement(
         "who runs the window",
-        ["update()" if offer.guarded else "a loop" for offer in offers],
+        ["update()" if is_guarded else "a loop" for is_guarded in by_rank.guarded],
         "call update(), or make a loop,",
     )
     _refuse_disagreement(
-        "steps", [offer.steps or "any" for offer in offers], "give the same steps, batch_size and kind of window"
+        "steps", [steps or "any" for steps in by_rank.steps], "give the same steps, batch_size and kind of window"
     )
+    totals = map(sum, zip(*by_rank.totals, strict=True))
     return Plan(
-        counts={name: tidy(sum(offer.totals[i] for offer in offers)) for i, name in enumerate(names)},
-        kept=tuple(offer.kept for offer in offers),
-        whole=all(offer.whole for offer in offers),
-        whole_last=all(offer.whole_last for offer in offers),
-        ready=tuple(offer.ready for offer in offers),
-        empty=not any(offer.drawn for offer in offers),
-        exhausted=all(offer.exhausted for offer in offers),
-        guarded=any(offer.guarded for offer in offers),
-        by_hand=any(offer.by_hand for offer in offers),
-        largest=max(offer.largest for offer in offers),
-        widest=max(offer.widest for offer in offers),
+        counts={name: tidy(total) for name, total in zip(names, totals, strict=True)},
+        kept=by_rank.kept,
+        whole=all(by_rank.whole),
+        whole_last=all(by_rank.whole_last),
+        ready=by_rank.ready,
+        empty=not any(by_rank.drawn),
+        exhausted=all(by_rank.exhausted),
+        guarded=any(by_rank.guarded),
+        by_hand=any(by_rank.by_hand),
+        ahead=all(by_rank.ahead),
+        largest=max(by_rank.largest),
+        widest=max(by_rank.widest),
     )
 
 
@@ -195,7 +195,7 @@ def guess_counts(plan: Plan, steps: int) -> Plan:
     Shares that are made with it are corrected at the window's edge. A power of two rounds nothing, and all ranks make
     the same one.
 
-    >>> plan = make_plan(["samples"], [Offer(0, 8, 1, 1, False, True, True, True, False, False, False, 0, 0, (6.0,))])
+    >>> plan = make_plan(["samples"], [Offer(0, 8, 1, 1, False, True, True, True, *[False] * 4, 0, 0, (6.0,))])
     >>> guess_counts(plan, steps=8).counts
     {'samples': 64.0}
     """

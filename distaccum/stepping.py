@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
@@ -15,13 +16,35 @@ from torch.optim import Optimizer
 
 from .engines import Engine
 from .nonfinite import find_nonfinite
-from .precision import look_at, unscale, update_without_gradients
+from .precision import (
+    EPSILON,
+    Norm,
+    divide_in_step,
+    divided,
+    look_at,
+    tell,
+    unscale,
+    unscales_in_step,
+    update_without_gradients,
+)
 from .shares import DistaccumError
 from .update import Waitable
 from .window import Window
 
 OnNonfinite = Literal["raise", "skip", "ignore"]
 WATCHED_WINDOWS = 100  # after one whose gradient was not finite and nobody could say where
+
+
+@dataclass
+class _Gradient:
+    """What is known of a complete window's before it is stepped."""
+
+    parameters: list[nn.Parameter]  # that have one
+    norm_of: Norm
+    flags: list[Tensor] = field(default_factory=list)  # of overflow, on this rank
+    norm: Tensor | None = None  # before clipping, where it is wanted
+    read: float = math.inf  # the same, where it was read
+    by: Tensor | None = None  # what the step divides it by
 
 
 class NonfiniteError(DistaccumError):
@@ -54,90 +77,105 @@ class Stepper:
 
     def __call__(self, window: Window) -> tuple[str | None, Tensor, Waitable | None, Tensor | None]:
         """Why nothing was stepped (None: it was), the record's terms, their reduction, and the norm before clipping."""
-        flags = self._unscale(window)
+        gradient = self._unscaled(window) if self.steps else None
         terms = window._terms()
         if self._scaler is not None:  # ranks agree on an overflow by the record's own collective
+            flags = [] if gradient is None else gradient.flags
             found = [flag.to(terms.device, terms.dtype).reshape(1) for flag in flags]
             terms = torch.cat([terms, torch.stack(found).sum(0) if found else terms.new_zeros(1)])
         reduction = self._engine.sum_over_ranks(terms)
-        reason, norm = self._step(window, terms, reduction, flags)
+        reason = None if gradient is None else self._step(window, gradient, terms, reduction)
         self.watched_windows = max(0, self.watched_windows - 1)
-        return reason, terms, reduction, norm
+        return reason, terms, reduction, None if gradient is None else gradient.norm
 
     def refuse_nonfinite_gradient(self, window: Window) -> None:
         """Before the caller steps."""
-        if not self.steps and self._scaler is None and self._on_nonfinite == "raise":
-            finite, _ = look_at(partial(self._engine.norm, window._parameters), None)
-            if not finite:
-                self._judge(window, "gradient")
+        looks = not self.steps and self._scaler is None and self._on_nonfinite == "raise"
+        if looks and not look_at(partial(self._engine.norm, window._parameters), None).finite:
+            self._judge(window, "gradient")
 
-    def _unscale(self, window: Window) -> list[Tensor]:
-        """Unscales what the scaler scaled; gives this rank's flags of overflow."""
-        if not self.steps:
-            return []
+    def _unscaled(self, window: Window) -> _Gradient:
+        """Unscales what the scaler scaled, or sees to it that the step does."""
         window._refuse_cleared_gradients()
-        if self._scaler is None:
-            return []
-        others = [other for other in windows_on(self._scaler) if other is not window and other._is_open]
-        if others:
+        stepped = [parameter for parameter in self.owned() if parameter.grad is not None]
+        gradient = _Gradient(stepped, partial(self._engine.norm, stepped))
+        measures = self._max_norm is not None and not self._engine.judges
+        if self._scaler is not None:
+            self._refuse_another_window(window, self._scaler)
+            if not len(window):
+                scale_of_nothing = window._parameters[0].new_zeros(())
+                self._scaler.scale(scale_of_nothing)  # makes its scale, which elsewhere the losses made
+            if stepped and unscales_in_step(self._scaler, self._optimizers):
+                # One pass. A norm that overflows in float32 is beyond what a scale should make of any gradient.
+                norm = gradient.norm_of(2.0)
+                gradient.by = self._scaler.scale(norm.new_ones((), dtype=torch.float32))
+                gradient.flags = [(~norm.isfinite()).to(torch.float32)]
+                tell(self._scaler, self._optimizers, gradient.flags[0])
+                gradient.norm = norm / gradient.by if measures else None
+                return gradient
+            gradient.flags = unscale(self._scaler, self._optimizers)
+        gradient.norm = gradient.norm_of(2.0) if measures else None
+        return gradient
+
+    def _refuse_another_window(self, window: Window, scaler: GradScaler) -> None:
+        if any(other is not window and other._is_open for other in windows_on(scaler)):
             raise DistaccumError(
                 "another window is open on one GradScaler, whose update() would change the scale under it; finish "
                 "one window before the next begins, or give each accumulator a GradScaler of its own"
             )
-        if not len(window):
-            scale_of_nothing = window._parameters[0].new_zeros(())
-            self._scaler.scale(scale_of_nothing)  # makes its scale, which elsewhere the losses made
-        return unscale(self._scaler, self._optimizers)
 
-    def _step(
-        self, window: Window, terms: Tensor, reduction: Waitable | None, flags: list[Tensor]
-    ) -> tuple[str | None, Tensor | None]:
-        if not self.steps:
-            return None, None
-        stepped = [parameter for parameter in self.owned() if parameter.grad is not None]
-        norm_of = partial(self._engine.norm, stepped)
+    def _step(self, window: Window, gradient: _Gradient, terms: Tensor, reduction: Waitable | None) -> str | None:
         judges = self._engine.judges
-        norm = norm_of(2.0) if self._max_norm is not None and not judges else None
-
         reason = None
         if self._scaler is not None:
             if reduction is not None:
                 reduction.wait()
             overflows = terms[-1]
-            for flag in flags:  # what the scaler's step and update will read
+            for flag in gradient.flags:  # what the scaler's step and update will read
                 flag.copy_(overflows.clamp(max=1.0))
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
                 if self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)
         elif self._on_nonfinite != "ignore" and not judges:
-            finite, norm = look_at(norm_of, norm)
+            finite, gradient.norm, gradient.read = look_at(gradient.norm_of, gradient.norm)
             if not finite:
                 reason = self._judge(window, "gradient")
 
         if reason is None:
-            if norm is not None and self._max_norm is not None and self._max_norm < math.inf:
-                self._engine.clip(stepped, self._max_norm, norm)
+            self._clip(gradient)
             self.is_stepping = True
             try:
-                reason = self._engine.step(self._optimizers)
+                with divided(self._optimizers, gradient.by):
+                    reason = self._engine.step(self._optimizers)
             except BaseException:
                 window.discard()  # some weights may have changed: not to be stepped again
                 raise
             finally:
                 self.is_stepping = False
             if judges:
-                norm = norm_of(2.0) if self._max_norm is not None else None
+                gradient.norm = gradient.norm_of(2.0) if self._max_norm is not None else None
                 if reason is not None and self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)
                     if not self._engine.scales:
                         self._judge(window, "gradient")
         if self._scaler is not None:
-            self._update_scaler(self._scaler, flags, terms[-1])
-        return reason, norm
+            self._update_scaler(self._scaler, gradient, terms[-1])
+        return reason
 
-    def _update_scaler(self, scaler: GradScaler, flags: list[Tensor], overflows: Tensor) -> None:
-        if flags:
+    def _clip(self, gradient: _Gradient) -> None:
+        """In a pass of its own, in that of the step, or not at all: what is not above `max_norm` is left alone."""
+        norm, most = gradient.norm, self._max_norm
+        if norm is None or most is None or gradient.read + EPSILON <= most or math.isinf(most):
+            return
+        if divide_in_step(self._optimizers):
+            over = ((norm + EPSILON) / most).clamp(min=1.0).to(torch.float32)
+            gradient.by = over if gradient.by is None else gradient.by * over
+        else:
+            self._engine.clip(gradient.parameters, most, norm)
+
+    def _update_scaler(self, scaler: GradScaler, gradient: _Gradient, overflows: Tensor) -> None:
+        if gradient.flags:
             scaler.update()
         elif self._engine.num_ranks > 1:
             # Other ranks had gradients to look at, this one has none in its shards; their scales stay alike.

@@ -160,6 +160,7 @@ class Window:
         self._done_before = 0 if unfinished is None else unfinished.done
         self._looks: list[Tensor] | None = [] if looks else None  # the largest gradient after each micro-batch
         self._reducing = False  # in a backward that other ranks take part in
+        self._ahead: Any = None  # what windows() has after this one
         self._prelude: Callable[[], None] | None = None  # before the first micro-batch
         self._loss: Tensor | None = None  # of all ranks' samples, where what goes backward is not the loss
         self._in_loss = False  # of all ranks' samples, which is the first rank's to count
@@ -246,6 +247,8 @@ class Window:
             if not self._plan.nothing:
                 self._owner._complete(self)
                 self._engine.release()
+                if self._engine.sums is not None:  # which are in .grad by now
+                    self._settle(reduced=True)
                 # An engine may have set to None what no rank used.
                 self._marks = [mark for mark in self._marks if mark.holder.grad is not None]
             self._stage = Stage.COMPLETE
@@ -602,16 +605,18 @@ class Window:
         if self._loss is not None:
             part = self._divisor / len(self._kept)
             return self._loss.to(self._device, self._wide).reshape(1) * part
-        terms = torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
+        by_name = [self._weighted_sum(weights.values()) for weights in self._weights.values()]
+        terms = torch.stack(by_name) if self._several else by_name[0].reshape(1)
         return terms if self._factor == 1.0 else terms * self._factor
 
     def _weighted_sum(self, weights: Iterable[_Weight]) -> Tensor:
         used = [weight for weight in weights if weight.losses]
         if not used:
             return torch.zeros((), dtype=self._wide, device=self._device)
-        losses = torch.stack([loss for weight in used for loss in weight.losses]).to(self._device, self._wide)
+        losses = torch.stack([loss for weight in used for loss in weight.losses])
         if len(used) == 1:
-            return losses.sum() * used[0].share.to(self._device)
+            return (losses.sum(dtype=self._wide) * used[0].share).to(self._device)
+        losses = losses.to(self._device, self._wide)
         shares = torch.stack([weight.share for weight in used for _ in weight.losses])
         return torch.dot(losses, shares.to(self._device, self._wide))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import multiprocessing
+import os
 import tempfile
 import time
 import traceback
@@ -103,6 +104,7 @@ def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
     log = (Path(folder) / f"{rank}.log").open("w")
     faulthandler.enable(log)
     torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

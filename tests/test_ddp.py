@@ -295,6 +295,32 @@ def test_reductions_per_bucket_do_not_grow_with_the_window(ranks):
     assert max(short) > 1, "DDP starts with one bucket and rebuilds them after the first window"
 
 
+def old_buckets():
+    """Storages that are kept and are no gradient's, in the middle of each window; DDP lays out its buckets anew in the
+    second.
+    """
+    net = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4))).double()
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
+    counted, layouts = [], []
+    for window in accumulator.windows([torch.ones(1, 40).double()] * 12):
+        for i, x in enumerate(window):
+            window.backward(ddp(x).sum())
+            if i == 1:
+                used = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
+                kept = {view.untyped_storage().data_ptr() for view, _ in accumulator._engine._zeroed.values()}
+                counted.append(len(kept - used))
+                layouts.append(len(used))
+        window.step()
+    return counted, layouts
+
+
+def test_buckets_that_were_laid_out_anew_leave_no_old_ones_behind(ranks):
+    for counted, layouts in ranks(2).run(old_buckets):
+        assert counted == [0, 0, 0]
+        assert layouts[1] == layouts[2] > 1, "several buckets"
+
+
 # What breaks in silence elsewhere
 
 

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.accumulator import MOST_SKIPS
@@ -384,3 +385,163 @@ def test_sparse_gradients_are_normed_and_clipped():
     update = window.step()
     assert update.grad_norm > 1e-2
     assert float((before - model.weight.detach()).norm()) == pytest.approx(1e-2, rel=1e-3)
+
+
+class Passes(TorchDispatchMode):
+    """Notes each operation on the whole gradient, by its name."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        name = operation.overloadpacket.__name__
+        is_whole = args and isinstance(args[0], list | tuple) and any(one.numel() > 1 for one in args[0])
+        if is_whole and name.startswith(("_foreach", "_amp_foreach", "_fused")):
+            self.names.append(name.strip("_"))
+        return operation(*args, **(kwargs or {}))
+
+
+def passes(optimizer, scaled, max_norm, **options):
+    """Over the gradient in a step, the weights after three, and the norms; in float32."""
+    model = trunk().float()
+    made = optimizer(model.parameters())
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if scaled else None
+    accumulator = Accumulator(model, made, scaler=scaler, max_norm=max_norm, **options)
+    norms = []
+    for _ in range(3):
+        window = accumulator.window([{**batch, "x": batch["x"].float()} for batch in BATCHES])
+        run_window(window, model)
+        with Passes() as seen:
+            norms.append(window.step().grad_norm)
+    assert not hasattr(made, "grad_scale") and not hasattr(made, "found_inf")
+    return seen.names, weights(model), norms, None if scaler is None else scaler.get_scale()
+
+
+def fused_sgd(parameters):
+    return SGD(parameters, lr=0.5, momentum=0.9, fused=True)
+
+
+def foreach_sgd(parameters):
+    return SGD(parameters, lr=0.5, momentum=0.9, foreach=True)
+
+
+def fused_adam(parameters):
+    return AdamW(parameters, lr=0.01, fused=True)
+
+
+def foreach_adam(parameters):
+    return AdamW(parameters, lr=0.01, foreach=True)
+
+
+@pytest.mark.parametrize(("fused", "foreach"), [(fused_sgd, foreach_sgd), (fused_adam, foreach_adam)])
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("max_norm", [None, 0.01, 100.0])
+def test_a_fused_optimizer_unscales_and_clips_as_it_steps(fused, foreach, scaled, max_norm):
+    seen, found, norms, scale = passes(fused, scaled, max_norm)
+    _, expected, expected_norms, expected_scale = passes(foreach, scaled, max_norm)
+    assert error(found, expected) <= 1e-6
+    assert norms == (expected_norms if max_norm is None else pytest.approx(expected_norms, rel=1e-6))
+    assert scale == expected_scale
+    assert [name.split("_")[0] for name in seen] == ["foreach", "fused"]
+    assert seen[0].startswith("foreach_norm")
+
+
+@pytest.mark.parametrize(("max_norm", "clips"), [(0.01, True), (100.0, False)])
+def test_a_gradient_within_the_norm_is_not_multiplied_by_one(max_norm, clips):
+    seen, *_ = passes(lambda parameters: SGD(parameters, lr=0.5, foreach=False), False, max_norm)
+    assert seen == ["foreach_norm"] + ["foreach_mul"] * clips
+
+
+@pytest.mark.parametrize("optimizer", [fused_sgd, fused_adam, foreach_sgd])
+def test_an_overflow_steps_no_fused_optimizer(optimizer):
+    model = trunk().float()
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accumulator = Accumulator(model, optimizer(model.parameters()), scaler=scaler, max_norm=1.0)
+    batches = [{**batch, "x": batch["x"].float()} for batch in BATCHES]
+    before = weights(model)
+    window = run_window(accumulator.window(batches), model)
+    next(model.parameters()).grad[0] = math.inf
+    assert window.step().reason == "the scaled gradients overflowed"
+    assert torch.equal(weights(model), before)
+    assert scaler.get_scale() == 2.0**9
+    assert run_window(accumulator.window(batches), model).step().stepped
+    assert not torch.equal(weights(model), before)
+
+
+def test_what_the_caller_unscaled_is_not_unscaled_again():
+    (one, two) = (trunk().float(), trunk().float())
+    for model, looks in ((one, True), (two, False)):
+        optimizer = fused_sgd(model.parameters())
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        accumulator = Accumulator(model, optimizer, scaler=scaler, max_norm=0.1)
+        for _ in range(2):
+            window = run_window(accumulator.window([{**b, "x": b["x"].float()} for b in BATCHES]), model)
+            if looks:
+                scaler.unscale_(optimizer)
+            window.step()
+    assert error(weights(one), weights(two)) <= 1e-6
+
+
+def test_norms_of_half_precision_are_taken_in_float32():
+    model = nn.Linear(300, 300).to(torch.bfloat16)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), max_norm=math.inf)
+    window = accumulator.window([torch.randn(4, 300, dtype=torch.bfloat16)])
+    for x in window:
+        window.backward(model(x).float().square().mean())
+    exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
+    assert window.step().grad_norm == pytest.approx(exact, rel=1e-5)
+
+
+def stepped_by(made, model, **options):
+    """The weights after two updates."""
+    accumulator = Accumulator(model, made, max_norm=0.001, **options)
+    for _ in range(2):
+        run_window(accumulator.window([{**batch, "x": batch["x"].float()} for batch in BATCHES]), model).step()
+    return weights(model)
+
+
+def groups_of_two_kinds(parameters):
+    first, *others = parameters
+    return SGD([{"params": [first], "fused": False}, {"params": others}], lr=0.5, fused=True)
+
+
+def in_a_wrapper(parameters):
+    from lightning_fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1).setup_optimizers(SGD(parameters, lr=0.5, fused=True))
+
+
+def with_a_hook_that_looks(parameters):
+    optimizer = SGD(parameters, lr=0.5, fused=True)
+    seen = optimizer.seen = []
+    optimizer.register_step_pre_hook(
+        lambda one, *_: seen.append(torch.cat([p.grad.flatten() for p in one.param_groups[0]["params"]]).norm().item())
+    )
+    return optimizer
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize("make", [groups_of_two_kinds, in_a_wrapper, with_a_hook_that_looks])
+def test_what_cannot_divide_as_it_steps_is_clipped_before(make, scaled):
+    model, plain = trunk().float(), trunk().float()
+    optimizer = make(list(model.parameters()))
+    scaler = {"scaler": GradScaler("cpu", init_scale=2.0**10)} if scaled else {}
+    expected = stepped_by(SGD(plain.parameters(), lr=0.5), plain)
+    assert error(stepped_by(optimizer, model, **scaler), expected) <= 1e-6
+    assert getattr(optimizer, "seen", [0.001] * 2) == pytest.approx([0.001] * 2, rel=1e-2)
+
+
+def test_another_user_of_the_scaler_is_heard_too():
+    model, other = trunk().float(), trunk().float()
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    own = SGD(other.parameters(), lr=0.1)
+    accumulator = Accumulator(model, fused_sgd(model.parameters()), scaler=scaler)
+    for i in range(3):
+        scaler.scale(loss_of(other, {**BATCHES[0], "x": BATCHES[0]["x"].float()})).backward()
+        if i == 2:
+            next(other.parameters()).grad[0] = math.inf
+        scaler.step(own)
+        run_window(accumulator.window([{**b, "x": b["x"].float()} for b in BATCHES]), model).step()
+        own.zero_grad()
+    assert scaler.get_scale() == 2.0**9

@@ -7,7 +7,7 @@ steps; a window tells it when.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -15,11 +15,26 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..precision import clip, local, scale, total_norm
+from ..precision import Sum, Sums, clip, local, scale, total_norm
 from ..shares import DistaccumError, Plan
 from ..update import Waitable
 
 Sync = Literal["last", "every", "replicas", "gathered"]
+
+
+# Private, in torch 2.6 to 2.15; where it is missing the public call does the same.
+_run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward` without its looking at shapes, which takes an eighth of a tiny micro-step.
+
+    Roots are scalars here, or outputs with their own gradients.
+    """
+    if _run_autograd is None:
+        torch.autograd.backward(roots, seeds)
+    else:
+        _run_autograd(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 class Engine(ABC):
@@ -39,6 +54,7 @@ class Engine(ABC):
     can_be_cast: bool = False  # whether parameters keep no other form, so that they may be cast and put back
     hides_parameters: bool = False  # outside of forward, where they are parts that cannot be computed with
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
+    says_dtypes: str = "leave it out"  # where its user says in which dtypes it works
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -51,7 +67,8 @@ class Engine(ABC):
             raise ValueError(f"{sync=}, expected one of {known} for {self.name}")
         self.models = tuple(models)
         self.sync = sync
-        self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = torch.autograd.backward
+        self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = run_backward
+        self.sums: Sums | None = None  # where gradients add up in another dtype than they are computed in
 
     def parameters(self) -> list[nn.Parameter]:
         """The models', each once: the tensors that hold gradients when a window is complete."""
@@ -73,11 +90,24 @@ class Engine(ABC):
         """What `clip` will be told; raises where the wrapper clips at something else."""
         return max_norm
 
+    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
+        """Gradients shall add up in `dtype` at least; raises where the wrapper adds them up in less."""
+        raise ValueError(f"accumulate_dtype with {self.name}, which says nothing of it; leave it out")
+
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        """What adds up in more than the parameters' dtype shall be reduced in `dtype`, and rounded after that."""
+        raise ValueError(f"reduce_dtype with {self.name}, expected DistributedDataParallel; {self.says_dtypes}")
+
     # A window
 
     @abstractmethod
     def gather(self, row: list[float]) -> list[list[float]]:
         """The rows of all ranks, in their order; through the host, never through the device's queue."""
+
+    def gather_later(self, row: list[float]) -> Callable[[], list[list[float]]]:
+        """Starts to gather, and gives what waits for it."""
+        rows = self.gather(row)
+        return lambda: rows
 
     @abstractmethod
     def sum_over_ranks(self, values: Tensor) -> Waitable | None:
@@ -138,7 +168,7 @@ class Engine(ABC):
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         """In whose .grad gradients stand before they are reduced, where tampering with them shows."""
-        return parameters
+        return parameters if self.sums is None else self.sums.holders(parameters)
 
     @abstractmethod
     def finish(self) -> None:
@@ -196,20 +226,41 @@ class Engine(ABC):
         return None
 
 
-def gradients_of(parameters: Sequence[nn.Parameter]) -> list[Tensor | None]:
+def refuse_narrower(adds_up: Mapping[str, torch.dtype], dtype: torch.dtype, cure: str) -> None:
+    """Where the wrapper adds up by itself: what it adds up in, by what it is called."""
+    for name, seen in adds_up.items():
+        if torch.promote_types(seen, dtype) != seen:
+            raise ValueError(f"accumulate_dtype={dtype}, and gradients of {name} add up in {seen}; {cure}")
+
+
+def refuse_narrower_outside(parameters: Sequence[nn.Parameter], own: set[int], dtype: torch.dtype) -> None:
+    outside = [p for p in parameters if p.requires_grad and id(p) not in own]
+    named = {f"a parameter of shape {list(p.shape)} outside of every shard": p.dtype for p in outside}
+    refuse_narrower(named, dtype, "shard it too, or keep it in float32")
+
+
+def gradients_of(holders: Sequence[Any]) -> list[Tensor | None]:
     """Copies on the host; of a DTensor this rank's part."""
-    return [None if p.grad is None else local(p.grad).detach().to("cpu", copy=True) for p in parameters]
+    return [None if one.grad is None else local(one.grad).detach().to("cpu", copy=True) for one in holders]
 
 
-def put_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor | None]) -> None:
-    if len(gradients) != len(parameters):
+def put_gradients(holders: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+    """Of parameters, or of the sums of their gradients."""
+    if len(gradients) != len(holders):
         raise ValueError(
-            f"the state is of a model with {len(gradients)} parameters and this one has {len(parameters)}; give the "
+            f"the state is of a model with {len(gradients)} parameters and this one has {len(holders)}; give the "
             "same model and optimizer"
         )
-    for parameter, gradient in zip(parameters, gradients, strict=True):
+    for one, gradient in zip(holders, gradients, strict=True):
+        parameter: Tensor = one.parameter if isinstance(one, Sum) else one
+        wanted = getattr(one, "grad_dtype", None) or one.dtype
+        if gradient is not None and gradient.dtype != wanted:
+            raise ValueError(
+                f"the state has a gradient that adds up in {gradient.dtype} and here it would in {wanted}; give the "
+                "same accumulate_dtype"
+            )
         if gradient is None or gradient.is_sparse:
-            parameter.grad = None if gradient is None else gradient.to(parameter.device)
+            one.grad = None if gradient is None else gradient.to(parameter.device)
             continue
         made = torch.empty_like(parameter, dtype=gradient.dtype, memory_format=torch.preserve_format)
         if local(made).shape != gradient.shape:
@@ -218,4 +269,4 @@ def put_gradients(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor
                 f"{list(local(made).shape)}; give the same model and number of ranks"
             )
         local(made).copy_(gradient)
-        parameter.grad = made
+        one.grad = made

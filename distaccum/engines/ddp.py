@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..precision import leaves
+from ..precision import Phase, Sums, leaves
 from ..shares import DistaccumError, Plan, listed
 from .base import Sync, gradients_of, put_gradients
 from .ranks import RanksEngine, average_by_hand
@@ -73,6 +73,30 @@ class DDPEngine(RanksEngine):
         self._strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward that was none of a window's
         for wrapper in self.wrappers:
             wrapper.register_forward_pre_hook(_noting(weakref.ref(self)))
+        self._early = 0  # backwards to come in this window that reduce and are not the last
+
+    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
+        # A view of a bucket shall stay one; and where DDP looks for unused parameters, those are used that have a
+        # gradient when its own hook runs, which is after this one.
+        stays = [w for w in self.wrappers if w.gradient_as_bucket_view or w.find_unused_parameters]
+        kept = {id(p) for wrapper in stays for p in self._covered[wrapper].values()}
+        self.sums = Sums(parameters, dtype, kept)
+
+    def reduce_in(self, dtype: torch.dtype) -> None:
+        assert self.sums is not None
+        for wrapper in self.wrappers:
+            states: list[Any] = [state for _, state in wrapper._comm_hooks]
+            if any(not isinstance(state, _WideReduction) for state in states):
+                raise ValueError(
+                    "reduce_dtype with a communication hook on DDP, of which there can be one; leave reduce_dtype out, "
+                    "and reduce in that dtype in the hook"
+                )
+            wide = states[0] if states else _WideReduction(self.group)  # of an Accumulator before this one
+            wide.sums, wide.dtype = weakref.ref(self.sums), dtype
+            if not states:
+                # A lambda: DDP takes no hook with annotations that are strings.
+                wrapper.register_comm_hook(wide, lambda state, bucket: state(bucket))
+        self.sums.rounds = False
 
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
@@ -110,9 +134,12 @@ class DDPEngine(RanksEngine):
             if wrapper not in self._unseen_graphs:
                 _disarm(wrapper)  # or its next backward would reduce, on the ranks that have one
         self._strays.clear()
+        if self.sums is not None:
+            self.sums.watch(parameters)
         own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
         whole = plan.whole if self.sync == "every" else plan.whole_last
+        self._early = self.num_early(plan)
         self._reduces = whole and not plan.some_rank_is_dry and not plan.by_hand and not self._unseen_graphs
         if not self._reduces:
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
@@ -137,6 +164,30 @@ class DDPEngine(RanksEngine):
         return bool(self._unseen_graphs) or (reduce and self._reduces)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        if self.sums is None:
+            self._backward(losses, seeds, reduce)
+            return
+        is_early = bool(self._unseen_graphs) or (reduce and self._early > 0)
+        self._early -= reduce
+        if not self.will_reduce(reduce):
+            self.sums.phase = Phase.ADD
+        elif is_early:
+            self.sums.phase = Phase.PASS
+        else:
+            self._show_what_is_unreached(self.sums, losses)
+            self.sums.phase = Phase.ROUND
+        self._backward(losses, seeds, reduce)
+        if self.sums.phase is Phase.PASS:
+            self.sums.take_all(but=self._is_zeroed)
+
+    def _show_what_is_unreached(self, sums: Sums, losses: Sequence[Tensor]) -> None:
+        """DDP reduces the .grad of what this backward does not reach too."""
+        if sums.rounds:
+            earlier = [p for wrapper in self._searching for p in self._covered[wrapper].values() if sums.holds(p)]
+            reached = leaves(losses) if earlier else {}
+            sums.round(p for p in earlier if id(p) not in reached)
+
+    def _backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
             before = [self._marks(wrapper) for wrapper in self._unseen_graphs]
             self._armed = self._unseen_graphs  # by DDP itself, in the forward
@@ -172,12 +223,19 @@ class DDPEngine(RanksEngine):
             parameter
             for reduced in self._covered.values()
             for parameter in reduced.values()
-            if parameter.grad is not None and id(parameter) not in reached and not self._is_zeroed(parameter)
+            if id(parameter) not in reached and self._holds(parameter)
         ]
         if not earlier:
             return losses, seeds
+        if self.sums is not None and self.sums.rounds:
+            self.sums.round(earlier)
         root = _Reach.apply(*earlier)
         return [*losses, root], [*seeds, torch.zeros_like(root)]
+
+    def _holds(self, parameter: nn.Parameter) -> bool:
+        if self.sums is not None and self.sums.holds(parameter):
+            return True
+        return parameter.grad is not None and not self._is_zeroed(parameter)
 
     def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Reductions start in the next backward, from the roots that this gives."""
@@ -230,10 +288,22 @@ class DDPEngine(RanksEngine):
         )
 
     def finish(self) -> None:
-        if self._by_hand:
-            average_by_hand(self._by_hand, self.group, self.host_group, self.divisor, self._is_zeroed)
+        holders: Sequence[Any] = self._by_hand
+        if self.sums is not None and self.sums.rounds:
+            self.sums.round()
+        elif self.sums is not None:
+            holders = self.sums.holders(holders)
+        if holders:
+            average_by_hand(holders, self.group, self.host_group, self.divisor, self._is_zeroed)
+        if self.sums is not None and not self.sums.rounds:
+            for parameter, holder in zip(self._by_hand, holders, strict=True):
+                if holder.grad is None:
+                    parameter.grad = None  # not the zeros of a bucket's view
+            self.sums.round()
 
     def release(self) -> None:
+        if self.sums is not None:
+            self.sums.phase = Phase.OFF
         # Where DDP looks for unused parameters it remembers who took part until it reduces, and would take them
         # for used in the next window.
         for wrapper in {*self._armed, *self._unreduced}:
@@ -244,14 +314,20 @@ class DDPEngine(RanksEngine):
         self._armed, self._unreduced, self._by_hand, self._found = [], [], [], []
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        gradients = gradients_of(parameters)
-        none = [None if self._is_zeroed(p) else g for p, g in zip(parameters, gradients, strict=True)]
+        holders = self.holders(parameters)
+        gradients = gradients_of(holders)
+        none = [None if self._is_zeroed(one) else g for one, g in zip(holders, gradients, strict=True)]
         return {"gradients": none}
 
     def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        put_gradients(parameters, partial["gradients"])
+        put_gradients(self.holders(parameters), partial["gradients"])
+        if self._searching and self._reduces:  # DDP does not know who took part before the state was taken
+            self._reduces = False
+            self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        if self.sums is not None:
+            self.sums.clear()
         views: dict[int, Tensor] = {}
         for parameter in parameters:
             if id(parameter) not in self._zero_in_place:
@@ -266,12 +342,13 @@ class DDPEngine(RanksEngine):
         for parameter in parameters:
             if parameter.grad is not None and not self._is_zeroed(parameter):
                 view, _ = self._zeroed.get(id(parameter), (None, 0))
-                # A forward of the window may have rebuilt the buckets: other views, and still zero.
                 if not in_window or view is None or view is parameter.grad:
                     return True
+                # A forward of the window has rebuilt the buckets: other views, and still zero. The old ones may go.
+                self._zeroed[id(parameter)] = _mark(parameter)
         return False
 
-    def _is_zeroed(self, parameter: nn.Parameter) -> bool:
+    def _is_zeroed(self, parameter: Any) -> bool:
         return id(parameter) in self._zeroed and _same(self._zeroed[id(parameter)], _mark(parameter))
 
 
@@ -329,6 +406,26 @@ def _noting(engine: weakref.ref[DDPEngine]) -> Callable[[Any, Any], None]:
             known._strays.add(wrapper)
 
     return note
+
+
+class _WideReduction:
+    """A communication hook: averages the sums in a wide dtype, and rounds them into the bucket after that."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self.sums: Callable[[], Sums | None] = lambda: None
+        self.dtype = torch.float32
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        sums, buffer = self.sums(), bucket.buffer()
+        dtype = torch.promote_types(buffer.dtype, self.dtype)
+        if sums is None or buffer.dtype == dtype:
+            wide = buffer.to(dtype)
+        else:
+            wide = sums.widened(bucket, dtype)
+        work = dist.all_reduce(wide.div_(self._group.size()), group=self._group, async_op=True)
+        future: torch.futures.Future[Tensor] = work.get_future().then(lambda _: buffer.copy_(wide))
+        return future
 
 
 class _Reach(torch.autograd.Function):

@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..precision import total_norm
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync
+from .base import Sync, refuse_narrower
 from .ranks import RanksEngine
 
 # How backwards are kept from reducing.
@@ -40,6 +40,7 @@ Form = Literal["no_sync", "coalesced", "each"]
 class DeepSpeedEngine(RanksEngine):
     name = "DeepSpeed"
     steps = True
+    says_dtypes = 'its config says in which dtype it reduces ("communication_data_type")'
     gradients_stay = False  # ZeRO keeps them in partitions of its own
 
     @classmethod
@@ -128,6 +129,17 @@ class DeepSpeedEngine(RanksEngine):
                 'cannot be kept from it (0.19.2 can); put "overlap_comm": false into its config'
             )
         return "coalesced"
+
+    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
+        own = next(self._deepspeed.module.parameters()).dtype
+        told = getattr(self._optimizer, "grad_acc_dtype", None)  # of BF16_Optimizer, of stages 0 and 1
+        if told is None and self._form == "each":
+            told = getattr(self._optimizer, "gradient_accumulation_dtype", None)
+        refuse_narrower(
+            {f"a model in {own} under ZeRO stage {self._stage}": told or own},
+            dtype,
+            'put "data_types": {"grad_accum_dtype": "fp32"} into its config, which stages 1 (in bf16), 2 and 3 follow',
+        )
 
     def guarded(self) -> list[Optimizer]:
         return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..precision import HALF, total_norm
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync
+from .base import Sync, refuse_narrower, refuse_narrower_outside
 from .ranks import RanksEngine, average_by_hand
 
 
@@ -28,6 +28,7 @@ class FSDPEngine(RanksEngine):
     in_step = True
     gradients_stay = False  # a rank has those that its shard holds
     hides_parameters = True
+    says_dtypes = "its MixedPrecision(reduce_dtype=...) says in which dtype it reduces"
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -55,6 +56,24 @@ class FSDPEngine(RanksEngine):
         self._found: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
+
+    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
+        adds_up: dict[str, torch.dtype] = {}
+        for model in self.models:
+            for name, module in model.named_modules():
+                kept = next((p.dtype for p in module.parameters() if p.requires_grad), None)
+                if self.wraps(module) and kept is not None:
+                    low = self.sync == "every" and module.mixed_precision.keep_low_precision_grads
+                    computes = _computes_in(module) if self.sync == "last" or low else kept
+                    adds_up[name or "the root"] = computes or kept
+        refuse_narrower(
+            adds_up,
+            dtype,
+            "use sync='every' with parameters in float32, which adds up in their dtype, or fully_shard with "
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+        )
+        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        refuse_narrower_outside(parameters, own, dtype)
 
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)

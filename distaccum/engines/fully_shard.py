@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..precision import HALF, local, total_norm
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync, gradients_of, put_gradients
+from .base import Sync, gradients_of, put_gradients, refuse_narrower, refuse_narrower_outside
 from .ranks import RanksEngine, average_by_hand
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -37,6 +37,7 @@ class FullyShardEngine(RanksEngine):
     name = "FSDP2 (fully_shard)"
     shows_partial = True
     in_step = True
+    says_dtypes = "its MixedPrecisionPolicy(reduce_dtype=...) says in which dtype it reduces"
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -68,7 +69,12 @@ class FullyShardEngine(RanksEngine):
         self._reduces = True  # in backward; else by hand, after the last
         self._stands_in = False
         self._unused: list[Any] = []  # FSDP's parameters without a gradient in this window, on this rank
-        low = [_name(p) for group in self._groups for p in group.fsdp_params if _adds_up_in_half(group, p)]
+        low = [
+            _name(p)
+            for g in self._groups
+            for p in g.fsdp_params
+            if _is_trained(p) and _adds_up_in(g, p, "last") in HALF
+        ]
         if low and sync != "every" and self.rank == 0:
             warnings.warn(
                 f"gradients of {listed(low)} add up in half precision between micro-steps; "
@@ -81,6 +87,20 @@ class FullyShardEngine(RanksEngine):
         shards = [p.sharded_param for group in self._groups for p in group.fsdp_params]
         gathered = {id(getattr(p, "_unsharded_param", None)) for group in self._groups for p in group.fsdp_params}
         return list({id(p): p for p in [*super().parameters(), *shards] if id(p) not in gathered}.values())
+
+    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
+        low = {_adds_up_in(g, p, self.sync): _name(p) for g in self._groups for p in g.fsdp_params if _is_trained(p)}
+        refuse_narrower(
+            {name: adds_up for adds_up, name in low.items()},
+            dtype,
+            "wrap with MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), whose sums are in "
+            "reduce_dtype"
+            + (
+                ", and keep the parameters themselves in float32, in whose dtype shards add up" * (self.sync == "every")
+            ),
+        )
+        own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        refuse_narrower_outside(parameters, own, dtype)
 
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
@@ -409,13 +429,22 @@ def _name(parameter: Any) -> str:
     return str(getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name)
 
 
-def _adds_up_in_half(group: Any, parameter: Any) -> bool:
+def _adds_up_in(group: Any, parameter: Any, sync: Sync) -> torch.dtype:
     policy, shard = parameter.mp_policy, parameter.sharded_param
     if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):  # torch 2.15: what backward computes is cast up
-        kept = shard.grad_dtype
+        kept = shard.grad_dtype or policy.param_dtype or shard.dtype
     else:
         kept = policy.param_dtype or shard.dtype
-    return (policy.reduce_dtype or kept) in HALF and bool(shard.requires_grad)
+    if sync == "every":  # a shard's .grad, after it is reduced
+        kept = getattr(shard, "grad_dtype", None) or shard.dtype
+    elif policy.reduce_dtype:
+        kept = policy.reduce_dtype
+    assert isinstance(kept, torch.dtype)
+    return kept
+
+
+def _is_trained(parameter: Any) -> bool:
+    return bool(parameter.sharded_param.requires_grad)
 
 
 def _zeros_can_be_made(group: Any) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
+import torch
 from torch import Tensor, nn
 
+from ..precision import Phase, Sums
 from ..shares import Plan
 from .base import Engine, gradients_of, put_gradients
 
@@ -16,6 +18,9 @@ class PlainEngine(Engine):
     name = "a plain module"
     can_be_cast = True
     shows_partial = True
+
+    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
+        self.sums = Sums(parameters, dtype)
 
     def gather(self, row: list[float]) -> list[list[float]]:
         return [row]
@@ -27,23 +32,31 @@ class PlainEngine(Engine):
         pass
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        pass
+        if self.sums is not None:
+            self.sums.watch(parameters)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        if self.sums is not None:
+            self.sums.phase = Phase.ADD
         self.run_backward(losses, seeds)
 
     def finish(self) -> None:
-        pass
+        if self.sums is not None:
+            self.sums.phase = Phase.OFF
+            self.sums.round()
 
     def release(self) -> None:
-        pass
+        if self.sums is not None:
+            self.sums.phase = Phase.OFF
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        return {"gradients": gradients_of(parameters)}
+        return {"gradients": gradients_of(self.holders(parameters))}
 
     def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        put_gradients(parameters, partial["gradients"])
+        put_gradients(self.holders(parameters), partial["gradients"])
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:
             parameter.grad = None
+        if self.sums is not None:
+            self.sums.clear()

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..precision import local
+from ..precision import Sum, local
 from ..shares import DistaccumError, Plan
 from .base import Engine, Sync
 
@@ -33,23 +33,31 @@ class RanksEngine(Engine):
         self._apart: dist.ProcessGroup | None = None
 
     def gather(self, row: list[float]) -> list[list[float]]:
+        return self._gather(row, self.host_group)()
+
+    def gather_later(self, row: list[float]) -> Callable[[], list[list[float]]]:
         return self._gather(row, self.host_group)
 
     def agree(self, row: list[float]) -> list[list[float]]:
         # On the group of the gradients it would meet the collective of a rank that is further on, and be taken for it.
         if self._apart is None:
             self._apart = new_host_group(self.group)
-        return self._gather(row, self._apart)
+        return self._gather(row, self._apart)()
 
-    def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+    def _gather(self, row: list[float], group: dist.ProcessGroup) -> Callable[[], list[list[float]]]:
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        try:
-            dist.all_gather(rows, mine, group=group)
-        except RuntimeError as error:
-            self.refuse_lost_ranks(error)
-            raise
-        return [row.tolist() for row in rows]
+        work = dist.all_gather(rows, mine, group=group, async_op=True)
+
+        def wait() -> list[list[float]]:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                self.refuse_lost_ranks(error)
+                raise
+            return [row.tolist() for row in rows]
+
+        return wait
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
@@ -127,31 +135,32 @@ UNUSED, DENSE, SPARSE = range(3)
 
 
 def average_by_hand(
-    parameters: Sequence[nn.Parameter],
+    holders: Sequence[Any],
     group: dist.ProcessGroup,
     hosts: dist.ProcessGroup,
     divisor: float,
-    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
+    is_zeroed: Callable[[Any], bool] = lambda _: False,
 ) -> None:
     """Sums gradients over `group` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
 
-    Costs one reduction per bucket, and one small collective on the host: what each rank has.
+    `holders` are parameters, or the sums of their gradients. Costs one reduction per bucket, and one small collective
+    on the host: what each rank has.
     """
-    kinds = torch.tensor([_kind(p, is_zeroed) for p in parameters], dtype=torch.uint8)
+    kinds = torch.tensor([_kind(one, is_zeroed) for one in holders], dtype=torch.uint8)
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
-    dense: list[nn.Parameter] = []
-    for parameter, kind in zip(parameters, kinds.tolist(), strict=True):
+    dense: list[Any] = []
+    for one, kind in zip(holders, kinds.tolist(), strict=True):
         if kind == UNUSED:
-            parameter.grad = None
+            one.grad = None
         elif kind == SPARSE:
-            _average_sparse(parameter, group, divisor)
+            _average_sparse(one, group, divisor)
         else:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dense.append(parameter)
+            if one.grad is None:
+                one.grad = torch.zeros_like(_parameter(one), dtype=one.dtype)
+            dense.append(one)
 
     flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
-    for gradients in _in_buckets([local(parameter.grad) for parameter in dense if parameter.grad is not None]):
+    for gradients in _in_buckets([local(one.grad) for one in dense]):
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(divisor)
         flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
         if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
@@ -160,10 +169,15 @@ def average_by_hand(
         _land(*flying.popleft())
 
 
-def _kind(parameter: nn.Parameter, is_zeroed: Callable[[nn.Parameter], bool]) -> int:
-    if parameter.grad is None or is_zeroed(parameter):
+def _parameter(holder: Any) -> Tensor:
+    parameter: Tensor = holder.parameter if isinstance(holder, Sum) else holder
+    return parameter
+
+
+def _kind(holder: Any, is_zeroed: Callable[[Any], bool]) -> int:
+    if holder.grad is None or is_zeroed(holder):
         return UNUSED
-    return SPARSE if parameter.grad.is_sparse else DENSE
+    return SPARSE if holder.grad.is_sparse else DENSE
 
 
 def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -186,13 +200,14 @@ def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
         gradient.copy_(piece.view(gradient.shape))
 
 
-def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: float) -> None:
+def _average_sparse(holder: Any, group: dist.ProcessGroup, divisor: float) -> None:
     """An embedding's gradient: rows that were looked up."""
-    gradient = parameter.grad
+    gradient = holder.grad
     if gradient is None:
+        parameter = _parameter(holder)
         rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty((0, *parameter.shape[1:]))
+        values = parameter.new_empty((0, *parameter.shape[1:]), dtype=holder.dtype)
         gradient = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
     gradient = (gradient / divisor).coalesce()
     dist.all_reduce(gradient, group=group)
-    parameter.grad = gradient
+    holder.grad = gradient

@@ -1,0 +1,654 @@
+"""`accumulate_dtype`: low-precision gradients add up in float32 and are rounded once.
+
+Gradients here are the data themselves, multiples of 1/16 that bfloat16 and float16 hold: in float32 they add up without
+any rounding, so what is expected is known to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import FSDP2_RUNS_ON_CPU, import_deepspeed, zero_config
+from problems import CASES, big_batch, error, gradient, make_net, micro_batches_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+
+from distaccum import Accumulator, DistaccumError
+
+SIZE = 64
+LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+
+
+class Linear(nn.Module):
+    """`always` is used by each micro-batch, `sometimes` by those of more than one row."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.always = nn.Parameter(torch.zeros(SIZE, dtype=dtype))
+        self.sometimes = nn.Parameter(torch.zeros(SIZE, dtype=dtype))
+
+    def forward(self, rows):
+        score = (self.always.float() * rows[0]).sum()
+        return score + (self.sometimes.float() * rows[1]).sum() if len(rows) > 1 else score
+
+
+class Alone(nn.Module):
+    """One weight, used always."""
+
+    def __init__(self, dtype=torch.bfloat16):
+        super().__init__()
+        self.always = nn.Parameter(torch.zeros(SIZE, dtype=dtype))
+
+    def forward(self, rows):
+        return (self.always.float() * rows[0]).sum()
+
+
+def data(number, rank=0, rows=lambda i: 1):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(1, 24, (rows(i), SIZE), generator=generator) / 16.0 for i in range(number)]
+
+
+def accumulate(model, batches, **options):
+    accumulator = Accumulator(
+        model,
+        SGD(model.parameters(), lr=0.25),
+        reduction="sum",
+        accumulate_dtype=torch.float32,
+        **{"steps": 4, **options},
+    )
+    return accumulator, accumulator.window(batches)
+
+
+def run(window, model):
+    for rows in window:
+        window.backward(model(rows))
+    return window
+
+
+def sums(batches):
+    """Exact, of `always` and of `sometimes`."""
+    first = torch.stack([rows[0] for rows in batches]).double().sum(0)
+    others = [rows[1] for rows in batches if len(rows) > 1]
+    return first, torch.stack(others).double().sum(0) if others else None
+
+
+@LOW
+def test_what_adds_up_in_float32_is_rounded_once(dtype):
+    model, batches = Linear(dtype), data(200, rows=lambda i: 1 + i % 2)
+    _, window = accumulate(model, batches)
+    run(window, model)
+    for parameter, exact in zip((model.always, model.sometimes), sums(batches), strict=True):
+        assert parameter.grad.dtype == dtype
+        assert torch.equal(parameter.grad, exact.to(dtype))
+    before = model.always.detach().clone()
+    window.step()
+    assert torch.equal(model.always, before - 0.25 * sums(batches)[0].to(dtype))
+    assert model.always.grad is None and model.sometimes.grad is None
+
+    naive = Linear(dtype)
+    for rows in batches:
+        naive(rows).backward()
+    assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "else this test shows nothing"
+
+
+def test_without_it_gradients_add_up_in_the_parameters_dtype():
+    model, batches = Linear(), data(200)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.25), reduction="sum", steps=1)
+    run(accumulator.window(batches), model)
+    assert error(model.always.grad, sums(batches)[0]) > 1e-3
+
+
+def test_a_parameter_that_the_last_micro_batch_leaves_out_keeps_its_sum():
+    model, batches = Linear(), data(5, rows=lambda i: 1 + (i < 2))
+    _, window = accumulate(model, batches)
+    run(window, model)
+    assert torch.equal(model.sometimes.grad, sums(batches)[1].to(torch.bfloat16))
+
+
+def test_a_parameter_that_no_micro_batch_uses_has_no_gradient():
+    model = Linear()
+    _, window = accumulate(model, data(3))
+    run(window, model)
+    assert model.sometimes.grad is None
+
+
+def test_gradients_are_let_go_between_micro_steps():
+    model = Linear()
+    _, window = accumulate(model, data(3, rows=lambda i: 2))
+    for rows in window:
+        window.backward(model(rows))
+        assert model.always.grad is None
+    assert model.always.grad is not None
+
+
+def test_an_abandoned_window_leaves_no_sum_behind():
+    model, batches = Linear(), data(6, rows=lambda i: 2)
+    accumulator, window = accumulate(model, batches)
+    for i, rows in enumerate(window):
+        window.backward(model(rows))
+        if i == 3:
+            break
+    window = run(accumulator.window(batches[:3]), model)
+    assert torch.equal(model.always.grad, sums(batches[:3])[0].to(torch.bfloat16))
+
+
+def test_outside_of_windows_gradients_are_as_ever():
+    model, batches = Linear(), data(3)
+    accumulator, window = accumulate(model, batches)
+    model(batches[0]).backward()
+    assert torch.equal(model.always.grad, batches[0][0].bfloat16())
+    model.zero_grad()
+    run(window, model).step()
+    model(batches[0]).backward()
+    assert torch.equal(model.always.grad, batches[0][0].bfloat16())
+    del accumulator, window
+    model(batches[0]).backward()
+    assert torch.equal(model.always.grad, 2 * batches[0][0].bfloat16())
+
+
+def test_clearing_gradients_in_mid_window_loses_nothing():
+    """They are not there to be cleared."""
+    model, batches = Linear(), data(4)
+    _, window = accumulate(model, batches)
+    for rows in window:
+        window.backward(model(rows))
+        if len(rows) and window.num_done < 4:
+            model.zero_grad()
+    assert torch.equal(model.always.grad, sums(batches)[0].to(torch.bfloat16))
+
+
+def test_a_backward_of_the_callers_own_in_mid_window_is_seen():
+    model, batches = Linear(), data(4)
+    _, window = accumulate(model, batches)
+    with pytest.raises(DistaccumError, match="changed in mid-window"):
+        for rows in window:
+            window.backward(model(rows))
+            model(rows).backward()
+
+
+def test_parts_and_heads_add_up_too():
+    for name in ("parts", "heads"):
+        model, batches = Linear(), data(3, rows=lambda i: 2)
+        _, window = accumulate(model, batches)
+        for rows in window:
+            if name == "parts":
+                for part in window.parts([0, 1]):
+                    window.backward((list(model.parameters())[part].float() * rows[part]).sum())
+            else:
+                features = model.always.float() * 1
+                for _, given in window.heads(features, [0]):
+                    window.backward((given * rows[0]).sum() + (model.sometimes.float() * rows[1]).sum())
+        for parameter, exact in zip(model.parameters(), sums(batches), strict=True):
+            assert torch.equal(parameter.grad, exact.to(torch.bfloat16)), name
+
+
+def test_sparse_gradients_add_up_in_float32():
+    torch.manual_seed(0)
+    embedding = nn.Embedding(8, 4, sparse=True, dtype=torch.bfloat16)
+    weights = data(100)
+    accumulator = Accumulator(
+        embedding, SGD(embedding.parameters(), lr=1.0), reduction="sum", steps=1, accumulate_dtype=torch.float32
+    )
+    window = accumulator.window([w[0, :3] for w in weights])
+    for factors in window:
+        window.backward((embedding(torch.tensor([1, 1, 5])).float().sum(1) * factors).sum())
+    exact = torch.zeros(8, dtype=torch.double)
+    for w in weights:
+        exact[1] += w[0, :2].double().sum()
+        exact[5] += w[0, 2].double()
+    assert embedding.weight.grad.is_sparse and embedding.weight.grad.dtype == torch.bfloat16
+    assert torch.equal(embedding.weight.grad.to_dense()[:, 0], exact.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("first", ["sparse", "dense"])
+def test_sparse_and_dense_gradients_of_one_parameter(first):
+    torch.manual_seed(0)
+    embedding = nn.Embedding(5, 3, sparse=True, dtype=torch.bfloat16)
+    accumulator = Accumulator(embedding, SGD(embedding.parameters(), lr=1.0), accumulate_dtype=torch.float32)
+    x = torch.tensor([[0, 1]])
+    window = accumulator.window([x, x])
+    for i, _ in enumerate(window):
+        rows = embedding(x).float()
+        dense = (i == 0) == (first == "dense")
+        window.backward((rows @ embedding.weight.t().float()).mean() if dense else rows.mean())
+    exact = copy.deepcopy(embedding).double()
+    exact.weight = nn.Parameter(exact.weight.detach())
+    rows = nn.functional.embedding(x, exact.weight)
+    ((rows @ exact.weight.t()).mean() / 2 + rows.mean() / 2).backward()
+    assert error(embedding.weight.grad, exact.weight.grad) <= 0.01
+
+
+def test_two_accumulators_windows_at_once_are_refused():
+    model, batches = Linear(), data(3)
+    _, one = accumulate(model, batches)
+    _, other = accumulate(model, batches)
+    for rows in one:
+        one.backward(model(rows))
+        with pytest.raises(DistaccumError, match="another accumulator's window with accumulate_dtype"):
+            run(other, model)
+        break
+    _, again = accumulate(model, batches)
+    run(again, model)
+    assert torch.equal(model.always.grad, sums(batches)[0].to(torch.bfloat16))
+
+
+def test_a_weight_of_many_reentrant_checkpoints_is_rounded_once():
+    from torch.utils.checkpoint import checkpoint
+
+    model = Alone()
+    _, window = accumulate(model, [10.0, 0.1], count=lambda _: 1)
+    for value in window:
+        parts = [
+            checkpoint(lambda x, value=value: (model.always.float() * value * x).sum(), x, use_reentrant=True)
+            for x in [torch.ones(SIZE, requires_grad=True) for _ in range(100)]
+        ]
+        window.backward(torch.stack(parts).sum())
+    assert model.always.grad[0].item() == pytest.approx(1010, rel=2**-8)
+
+
+@pytest.mark.parametrize("optimizer", [SGD, AdamW])
+def test_optimizers_are_given_gradients_of_the_parameters_dtype(optimizer):
+    model, batches = Linear(), data(8, rows=lambda i: 2)
+    accumulator = Accumulator(
+        model, optimizer(model.parameters(), lr=0.25), steps=8, max_norm=1.0, accumulate_dtype=torch.float32
+    )
+    for window in accumulator.windows(batches):
+        assert run(window, model).step().grad_norm > 0
+
+
+def test_wide_parameters_beside_low_ones_are_left_alone():
+    model = Linear()
+    model.sometimes = nn.Parameter(torch.zeros(SIZE))
+    _, window = accumulate(model, data(3, rows=lambda i: 2))
+    for rows in window:
+        window.backward(model(rows))
+        assert model.sometimes.grad is not None and model.sometimes.grad.dtype == torch.float32
+
+
+def test_parameters_that_come_or_are_unfrozen_later_add_up_in_float32_too():
+    model, batches = Linear(), data(200, rows=lambda i: 2)
+    model.sometimes.requires_grad_(False)
+    accumulator, window = accumulate(model, batches)
+    run(window, model).step()
+    model.sometimes.requires_grad_(True)
+    run(accumulator.window(batches), model)
+    for parameter, exact in zip(model.parameters(), sums(batches), strict=True):
+        assert torch.equal(parameter.grad, exact.to(torch.bfloat16))
+
+
+def test_a_state_in_mid_window_has_the_sums():
+    batches = data(6, rows=lambda i: 2)
+    model = Linear()
+    accumulator, window = accumulate(model, batches)
+    for rows in window:
+        window.backward(model(rows))
+        if window.num_done == 3:
+            state = accumulator.state_dict()
+            break
+    other = Linear()
+    accumulator, _ = accumulate(other, [])
+    accumulator.load_state_dict(copy.deepcopy(state))
+    run(accumulator.window(batches), other)
+    assert torch.equal(other.always.grad, sums(batches)[0].to(torch.bfloat16))
+
+    third = Linear()
+    without = Accumulator(third, SGD(third.parameters(), lr=0.25), reduction="sum", steps=4)
+    without.load_state_dict(state)
+    with pytest.raises(ValueError, match="give the same accumulate_dtype"):
+        run(without.window(batches), third)
+
+
+def test_update_halves_and_check_compares_as_ever():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", accumulate_dtype=torch.float32
+    )
+    batch = torch.randn(16, 4, dtype=torch.bfloat16)
+    sizes = []
+
+    def loss_fn(x):
+        sizes.append(len(x))
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(x).float().square().mean()
+
+    accumulator.update(batch, loss_fn)
+    assert sizes == [16, 8, 4, 4, 4, 4]
+    assert accumulator.check(batch[:4], lambda x: model(x).float().square().mean()).equivalent
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, torch.int32, "float32"])
+def test_another_dtype_is_refused(value):
+    model = Linear()
+    with pytest.raises(ValueError, match=r"accumulate_dtype=.*expected torch.float32 or torch.float64"):
+        Accumulator(model, steps=1, accumulate_dtype=value)
+
+
+def test_reduce_dtype_needs_ranks_and_sums():
+    model = Linear()
+    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 with accumulate_dtype=None"):
+        Accumulator(model, steps=1, reduce_dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"reduce_dtype with a plain module, expected DistributedDataParallel"):
+        Accumulator(model, steps=1, reduce_dtype=torch.float32, accumulate_dtype=torch.float32)
+
+
+def test_float32_parameters_can_add_up_in_float64():
+    model = Alone(torch.float32)
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=1.0), reduction="sum", steps=1, accumulate_dtype=torch.float64
+    )
+    batches = [torch.full((1, SIZE), value) for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)]
+    run(accumulator.window(batches), model)
+    assert torch.equal(model.always.grad, torch.full((SIZE,), 1 + 3 * 2.0**-24, dtype=torch.float64).float())
+
+
+# Ranks
+
+FORMS = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+}
+
+
+def rounded(parts, reduce_dtype):
+    """Of each rank's exact sum: how DDP averages, in the parameters' dtype or in float32."""
+    if reduce_dtype is not None:
+        return sum(parts).to(torch.bfloat16)
+    return sum(part.to(torch.bfloat16).float() for part in parts).to(torch.bfloat16)
+
+
+def ddp_windows(form, lengths, windows, reduce_dtype, options, with_unused):
+    """What each window gave on this rank, whether it was what was expected, and how many reductions it took."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model = Linear() if with_unused else Alone()
+    ddp = DistributedDataParallel(model, **FORMS[form])
+    accumulator, _ = accumulate(ddp, [], reduce_dtype=reduce_dtype, **options)
+    seen = []
+    for index in range(windows):
+        # `sometimes` is not used by the last micro-batches, and on rank 1 not at all.
+        rows = (lambda r: lambda i: 1 + (i < 2 and r == 0)) if with_unused else (lambda r: lambda i: 1)
+        everyone = [data(lengths[r], rank=10 * index + r, rows=rows(r)) for r in range(world)]
+        with Counting() as count:
+            window = run(accumulator.window(everyone[rank]), ddp)
+            large = [size for _, size in count.take() if size >= SIZE]
+        exact = [sums(one) if one else (torch.zeros(SIZE), None) for one in everyone]
+        firsts = rounded([first.double() for first, _ in exact], reduce_dtype)
+        right = torch.equal(model.always.grad, firsts)
+        if with_unused:
+            others = [torch.zeros(SIZE).double() if other is None else other for _, other in exact]
+            right &= torch.equal(model.sometimes.grad, rounded(others, reduce_dtype))
+        seen.append((right, len(large), model.always.grad.dtype))
+        assert window.step().stepped
+    return seen
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("form", [form for form in FORMS if "unused" not in form])
+@pytest.mark.parametrize("lengths", [(50, 50), (50, 30)], ids=["even", "uneven"])
+def test_ddp_reduces_the_rounded_sum_once(ranks, form, lengths, reduce_dtype):
+    for seen in ranks(2).run(ddp_windows, form, lengths, 3, reduce_dtype, {}, False):
+        first = 1 if form == "static" else 0  # whose first backward is reduced by itself, and rounded there
+        assert [right for right, *_ in seen[first:]] == [True] * (3 - first)
+        assert [large for _, large, _ in seen[1:]] == [1, 1]
+        assert seen[0][2] == torch.bfloat16
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("form", ["unused", "unused, views"])
+def test_what_only_some_micro_batches_and_ranks_use_adds_up_in_float32(ranks, form, reduce_dtype):
+    for seen in ranks(2).run(ddp_windows, form, (40, 40), 3, reduce_dtype, {}, True):
+        assert [right for right, *_ in seen] == [True] * 3
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("form", ["plain", "views", "unused"])
+def test_a_dry_rank_averages_sums_by_hand(ranks, form, reduce_dtype):
+    for seen in ranks(2).run(ddp_windows, form, (50, 0), 2, reduce_dtype, {}, False):
+        assert [right for right, *_ in seen] == [True] * 2
+
+
+LAYOUTS = [
+    [[[3, 3, 3]] * 2, [[2, 2]] * 2],
+    [[[1, 6, 2], [5, 1, 3]], [[7, 1], [3, 3]]],
+    [[[3, 3, 2], [4, 1]], [[2], [1, 2, 3, 4]]],
+    [[[2, 3], [4, 1]], [[3, 2, 1, 1], []], [[], [5]]],
+]
+
+
+def law(form, case, layouts, sync):
+    """Errors of the gradient, float32 added up in float64, by window."""
+    loss_fn, how, reduction, count = CASES[case]
+    rank, world = dist.get_rank(), dist.get_world_size()
+    ddp = DistributedDataParallel(make_net(torch.float32), find_unused_parameters=True, **FORMS[form])
+    accumulator = Accumulator(
+        ddp, SGD(ddp.parameters(), lr=0.0), reduction=reduction, count=count, accumulate_dtype=torch.float64, sync=sync
+    )
+    errors = []
+    for index, layout in enumerate(layouts):
+        window = accumulator.window(micro_batches_of(layout, index, rank, torch.float32))
+        for micro_batch in window:
+            window.backward(loss_fn(ddp, micro_batch, how))
+        everything = [b for r in range(world) for b in micro_batches_of(layout, index, r, torch.float32)]
+        errors.append(error(gradient(ddp), big_batch(case, everything)[1]))
+        window.step()
+    return errors
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("case", ["samples mean", "tokens sum_to_mean"])
+@pytest.mark.parametrize("form", ["plain", "views"])
+def test_the_law_holds_where_gradients_add_up_in_another_dtype(ranks, form, case, sync):
+    for layouts in LAYOUTS:
+        for errors in ranks(2).run(law, form, case, layouts, sync):
+            assert max(errors) <= 1e-6, layouts
+
+
+def every(form):
+    """Each micro-step's gradient is reduced by itself and added up in float32: without any error where both ranks'
+    gradients have an exact mean.
+    """
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(Alone(), **FORMS[form])
+    accumulator, _ = accumulate(ddp, [], sync="every")
+    right = []
+    for index in range(2):
+        everyone = [data(50, rank=7 * index) for r in range(2)]  # the same: reduced without rounding
+        window = run(accumulator.window(everyone[rank]), ddp)
+        exact = sum(sums(one)[0] for one in everyone)
+        right.append(error(ddp.module.always.grad, exact))
+        window.step()
+    return right
+
+
+@pytest.mark.parametrize("form", ["plain", "views", "static"])
+def test_reduced_on_each_micro_step_it_adds_up_in_float32_too(ranks, form):
+    for errors in ranks(2).run(every, form):
+        assert max(errors) <= 2.0**-8
+
+
+def in_another_order(kind, reduce_dtype):
+    """Error of gradients that DDP keeps in another order of dimensions than the parameter's."""
+    rank = dist.get_rank()
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).bfloat16()
+    if kind == "channels last":
+        net = net.to(memory_format=torch.channels_last)
+    else:
+        net[2].weight = nn.Parameter(net[2].weight.detach().t().contiguous().t())
+    exact = copy.deepcopy(net).double()
+    ddp = DistributedDataParallel(net)
+    accumulator = Accumulator(
+        ddp, SGD(ddp.parameters(), lr=0.0), steps=3, accumulate_dtype=torch.float32, reduce_dtype=reduce_dtype
+    )
+    generator = torch.Generator().manual_seed(1)
+    everyone = [[torch.randn(2, 3, 6, 6, generator=generator).bfloat16() for _ in range(3)] for _ in range(2)]
+    window = accumulator.window(everyone[rank])
+    for x in window:
+        window.backward(ddp(x).float().square().mean())
+    exact(torch.cat([x for one in everyone for x in one]).double()).square().mean().backward()
+    return error(gradient(net), gradient(exact))
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("kind", ["channels last", "transposed"])
+def test_parameters_in_another_order_of_dimensions(ranks, kind, reduce_dtype):
+    assert max(ranks(2).run(in_another_order, kind, reduce_dtype)) <= 0.02
+
+
+def resumed(form, reduce_dtype):
+    """`sometimes` is used before the pause alone."""
+    rank = dist.get_rank()
+    everyone = [data(6, rank=r, rows=lambda i: 1 + (i < 2)) for r in range(2)]
+    state = None
+    for _ in range(2):
+        model = Linear()
+        ddp = DistributedDataParallel(model, **FORMS[form])
+        accumulator, _ = accumulate(ddp, [], reduce_dtype=reduce_dtype)
+        if state is not None:
+            accumulator.load_state_dict(state)
+        window = accumulator.window(everyone[rank])
+        for rows in window:
+            window.backward(ddp(rows))
+            if state is None and window.num_done == 3:
+                state = accumulator.state_dict()
+                break
+    exact = zip(*(sums(one) for one in everyone), strict=True)
+    found = (model.always.grad, model.sometimes.grad)
+    return [torch.equal(g, rounded(parts, reduce_dtype)) for g, parts in zip(found, exact, strict=True)]
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("form", ["unused", "unused, views"])
+def test_what_was_used_before_a_pause_alone_is_reduced_after_it(ranks, form, reduce_dtype):
+    assert ranks(2).run(resumed, form, reduce_dtype) == [[True, True]] * 2
+
+
+def taken(how):
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(Alone())
+    if how == "hook":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        ddp.register_comm_hook(None, allreduce_hook)
+    accumulate(ddp, [], reduce_dtype=torch.float32)
+    accumulator, window = accumulate(ddp, data(10, rank), reduce_dtype=torch.float32)  # anew, on the same DDP
+    run(window, ddp)
+    right = torch.equal(ddp.module.always.grad, sums(data(10, 0) + data(10, 1))[0].to(torch.bfloat16))
+    window.step()
+    del accumulator, window
+    ddp(data(1, rank)[0]).backward()  # without any window: DDP's own mean
+    mean = (data(1, 0)[0][0] + data(1, 1)[0][0]).bfloat16() / 2
+    return right and torch.equal(ddp.module.always.grad, mean)
+
+
+def test_one_accumulator_after_another_reduces_in_float32(ranks):
+    assert ranks(2).run(taken, "anew") == [True, True]
+
+
+def test_reduce_dtype_beside_a_communication_hook_is_refused(ranks):
+    with pytest.raises(AssertionError, match="reduce_dtype with a communication hook on DDP"):
+        ranks(2).run(taken, "hook")
+
+
+def fsdp2(policy, sync, model_dtype=torch.float32, accumulate_dtype=torch.float32):
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(model_dtype)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
+    warnings.simplefilter("ignore")  # that it adds up in half precision
+    try:
+        Accumulator(model, steps=4, sync=sync, accumulate_dtype=accumulate_dtype)
+    except ValueError as refused:
+        return str(refused)
+    return None
+
+
+BF16 = torch.bfloat16
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 on CPU needs a newer torch")
+@pytest.mark.parametrize(
+    ("policy", "sync", "dtype", "is_refused"),
+    [
+        ({"param_dtype": BF16, "reduce_dtype": torch.float32}, "last", torch.float32, False),
+        ({"param_dtype": BF16, "reduce_dtype": torch.float32}, "last", BF16, False),
+        ({"param_dtype": BF16, "reduce_dtype": torch.float32}, "every", torch.float32, False),
+        ({"param_dtype": BF16, "reduce_dtype": torch.float32}, "every", BF16, True),
+        ({"param_dtype": BF16, "reduce_dtype": BF16}, "last", torch.float32, True),
+        ({}, "last", BF16, True),
+        ({}, "last", torch.float32, False),
+    ],
+)
+def test_fsdp2s_policy_says_in_what_it_adds_up(ranks, policy, sync, dtype, is_refused):
+    for refused in ranks(2).run(fsdp2, policy, sync, dtype):
+        if is_refused:
+            assert "add up in torch.bfloat16; wrap with MixedPrecisionPolicy" in refused
+        else:
+            assert refused is None
+
+
+def fsdp1(sync):
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision
+
+    warnings.simplefilter("ignore")
+    model = FullyShardedDataParallel(
+        nn.Linear(8, 8), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(param_dtype=BF16)
+    )
+    try:
+        Accumulator(model, steps=4, sync=sync, accumulate_dtype=torch.float32)
+    except ValueError as refused:
+        return str(refused)
+    return None
+
+
+def test_fsdp1_adds_up_in_float32_where_it_reduces_on_each_micro_step(ranks):
+    assert ranks(2).run(fsdp1, "every") == [None, None]
+    assert all("the root add up in torch.bfloat16; use sync='every'" in text for text in ranks(2).run(fsdp1, "last"))
+
+
+def zero(stage, config):
+    deepspeed = import_deepspeed()
+    model = nn.Linear(8, 8)
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=SGD(model.parameters(), lr=0.1), config={**zero_config(stage), **config}
+    )
+    try:
+        Accumulator(engine, steps=2, accumulate_dtype=torch.float32)
+    except ValueError as refused:
+        return str(refused)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("stage", "config", "is_refused"),
+    [
+        (1, {}, False),
+        (2, {"bf16": {"enabled": True}}, True),
+        (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, False),
+    ],
+)
+def test_deepspeeds_config_says_in_what_it_adds_up(ranks, stage, config, is_refused):
+    for refused in ranks(2).run(zero, stage, config):
+        assert (refused is not None) == is_refused
+        if is_refused:
+            assert '"grad_accum_dtype": "fp32"' in refused
+
+
+def test_the_sum_may_overflow_where_it_is_rounded():
+    model = Alone(torch.float16)
+    _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip")
+    update = run(window, model).step()
+    assert not update.stepped and "not finite" in update.reason
+    assert math.isfinite(update.loss)
