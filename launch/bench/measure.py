@@ -1,4 +1,4 @@
-"""What programs of this folder share: loops in turns, the peak memory of a fresh process, and a result's header."""
+"""What programs of this folder share: loops in turns, a fresh process's peak memory, ranks, and a result's header."""
 
 from __future__ import annotations
 
@@ -12,13 +12,15 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 Loop = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
 CLOCKS = {"cpu": "seconds of the processor", "cuda": "seconds"}
 # Of glibc. Resident memory is what is in use only where what is freed goes back to the system at once;
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -26,13 +28,26 @@ RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
-def in_turns(loops: Mapping[str, Loop], rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of each loop in each round; every other round goes backwards, and two more come first to warm up."""
-    taken: dict[str, list[float]] = {name: [] for name in loops}
+def in_turns(
+    loops: Mapping[Name, Loop],
+    rounds: int,
+    device: torch.device,
+    *,
+    before: Mapping[Name, Loop] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> dict[Name, list[float]]:
+    """Seconds of each loop in each round; every other round goes backwards, and two more come first to warm up.
+
+    What `before` has for a loop runs ahead of each of its turns and is not timed.
+    """
+    taken: dict[Name, list[float]] = {name: [] for name in loops}
     order = list(loops.items())
-    clock = time.perf_counter if device.type == "cuda" else time.process_time  # others' programs do not count
+    if clock is None:
+        clock = time.perf_counter if device.type == "cuda" else time.process_time  # others' programs do not count
     for turn in range(-2, rounds):
         for name, loop in order if turn % 2 else reversed(order):
+            if before is not None:
+                before[name]()
             wait_for(device)
             began = clock()
             loop()
@@ -46,6 +61,12 @@ def ratios(times: Sequence[float], reference: Sequence[float]) -> dict[str, floa
     """Round by round, so that a busy machine slows both."""
     found = [one / other for one, other in zip(times, reference, strict=True)]
     return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """A median and how far the middle half of the values reaches."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [values[0]]
+    return {"median": middle, "low": low, "high": high}
 
 
 def spelled(ratio: Mapping[str, float] | None) -> str:
@@ -84,6 +105,18 @@ def in_fresh_process(*options: str, environment: Mapping[str, str] | None = None
     return json.loads(done.stdout)
 
 
+def in_ranks(num: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
+    """What it gives on each of so many fresh processes with a gloo group, in their order."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
+    from ranks import Ranks  # the tests' own harness
+
+    ranks = Ranks(num)
+    try:
+        return ranks.run(function, *args, seconds=seconds)
+    finally:
+        ranks.stop()
+
+
 def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -119,7 +152,8 @@ def hardware(device: torch.device) -> str:
 def header(title: str, about: Mapping[str, str], *notes: str) -> list[str]:
     versions = f"torch {about['torch']}, Python {about['python']}"
     first = f"`{about['command']}`, commit {about['commit']}, {about['date']}, {versions}, {about['hardware']}."
-    return [f"# {title}", "", *(line for note in (first, *notes) for line in (*textwrap.wrap(note, 118), ""))]
+    wrap = partial(textwrap.wrap, width=118, break_on_hyphens=False)
+    return [f"# {title}", "", *(line for note in (first, *notes) for line in (*wrap(note), ""))]
 
 
 def write(out: Path | None, text: str, result: Mapping[str, Any]) -> None:

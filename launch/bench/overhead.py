@@ -1,142 +1,118 @@
-"""What a window costs above the loop written by hand: microseconds per micro-step on a tiny model, one process.
+"""What a micro-step costs above the loop written by hand: distaccum, Accelerate, Lightning Fabric and DeepSpeed 0.
 
-The loops take turns window by window, so that a busy machine slows all of them; read the ratios.
+    python launch/bench/overhead.py --out launch/results/overhead
+    python launch/bench/overhead.py --rounds 5 --ranks 1  # a quick look, at one process alone
 
-    bash launch/venv.sh launch && .venv/bin/python launch/bench/overhead.py
+On a tiny model, in one process and on two ranks (DDP, gloo); the loops are those of contenders.py. Read the ratios.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
-import subprocess
-import time
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import SGD
+from contenders import CONTENDERS, versions
+from measure import circumstances, header, quartiles, write
+from tiny import ABOUT, Key, seconds_per_update
 
-from distaccum import Accumulator
-
-Loop = Callable[[list[torch.Tensor]], None]
-
-
-def loops() -> dict[str, Loop]:
-    """Each on a model of its own: forward, weighted backward, step and clearing of a whole window."""
-
-    def model() -> tuple[nn.Module, SGD]:
-        torch.manual_seed(0)
-        linear = nn.Linear(16, 16)
-        return linear, SGD(linear.parameters(), lr=1e-4)
-
-    def hand() -> Loop:
-        linear, optimizer = model()
-
-        def run(batches: list[torch.Tensor]) -> None:
-            for batch in batches:
-                loss = linear(batch).square().mean() / len(batches)
-                loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return run
-
-    def seeded() -> Loop:
-        linear, optimizer = model()
-
-        def run(batches: list[torch.Tensor]) -> None:
-            share = torch.full((), 1 / len(batches))
-            for batch in batches:
-                linear(batch).square().mean().backward(share)
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return run
-
-    def distaccum(**options: Any) -> Loop:
-        linear, optimizer = model()
-        accumulator = Accumulator(linear, optimizer, **options)
-
-        def run(batches: list[torch.Tensor]) -> None:
-            window = accumulator.window(batches)
-            for batch in window:
-                window.backward(linear(batch).square().mean())
-            window.step()
-
-        return run
-
-    return {
-        "by hand": hand(),
-        "by hand, again": hand(),
-        "by hand, seeded": seeded(),
-        "distaccum": distaccum(),
-        "distaccum, on_nonfinite='ignore'": distaccum(on_nonfinite="ignore"),
-    }
+HAND = "by hand"
+EVERY = "DDP, every micro-step"
+Taken = Mapping[Key, Sequence[float]]
 
 
-def measure(steps: int, rounds: int) -> dict[str, list[float]]:
-    """Microseconds per window, by loop."""
-    batches = [torch.randn(8, 16) for _ in range(steps)]
-    taken: dict[str, list[float]] = {name: [] for name in loops()}
-    turns = list(loops().items())
-    for turn in range(rounds + rounds // 10):
-        for name, run in turns if turn % 2 else reversed(turns):
-            start = time.perf_counter()
-            run(batches)
-            if turn >= rounds // 10:  # the first tenth warms up
-                taken[name].append((time.perf_counter() - start) * 1e6)
-    return taken
+def keys(ranks: int, steps: Sequence[int]) -> list[Key]:
+    engine = "plain" if ranks == 1 else "DDP"
+    chosen = [(one.engine, one.name) for one in CONTENDERS if one.engine == engine]
+    if ranks > 1:
+        chosen.append((EVERY, HAND))
+    return [(engine, name, num) for engine, name in chosen for num in steps]
+
+
+def rows(taken: Taken, steps: Sequence[int]) -> list[dict[str, Any]]:
+    """A loop each, beside the first, which is the one by hand."""
+    loops = list(dict.fromkeys((engine, name) for engine, name, _ in taken))
+    reference = loops[0]
+    few, many = min(steps), max(steps)
+
+    def microseconds(loop: tuple[str, str], num: int) -> float:
+        return 1e6 * statistics.median(taken[(*loop, num)]) / num
+
+    def one_more(loop: tuple[str, str]) -> float:
+        return (microseconds(loop, many) * many - microseconds(loop, few) * few) / max(many - few, 1)
+
+    found = []
+    for engine, name in loops:
+        loop = engine, name
+        by_steps = {}
+        for num in steps:
+            pairs = zip(taken[(*loop, num)], taken[(*reference, num)], strict=True)
+            ratio = quartiles([one / other for one, other in pairs])
+            by_steps[num] = {"microseconds": microseconds(loop, num), "ratio": ratio}
+        more = {"microseconds": one_more(loop), "ratio": one_more(loop) / one_more(reference)}
+        spelled_out = f"{name}, {engine.removeprefix('DDP, ')}" if engine == EVERY else name
+        found.append({"loop": spelled_out, "steps": by_steps, "one_more": more if many > few else None})
+    return found
+
+
+def table(title: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+    steps = found[0]["steps"]
+    lines = [
+        f"## {title}",
+        "",
+        f"| micro-steps per window | {' | '.join(map(str, steps))} | one more |",
+        f"| --- |{' --: |' * (len(steps) + 1)}",
+    ]
+    for row in found:
+        cells = [f"{cell['microseconds']:.0f} us, {spread(cell['ratio'])}" for cell in row["steps"].values()]
+        more = row["one_more"]
+        cells.append("-" if more is None else f"{more['microseconds']:.0f} us, {more['ratio']:.2f}")
+        lines.append(f"| {row['loop']} | {' | '.join(cells)} |")
+    return [*lines, ""]
+
+
+def spread(ratio: Mapping[str, float]) -> str:
+    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 8, 32, 128], help="micro-steps per window")
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent.parent / "results" / "overhead.json")
+    parser.add_argument(
+        "--steps", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N", help="per window (1 8 32 128)"
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="1 is one process (1 2)")
+    parser.add_argument("--rounds", type=int, default=50, metavar="N", help="(%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
     options = parser.parse_args()
+    for name in ("steps", "ranks"):
+        if min(getattr(options, name)) < 1:
+            parser.error(f"--{name} {' '.join(map(str, getattr(options, name)))}: each is at least 1")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: it takes at least 1")
     torch.set_num_threads(1)
+    steps, counts = sorted(set(options.steps)), sorted(set(options.ranks))
 
-    medians: dict[int, dict[str, float]] = {}
-    ratios: dict[int, dict[str, float]] = {}
-    for steps in options.steps:
-        taken = measure(steps, options.rounds)
-        by_hand = taken["by hand"]
-        medians[steps] = {name: statistics.median(times) / steps for name, times in taken.items()}
-        ratios[steps] = {
-            name: statistics.median(a / b for a, b in zip(times, by_hand, strict=True)) for name, times in taken.items()
-        }
-    few, many = min(options.steps), max(options.steps)
-    marginal = {
-        name: (medians[many][name] * many - medians[few][name] * few) / max(many - few, 1) for name in medians[many]
-    }
-
-    header = [f"{steps} steps" for steps in options.steps]
-    print(f"| microseconds per micro-step (ratio to by hand) | {' | '.join(header)} | one more step |")
-    print(f"| --- |{' --: |' * (len(header) + 1)}")
-    for name in marginal:
-        cells = [f"{medians[steps][name]:.0f} ({ratios[steps][name]:.2f})" for steps in options.steps]
-        print(f"| {name} | {' | '.join(cells)} | {marginal[name]:.0f} ({marginal[name] / marginal['by hand']:.2f}) |")
-    result = {"medians": medians, "ratios": ratios, "marginal": marginal, **circumstances()}
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(f"written to {options.out}")
-
-
-def circumstances() -> dict[str, str]:
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {
-        "command": "python launch/bench/overhead.py",
-        "commit": commit.stdout.strip(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.machine()}, {torch.get_num_threads()} thread, CPU",
-        "date": time.strftime("%Y-%m-%d"),
-    }
+    about = circumstances(torch.device("cpu")) | versions()
+    others = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines = header(
+        "What a micro-step costs above the loop by hand",
+        about,
+        f"{ABOUT} {options.rounds} rounds. With {others}.",
+        "Microseconds per micro-step (median), and the ratio to the loop by hand in the same round: its median, and "
+        "how far the middle half of the rounds reaches. *By hand, again* is the same loop twice: what it differs by is "
+        "noise. *One more*: what a micro-step adds to a window, from the shortest and the longest. *Clipped* and "
+        "*max_norm*: a norm is taken each update and nothing is reached by it.",
+    )
+    groups = {}
+    for ranks in counts:
+        taken = seconds_per_update(ranks, keys(ranks, steps), options.rounds, limit=60 + 20 * options.rounds)
+        title = "One process" if ranks == 1 else f"{ranks} ranks, DDP on gloo"
+        groups[title] = rows(taken, steps)
+        lines += table(title, groups[title])
+    write(options.out, "\n".join(lines).rstrip(), {**about, "rounds": options.rounds, "groups": groups})
 
 
 if __name__ == "__main__":

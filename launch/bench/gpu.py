@@ -1,0 +1,503 @@
+"""On a GPU: what a window costs beside the others' loops, in time, in memory, and in time that the GPU stands idle.
+
+    python launch/bench/gpu.py --out launch/results/gpu --trace runs/window.json      # some ten minutes
+    python launch/bench/gpu.py --device cpu --small --rounds 1 --models transformer   # shows that it runs
+
+ResNet-50 with GroupNorm at 224 pixels, and a decoder of 370 million parameters over 1,024 tokens; parameters in
+float32, computing in bfloat16 by autocast, as each library's documentation has it; SGD with momentum, one process.
+
+- rates:   images or tokens per second of each way to accumulate, in turns.
+- compile: the same with torch.compile around the module, and on a GPU with CUDA graphs (mode="reduce-overhead").
+- memory:  the peak of an update beyond model and optimizer, by the size of its micro-batches.
+- auto:    `micro_batch_size="auto"` against each fixed size, by `accumulator.update`.
+- idle:    the share of a window in which no kernel runs (on a CPU: no operator). --trace keeps the window's trace.
+
+Needs torchvision, accelerate, deepspeed and lightning-fabric.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Loop, Task, be_quiet, plain_by_hand, plain_distaccum, versions
+from fits import Language
+from measure import (
+    RETURNS,
+    circumstances,
+    header,
+    in_fresh_process,
+    in_turns,
+    peak_of,
+    ratios,
+    spelled,
+    wait_for,
+    write,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torch.profiler import ProfilerActivity, profile
+
+from distaccum import Accumulator
+from distaccum.memory import is_out_of_memory
+
+Batch = tuple[Tensor, Tensor]
+LossOf = Callable[[nn.Module, Batch], Tensor]
+Make = Callable[[], Loop]
+PARTS = ("rates", "compile", "memory", "auto", "idle")
+AGAIN = "by hand, again"
+KERNELS = {"cuda": {"kernel", "gpu_memcpy", "gpu_memset"}, "cpu": {"cpu_op"}}  # of a Chrome trace
+sgd = partial(SGD, lr=1e-4, momentum=0.9)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained, and by which sizes."""
+
+    name: str
+    unit: str
+    net: Callable[[], nn.Module]
+    batch: Callable[[int], Batch]
+    units: int  # of a sample
+    micro_batch: int  # where no other is said
+    sizes: tuple[int, ...]
+    batch_size: int  # of an update that is cut into `sizes`
+
+
+class Decoder(Language):
+    """Each token sees those before it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.shape[1]
+        mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
+        embedded = self.embedding(tokens) + self.place[:length]
+        return self.head(self.layers(embedded, mask=mask, is_causal=True)).flatten(0, 1)
+
+
+def resnet(device: torch.device, small: bool) -> Work:
+    from torchvision.models import resnet18, resnet50
+
+    make, pixels = (resnet18, 64) if small else (resnet50, 224)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return make(norm_layer=partial(nn.GroupNorm, 32)).to(device)
+
+    def batch(size: int) -> Batch:
+        return torch.randn(size, 3, pixels, pixels, device=device), torch.randint(0, 1000, (size,), device=device)
+
+    sizes = (1, 4, 8) if small else (16, 32, 64, 128, 256)
+    name = f"{make.__name__.replace('resnet', 'ResNet-')} with GroupNorm, {pixels} pixels"
+    return Work(name, "images", net, batch, 1, 4 if small else 64, sizes, 8 if small else 1024)
+
+
+def transformer(device: torch.device, small: bool) -> Work:
+    vocabulary, width, layers, context = (512, 64, 2, 64) if small else (32768, 1024, 24, 1024)
+
+    def net() -> nn.Module:
+        torch.manual_seed(0)
+        return Decoder(vocabulary, width, layers, context).to(device)
+
+    def batch(size: int) -> Batch:
+        tokens = torch.randint(0, vocabulary, (size, context + 1), device=device)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    sizes = (1, 2, 4) if small else (1, 2, 4, 8, 16, 32)
+    name = f"decoder of {layers} layers, width {width}, {context} tokens"
+    return Work(name, "tokens", net, batch, context, 2 if small else 8, sizes, 4 if small else 64)
+
+
+MODELS = {"resnet": resnet, "transformer": transformer}
+
+
+# The loops
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    x, y = batch
+    return cross_entropy(model(x).float(), y.flatten())
+
+
+def under_autocast(model: nn.Module, batch: Batch) -> Tensor:
+    with torch.autocast(batch[0].device.type, torch.bfloat16):
+        return loss_of(model, batch)
+
+
+def with_cuda_graphs(model: nn.Module, batch: Batch) -> Tensor:
+    torch.compiler.cudagraph_mark_step_begin()  # the last micro-step's outputs may be written over
+    return under_autocast(model, batch)
+
+
+def makers(work: Work, steps: int, device: torch.device) -> dict[str, Make]:
+    """Each of a fresh net; DeepSpeed last, since it makes a process group."""
+
+    def task(loss: LossOf = under_autocast) -> Task:
+        return Task(work.net(), loss, sgd, steps)
+
+    return {
+        "by hand": lambda: plain_by_hand(task()),
+        AGAIN: lambda: plain_by_hand(task()),
+        "distaccum": lambda: plain_distaccum(task()),
+        "Accelerate": lambda: accelerate(task(loss_of), device),
+        "Lightning Fabric": lambda: lightning_fabric(task(loss_of), device),
+        "DeepSpeed 0": lambda: deepspeed(task(loss_of), device),
+    }
+
+
+def compiled_makers(work: Work, steps: int, device: torch.device) -> dict[str, Make]:
+    def task(loss: LossOf = under_autocast, **options: Any) -> Task:
+        module: Any = torch.compile(work.net(), **options)
+        return Task(module, loss, sgd, steps)
+
+    found: dict[str, Make] = {
+        "by hand": lambda: plain_by_hand(Task(work.net(), under_autocast, sgd, steps)),
+        "by hand, compiled": lambda: plain_by_hand(task()),
+        "distaccum, compiled": lambda: plain_distaccum(task()),
+    }
+    if device.type == "cuda":
+        graphs = partial(task, with_cuda_graphs, mode="reduce-overhead")
+        found["by hand, CUDA graphs"] = lambda: plain_by_hand(graphs())
+        found["distaccum, CUDA graphs"] = lambda: plain_distaccum(graphs())
+    return found
+
+
+def accelerate(task: Task, device: torch.device) -> Loop:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16", gradient_accumulation_steps=task.steps)
+    model, optimizer = accelerator.prepare(task.module, task.optimizer_of(task.module.parameters()))
+
+    def run(micro_batches: Sequence[Batch]) -> None:
+        accelerator.gradient_accumulation_steps = len(micro_batches)  # all of a process share it
+        for micro_batch in micro_batches:
+            with accelerator.accumulate(model):
+                accelerator.backward(task.loss_of(model, micro_batch))
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop(run, partial(weights_of, task))
+
+
+def lightning_fabric(task: Task, device: torch.device) -> Loop:
+    from lightning_fabric import Fabric
+
+    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
+    fabric.launch()
+    model, optimizer = fabric.setup(task.module, task.optimizer_of(task.module.parameters()))
+
+    def run(micro_batches: Sequence[Batch]) -> None:
+        for i, micro_batch in enumerate(micro_batches):
+            is_accumulating = i + 1 < len(micro_batches)
+            with fabric.no_backward_sync(model, enabled=is_accumulating):
+                fabric.backward(task.loss_of(model, micro_batch) / len(micro_batches))
+            if not is_accumulating:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    return Loop(run, partial(weights_of, task))
+
+
+def deepspeed(task: Task, device: torch.device) -> Loop:
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    os.environ.update({"DS_ACCELERATOR": device.type, "LOCAL_RANK": "0", "LOCAL_SIZE": "1"})
+    if not dist.is_initialized():
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    import deepspeed
+
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False  # which it would compile
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend=backend, verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # for its log alone
+        "gradient_accumulation_steps": task.steps,
+        "gradient_clipping": 0.0,  # its default of 1.0 clips
+        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
+        "zero_optimization": {"stage": 0},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    optimizer = task.optimizer_of(task.module.parameters())
+    engine, *_ = deepspeed.initialize(model=task.module, optimizer=optimizer, config=config)
+
+    def run(micro_batches: Sequence[Batch]) -> None:
+        for micro_batch in micro_batches:
+            engine.backward(task.loss_of(engine, micro_batch))
+            engine.step()
+
+    return Loop(run, partial(weights_of, task))
+
+
+def weights_of(task: Task) -> Tensor:
+    return torch.cat([p.detach().flatten() for p in task.module.parameters()])
+
+
+# What is measured
+
+
+def rates(work: Work, made: Mapping[str, Make], options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Seconds of an update by turns; what a loop that fails says stands in its place."""
+    batches = [work.batch(work.micro_batch) for _ in range(options.steps)]
+    loops, rows = {}, {}
+    for name, make in made.items():
+        print(f"  {name}", file=sys.stderr)
+        try:
+            loop = make()
+            loop.run(batches)
+            loops[name] = partial(loop.run, batches)
+        except Exception as error:  # of another library, or of a compiler, on hardware that nobody has tried
+            if name == "by hand":
+                raise
+            rows[name] = {"failed": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+    taken = in_turns(loops, options.rounds, device)
+    units = options.steps * work.micro_batch * work.units
+    for name, seconds in taken.items():
+        rate = units / statistics.median(seconds)
+        rows[name] = {"seconds": seconds, "rate": rate, "time": ratios(seconds, taken["by hand"])}
+    return {name: rows[name] for name in made}
+
+
+def memory(work: Work, device: torch.device) -> dict[str, dict[int, float | None]]:
+    """MB at the peak of an update of the largest size, by the size of its micro-batches; None where it does not fit."""
+    peaks: dict[str, dict[int, float | None]] = {}
+    for size in work.sizes:
+        batches = [work.batch(size) for _ in range(work.sizes[-1] // size)]
+        for name, make in makers(work, len(batches), device).items():
+            if name == AGAIN:
+                continue
+            print(f"  {name}, {size}", file=sys.stderr)
+            loop = None
+            try:
+                loop = make()
+                loop.run(batches)  # makes the optimizer's state
+                peak: float | None = peak_of(partial(loop.run, batches), device)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                peak = None
+            peaks.setdefault(name, {})[size] = peak
+            del loop
+            release(device)
+    return peaks
+
+
+def auto(work: Work, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """Seconds of an update of one batch, by turns, on a net that does not move: as `auto` cuts it, and by each size."""
+    net, whole = work.net(), work.batch(work.batch_size)
+    seen: list[int] = []
+
+    def loss(batch: Batch) -> Tensor:
+        seen.append(len(batch[0]))
+        return under_autocast(net, batch)
+
+    def update_of(size: Any) -> Callable[[], object]:
+        optimizer = SGD(net.parameters(), lr=0.0)
+        accumulator = Accumulator(net, optimizer, batch_size=work.batch_size, micro_batch_size=size)
+        return lambda: accumulator.update(whole, loss)
+
+    found = update_of("auto")
+    found()
+    updates: dict[str, Callable[[], object]] = {"auto": found}
+    for size in work.sizes:
+        try:
+            fixed = update_of(size)
+            fixed()
+            updates[str(size)] = fixed
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            release(device)
+    taken = in_turns(updates, options.rounds, device)
+    best = min((name for name in taken if name != "auto"), key=lambda name: statistics.median(taken[name]))
+    seen.clear()
+    found()
+    return {
+        "batch_size": work.batch_size,
+        "found": seen[-1],
+        "best": int(best),
+        "time": ratios(taken["auto"], taken[best]),
+        "seconds": taken,
+    }
+
+
+def idle(work: Work, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
+    """For each way the share of a window, from the first kernel to the last, in which none ran."""
+    batches = [work.batch(work.micro_batch) for _ in range(options.steps)]
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    shares = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name, make in makers(work, options.steps, device).items():
+            if name == AGAIN:
+                continue
+            loop = make()
+            for _ in range(3):
+                loop.run(batches)
+            wait_for(device)
+            with profile(activities=activities) as seen:
+                loop.run(batches)
+                wait_for(device)
+            trace = Path(folder, "trace.json")
+            if name == "distaccum" and options.trace is not None:
+                trace = options.trace.with_stem(f"{options.trace.stem}-{work.unit}")
+                trace.parent.mkdir(parents=True, exist_ok=True)
+            seen.export_chrome_trace(str(trace))
+            shares[name] = share_without(KERNELS[device.type], json.loads(trace.read_text())["traceEvents"])
+            del loop
+            release(device)
+    return shares
+
+
+def share_without(kinds: set[str], events: Sequence[Mapping[str, Any]]) -> float:
+    """Of the time from the first of the events to the end of the last."""
+    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
+    busy, end = 0.0, spans[0][0]
+    for start, stop in spans:
+        busy += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return 1 - busy / (end - spans[0][0])
+
+
+def release(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def measure(model: str, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    work = MODELS[model](device, options.small)
+    found: dict[str, Any] = {"name": work.name, "unit": work.unit, "micro_batch": work.micro_batch}
+    for part in options.parts:
+        print(f"{work.name}: {part}", file=sys.stderr)
+        if part == "rates":
+            found[part] = rates(work, makers(work, options.steps, device), options, device)
+        elif part == "compile":
+            found[part] = rates(work, compiled_makers(work, options.steps, device), options, device)
+        elif part == "memory":
+            # A host's peak shows only where the allocator gives back what is freed.
+            environment = RETURNS if device.type == "cpu" else None
+            passed = ["--device", device.type, *(["--small"] if options.small else []), "--peaks", model]
+            found[part] = in_fresh_process(*passed, environment=environment)
+        else:
+            found[part] = {"auto": auto, "idle": idle}[part](work, options, device)
+        release(device)
+    return found
+
+
+# The report
+
+
+def lines_of(found: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
+    lines = ["", f"## {found['name']}"]
+    for part in (part for part in ("rates", "compile") if part in found):
+        lines += [
+            "",
+            f"**{part.capitalize()}**: windows of {options.steps} micro-batches of {found['micro_batch']}.",
+            "",
+            f"| | {found['unit']} per second | time / by hand |",
+            "| --- | --: | --: |",
+        ]
+        for name, row in found[part].items():
+            cells = f"failed | {row['failed']}" if "failed" in row else f"{row['rate']:,.0f} | {spelled(row['time'])}"
+            lines.append(f"| {name} | {cells} |")
+    if "memory" in found:
+        rows = found["memory"]
+        sizes = list(next(iter(rows.values())))
+        lines += [
+            "",
+            f"**Memory**: peak MB of an update of {sizes[-1]} samples, by the samples of a micro-batch.",
+            "",
+            f"| | {' | '.join(map(str, sizes))} |",
+            f"| --- |{' --: |' * len(sizes)}",
+        ]
+        for name, peaks in rows.items():
+            cells = " | ".join("does not fit" if peak is None else f"{peak:,.0f}" for peak in peaks.values())
+            lines.append(f"| {name} | {cells} |")
+    if "auto" in found:
+        row = found["auto"]
+        lines += [
+            "",
+            f"**Auto**: of a batch of {row['batch_size']}, 'auto' takes micro-batches of {row['found']}; the fastest "
+            f"of {', '.join(name for name in row['seconds'] if name != 'auto')} is {row['best']}; time of auto / of "
+            f"that: {spelled(row['time'])}.",
+        ]
+    if "idle" in found:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in found["idle"].items())
+        lines += ["", f"**Idle**, of a window of {options.steps} micro-batches of {found['micro_batch']}: {shares}."]
+    return lines
+
+
+def notes(device: torch.device, small: bool, rounds: int) -> list[str]:
+    others = ", ".join(f"{name} {version}" for name, version in versions().items())
+    lines = [
+        f"{others}. Parameters in float32, computing in bfloat16 by autocast, SGD with momentum, one process. Times "
+        f"are ratios to the loop by hand of the same round; median of {rounds} rounds (least to most). *Again* is the "
+        "same loop twice, so what it differs by is noise. Memory: beyond model, optimizer state and data. *Idle*: the "
+        "share of a window, from its first kernel to its last, in which none runs (profiled, which slows the host).",
+    ]
+    if device.type == "cpu" or small:
+        lines.insert(0, "**The figures of a GPU are to come.** These, of a small model, show that the program runs; "
+                     "on a CPU an operator stands in for a kernel, and memory is the process's.")  # fmt: skip
+    return lines
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="small models and batches")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(both)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
+    parser.add_argument("--steps", type=int, default=8, metavar="K", help="micro-steps of an update (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="of turns (%(default)s)")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace of a window, per model, from 'idle'")
+    parser.add_argument("--peaks", choices=list(MODELS), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    options = parser.parse_args()
+    if min(options.steps, options.rounds) < 1:
+        parser.error("--steps and --rounds are at least 1")
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda, and torch sees no GPU; --device cpu --small shows that the program runs")
+    if options.device == "cpu" and not options.small:
+        parser.error("--device cpu takes hours with these models; add --small")
+    device = torch.device(options.device)
+    be_quiet()
+    if options.peaks:
+        with redirect_stdout(sys.stderr):  # what the libraries say
+            peaks = memory(MODELS[options.peaks](device, options.small), device)
+        print(json.dumps(peaks))
+        return 0
+    found = [measure(model, options, device) for model in options.models]
+    about = circumstances(device)
+    lines = header("On a GPU", about, *notes(device, options.small, options.rounds))[:-1]
+    for one in found:
+        lines += lines_of(one, options)
+    is_gpu = device.type == "cuda" and not options.small
+    write(
+        options.out, "\n".join(lines), {**about, **versions(), "figures_of_a_gpu": is_gpu or "to come", "models": found}
+    )
+    failed = [
+        name
+        for one in found
+        for part in ("rates", "compile")
+        for name in one.get(part, {})
+        if "failed" in one[part][name]
+    ]
+    if failed:
+        print(f"failed: {'; '.join(failed)}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,212 @@
+"""The law's cases by the documented use of each library: whose gradient is that of one call on all samples?
+
+    python launch/bench/law.py --out launch/results/law                      # all, some six minutes
+    python launch/bench/law.py --libraries hand distaccum --cases tail zero  # some seconds; prints
+
+Each cell runs in real processes (gloo; two where a case has two ranks), on the CPU. The reference is plain torch: one
+call of the criterion on all samples of the window, of all ranks, in float64, from the weights before that window. SGD
+with a learning rate of 1, so that the weights' change is the gradient; the worst window counts. The cases are in
+lawcases/cases.py, each library's way through them in a file of its own beside it.
+
+`pip install accelerate deepspeed lightning-fabric pytorch-lightning transformers sentence-transformers open_clip_torch`
+brings the others; one that is missing is marked so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import math
+import os
+import re
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import circumstances, header, write
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent.parent / "tests"))
+from lawcases import LIBRARIES  # noqa: E402
+from lawcases.cases import CASES  # noqa: E402
+from lawcases.judge import Verdict, judge  # noqa: E402
+from lawcases.library import Library  # noqa: E402
+from lawcases.task import Outcome, Task  # noqa: E402
+from ranks import RankError, Ranks  # noqa: E402  # the tests' own harness
+
+IMPORTING = 150  # seconds
+
+
+def import_packages(name: str, port: int) -> None:
+    """Before the clock of a case runs; with the variables that a launcher would set."""
+    warnings.simplefilter("ignore")
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if world > 1:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+        os.environ.update({"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    for package in LIBRARIES[name].packages:
+        importlib.import_module(package)
+
+
+def run_cell(name: str, key: str) -> Outcome:
+    """On a rank."""
+    warnings.simplefilter("ignore")
+    task = Task(CASES[key], dist.get_rank())
+    return LIBRARIES[name].cells[key].run(task)
+
+
+def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, port: int) -> Verdict:
+    library, case = LIBRARIES[name], CASES[key]
+    if any(importlib.util.find_spec(package) is None for package in library.packages):
+        return Verdict("not installed")
+    if key not in library.cells:
+        return Verdict("absent", note=library.absent.get(key, ""))
+    if case.world not in started:
+        started[case.world] = Ranks(case.world)
+        started[case.world].run(import_packages, name, port, seconds=IMPORTING)
+    try:
+        outcomes = started[case.world].run(run_cell, name, key, seconds=seconds)
+    except RankError as error:
+        del started[case.world]
+        verdict = failure(str(error), seconds)
+    else:
+        verdict = judge(case, outcomes, narrower(case.dtype, library.dtype))
+    if key in library.lacks and verdict.verdict != "exact":
+        verdict.note = "; ".join(filter(None, ["no feature for it; its ordinary use is shown", verdict.note]))
+        verdict.verdict = "absent"
+    return verdict
+
+
+def failure(text: str, seconds: float) -> Verdict:
+    """The first rank's own error, or that they waited for each other (faulthandler ends such, with a "Timeout")."""
+    lines = [line.strip() for line in text.splitlines()]
+    raised = [i for i, line in enumerate(lines) if line.startswith("rank ") and "Traceback" in line]
+    if not raised and ("did not end" in text or "Timeout (" in text):
+        return Verdict("hangs", note=f"not ended after {seconds:g} s")
+    if not raised:
+        return Verdict("error", note="a rank died")
+    end = next((i for i in range(raised[0] + 1, len(lines)) if lines[i].startswith("rank ")), len(lines))
+    own = [line for line in text.splitlines()[raised[0] + 1 : end] if line and not line.startswith((" ", "["))]
+    said = re.sub(r"\[/\S+\] ", "", own[0] if own else lines[end - 1])  # gloo names its source files
+    return Verdict("error", note=said.split(". ")[0])
+
+
+def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return torch.float32 if torch.float32 in (one, other) else torch.float64
+
+
+def measure(libraries: Sequence[str], cases: Sequence[str], seconds: float) -> dict[str, dict[str, Verdict]]:
+    found: dict[str, dict[str, Verdict]] = {}
+    for number, name in enumerate(libraries):
+        started: dict[int, Ranks] = {}
+        found[name] = {}
+        try:
+            for key in cases:
+                began = time.monotonic()
+                found[name][key] = verdict = verdict_of(name, key, started, seconds, 29600 + number)
+                took = time.monotonic() - began
+                print(f"{name}, {key}: {spelled(verdict)} {verdict.note} ({took:.0f} s)", file=sys.stderr, flush=True)
+        finally:
+            for ranks in started.values():
+                ranks.stop()
+    return found
+
+
+def spelled(verdict: Verdict) -> str:
+    """A cell of the table."""
+    if verdict.verdict == "absent" and not verdict.note:
+        return "-"
+    if verdict.error is None:
+        return verdict.verdict
+    if verdict.verdict == "exact":
+        return f"exact, {verdict.error:.0e}"
+    if math.isnan(verdict.error):
+        seen = "NaN"
+    elif verdict.updates is not None:
+        made, due = verdict.updates
+        seen = f"{made} of {due} updates" if made < due else f"{made} updates for {due}"
+    else:
+        seen = f"{verdict.error:.2g}"
+    return f"**wrong**, {seen}" if verdict.verdict == "wrong" else f"absent ({seen})"
+
+
+def versions_of(libraries: Iterable[Library]) -> dict[str, str]:
+    names = metadata.packages_distributions()
+    there = {names[one][0] for library in libraries for one in library.packages if one in names}
+    return {one: metadata.version(one) for one in sorted(there)}
+
+
+def table(found: dict[str, dict[str, Verdict]], cases: Sequence[str]) -> list[str]:
+    lines = ["| | " + " | ".join(CASES[key].title for key in cases) + " |", "| --- |" + " --- |" * len(cases)]
+    for name, cells in found.items():
+        lines.append(f"| {LIBRARIES[name].name} | " + " | ".join(spelled(cells[key]) for key in cases) + " |")
+    return lines
+
+
+def details(found: dict[str, dict[str, Verdict]], key: str) -> list[str]:
+    """What was run in a case, and what came out."""
+    case = CASES[key]
+    lines = ["", f"## {case.title[0].upper()}{case.title[1:]}", "", case.about, ""]
+    lines += ["| | gradient, exact 1 | off by | verdict | what was run |", "| --- | --: | --: | --- | --- |"]
+    for name, cells in found.items():
+        verdict = cells[key]
+        value = "-" if verdict.value is None else f"{verdict.value:.4g}"
+        error = "-" if verdict.error is None else f"{verdict.error:.1e}"
+        said = f"{verdict.verdict}: {verdict.note}" if verdict.note else verdict.verdict
+        cell = LIBRARIES[name].cells.get(key)
+        if cell is None and not verdict.note:
+            continue
+        said = said.replace("|", "\\|")
+        lines.append(f"| {LIBRARIES[name].name} | {value} | {error} | {said} | {cell.recipe if cell else ''} |")
+    return lines
+
+
+NOTES = (
+    "A cell: the norm of the gradient's difference to one call of the criterion on all samples of the window, on all "
+    "ranks, in parts of that one's norm; of the worst window, each from the library's own weights before it. *Exact*: "
+    "at most 1e-10 in float64, 1e-5 in float32 (DeepSpeed, and the case with the scaler), as many updates, and the "
+    "same weights on all ranks. *Wrong*: the documented use takes the case without a word, and gives another gradient, "
+    "another number of updates, or NaN. *Absent*: it has nothing for the case and no documented recipe, or says no; in "
+    "brackets what its ordinary use gives, which takes the case without a word. "
+    "*-*: not what it is for. *Error*, *hangs*: as it says. *Gradient, exact 1*: how much of the exact one is in it.",
+)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME", help=", ".join(LIBRARIES)
+    )
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
+    parser.add_argument("--timeout", type=float, default=20, metavar="SECONDS", help="then a cell hangs (%(default)s)")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    options = parser.parse_args()
+    if not 0 < options.timeout < 80:
+        parser.error(f"--timeout {options.timeout:g} is not between 0 and 80 seconds, when gloo itself gives up")
+    torch.set_num_threads(1)
+    found = measure(options.libraries, options.cases, options.timeout)
+    about = {**circumstances(torch.device("cpu")), "timeout": f"{options.timeout:g} s"}
+    versions = versions_of(LIBRARIES[name] for name in found)
+    spoken = ", ".join(f"{one} {version}" for one, version in versions.items())
+    lines = header("The law, library by library", about, *NOTES, f"Versions: {spoken or 'torch alone'}.")
+    lines += table(found, options.cases)
+    for key in options.cases:
+        lines += details(found, key)
+    cells: dict[str, Any] = {name: {key: asdict(v) for key, v in row.items()} for name, row in found.items()}
+    write(options.out, "\n".join(lines), {**about, "versions": versions, "cells": cells})
+    broken = [key for key, verdict in found.get("distaccum", {}).items() if verdict.verdict != "exact"]
+    if broken:
+        print(f"distaccum is not exact in: {', '.join(broken)}")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

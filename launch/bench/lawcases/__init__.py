@@ -1,0 +1,26 @@
+"""The cases of launch/bench/law.py, and each library's documented way through them."""
+
+from .accelerate import ACCELERATE, RECIPE
+from .byhand import HAND, JOIN
+from .contrastive import OPEN_CLIP, SENTENCES
+from .deepspeed import library as deepspeed
+from .distaccum import DISTACCUM
+from .fabric import FABRIC
+from .library import Library
+from .lightning import LIGHTNING
+from .transformers import TRANSFORMERS
+
+LIBRARIES: dict[str, Library] = {
+    "hand": HAND,
+    "join": JOIN,
+    "accelerate": ACCELERATE,
+    "accelerate_recipe": RECIPE,
+    "fabric": FABRIC,
+    "lightning": LIGHTNING,
+    "transformers": TRANSFORMERS,
+    "deepspeed0": deepspeed(0),
+    "deepspeed2": deepspeed(2),
+    "sentences": SENTENCES,
+    "open_clip": OPEN_CLIP,
+    "distaccum": DISTACCUM,
+}

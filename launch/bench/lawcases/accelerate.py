@@ -1,0 +1,176 @@
+"""Accelerate: `accumulate`, and the recipe for token means of its page on gradient accumulation."""
+
+from __future__ import annotations
+
+import tempfile
+from contextlib import nullcontext
+from typing import Any
+
+from .cases import ABANDONED_AT, STOPPED_AFTER
+from .library import GIVING_UP, WEIGHTS, Library
+from .task import BadBatchError, Outcome, Seen, Task
+
+ACCELERATE = Library("Accelerate, `accumulate`", ("accelerate",), lacks=WEIGHTS | GIVING_UP)
+RECIPE = Library("Accelerate, its token recipe", ("accelerate",))
+PAGE = "*Performing gradient accumulation with Accelerate*"
+REPEATS = "the prepared loader repeats samples (`even_batches`; without it the ranks wait for each other)"
+UNEVEN = "`DataLoaderConfiguration(even_batches=False)`, without which its loader repeats samples"
+
+
+def accelerator_of(task: Task, **options: Any) -> Any:
+    """As in a fresh process: its state is kept for the process's life."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(cpu=True, gradient_accumulation_steps=max(task.case.lengths[0]), **options)
+
+
+def prepared(task: Task) -> tuple[Any, Any, Any, Any, Seen]:
+    from accelerate.utils import DataLoaderConfiguration
+
+    # Its default lets no rank run out; see the recipes.
+    config = DataLoaderConfiguration(even_batches=task.case.key != "uneven")
+    accelerator = accelerator_of(task, dataloader_config=config)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    model, wrapped, loader = accelerator.prepare(task.net, optimizer, task.loader())
+    return accelerator, model, wrapped, loader, seen
+
+
+def epoch(task: Task, accelerator: Any, model: Any, optimizer: Any, loader: Any, bad: int | None = None) -> None:
+    for i, batch in enumerate(loader):
+        with accelerator.accumulate(model):
+            if i == bad:
+                raise BadBatchError
+            accelerator.backward(task.loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@ACCELERATE.cell("tail", "short", "tokens", "tokens2", "zero", "aux", recipe=f"`accumulate`, {PAGE}")
+@ACCELERATE.cell("uneven", recipe=f"`accumulate`, {PAGE}; {UNEVEN} (`join_uneven_inputs` does nothing on a CPU)")
+@ACCELERATE.cell("empty", recipe=f"`accumulate`, {PAGE}; {REPEATS}")
+def accumulate(task: Task) -> Outcome:
+    *parts, seen = prepared(task)
+    epoch(task, *parts)
+    return Outcome(seen.weights)
+
+
+@ACCELERATE.cell(
+    "ramp", recipe=f"`accumulate`, {PAGE}; `accelerator.gradient_accumulation_steps = 4` after three updates"
+)
+def ramp(task: Task) -> Outcome:
+    accelerator, model, optimizer, loader, seen = prepared(task)
+    updates = 0
+    for batch in loader:
+        accelerator.gradient_accumulation_steps = task.case.steps(updates)
+        with accelerator.accumulate(model):
+            accelerator.backward(task.loss(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+        updates += accelerator.sync_gradients
+    return Outcome(seen.weights)
+
+
+COUNTED = (
+    f"the recipe of {PAGE}, on training samples of variable size: the window's labels are counted and gathered first, "
+    "and sums divided by their number"
+)
+
+
+@RECIPE.cell("tail", "short", "tokens", "tokens2", "zero", recipe=COUNTED)
+@RECIPE.cell("uneven", recipe=f"the recipe; {UNEVEN}")
+@RECIPE.cell("empty", recipe=f"the recipe; {REPEATS}")
+def token_recipe(task: Task) -> Outcome:
+    from torch.nn.functional import cross_entropy
+
+    accelerator, model, optimizer, loader, seen = prepared(task)
+    batches, steps = iter(loader), accelerator.gradient_accumulation_steps
+    remainder = len(loader) % steps or steps
+    updates = -(-len(loader) // steps)
+    for update in range(updates):
+        window = [next(batches) for _ in range(remainder if update + 1 == updates else steps)]
+        mine = sum(batch["labels"].ne(-100).sum() for batch in window)
+        items = accelerator.gather(mine).sum().item()
+        for i, batch in enumerate(window):
+            apart = i + 1 < len(window) and accelerator.num_processes > 1
+            with model.no_sync() if apart else nullcontext():
+                logits, labels = model(batch["x"]).flatten(0, -2), batch["labels"].flatten()
+                loss = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                accelerator.backward(loss * steps * accelerator.num_processes / items)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Outcome(seen.weights)
+
+
+@ACCELERATE.cell(
+    "schedule",
+    recipe="the prepared schedule stepped beside the optimizer in `accumulate`, with `split_batches=True`; without it "
+    "`AcceleratedScheduler` steps it once for each process",
+)
+def schedule(task: Task) -> Outcome:
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    accelerator = accelerator_of(task, dataloader_config=DataLoaderConfiguration(split_batches=True))
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    rows = task.loader().dataset
+    loader = DataLoader(rows, batch_size=4 * task.world)  # it splits a batch among the ranks
+    model, wrapped, loader, scheduler = accelerator.prepare(task.net, optimizer, loader, task.schedule(optimizer))
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(task.loss(model, batch))
+            wrapped.step()
+            scheduler.step()
+            wrapped.zero_grad()
+    return Outcome(seen.weights)
+
+
+@ACCELERATE.cell(
+    "resume",
+    recipe="`save_state` after half a window, `load_state` and `skip_first_batches`, its page *Checkpointing*",
+)
+def resumed(task: Task) -> Outcome:
+    whole = task.fresh()
+    *parts, straight = prepared(whole)
+    epoch(whole, *parts)
+
+    with tempfile.TemporaryDirectory() as folder:
+        accelerator, model, optimizer, loader, seen = prepared(task)
+        for i, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward(task.loss(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+            if i + 1 == STOPPED_AFTER:
+                accelerator.save_state(folder)
+                break
+        task = task.fresh()
+        accelerator, model, optimizer, loader, later = prepared(task)
+        accelerator.load_state(folder)
+    later.weights.clear()
+    later.take()
+    epoch(task, accelerator, model, optimizer, accelerator.skip_first_batches(loader, STOPPED_AFTER))
+    same = (later.weights[-1] == straight.weights[-1]).all()
+    return Outcome([*seen.weights, *later.weights], bool(same))
+
+
+@ACCELERATE.cell(
+    "abandoned", recipe=f"`accumulate`, {PAGE}; the exception is caught, `optimizer.zero_grad()`, next epoch"
+)
+def abandoned(task: Task) -> Outcome:
+    accelerator, model, optimizer, loader, seen = prepared(task)
+    try:
+        epoch(task, accelerator, model, optimizer, loader, bad=ABANDONED_AT)
+    except BadBatchError:
+        optimizer.zero_grad()
+    epoch(task, accelerator, model, optimizer, loader)
+    return Outcome(seen.weights)
+
+
+RECIPE.absent["aux"] = "it has one denominator"
+ACCELERATE.absent["scaler"] = 'its scaler comes with `mixed_precision="fp16"`, which it refuses on a CPU'
+ACCELERATE.absent["clip"] = ACCELERATE.absent["pairs"] = "no loss over a window's pairs"

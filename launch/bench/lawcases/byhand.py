@@ -1,0 +1,126 @@
+"""The loop that people write, and torch's own means: DDP's `no_sync` and `Join`, `torch.amp.GradScaler`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from .cases import ABANDONED_AT, SCALE, Batch
+from .library import Library
+from .task import BadBatchError, Outcome, Seen, Task
+
+HAND = Library("by hand (plain, DDP)")
+JOIN = Library("torch (DDP, `Join`)")
+
+LOOP = "loss / steps, `no_sync` but for the last, step at each `steps`-th micro-batch and at the loader's end"
+
+
+def usual(
+    task: Task,
+    model: Any,
+    optimizer: Any,
+    batches: Iterable[Batch],
+    *,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    after: Callable[[], object] = lambda: None,
+    bad: int | None = None,
+) -> None:
+    """`apart` is the context in which nothing is reduced; `bad` the index of a micro-batch that fails."""
+    batches = list(batches)
+    update = 0
+    for i, batch in enumerate(batches):
+        steps = task.case.steps(update) if task.case.key == "ramp" else max(task.case.lengths[0])
+        last = (i + 1) % steps == 0 or i + 1 == len(batches)
+        with nullcontext() if last else apart():
+            if i == bad:
+                raise BadBatchError
+            backward(task.loss(model, batch) / steps)
+        if last:
+            optimizer.step()
+            after()
+            optimizer.zero_grad()
+            update += 1
+
+
+def wrapped(task: Task) -> tuple[nn.Module, Callable[[], AbstractContextManager[Any]]]:
+    if task.world == 1:
+        return task.net, nullcontext
+    model = DistributedDataParallel(task.net)
+    return model, model.no_sync
+
+
+@HAND.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "ramp", "pairs", "clip", recipe=LOOP)
+def loop(task: Task) -> Outcome:
+    model, apart = wrapped(task)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    usual(task, model, optimizer, task.mine, apart=apart)
+    return Outcome(seen.weights)
+
+
+@HAND.cell("schedule", recipe=f"{LOOP}; `scheduler.step()` after `optimizer.step()`")
+def schedule(task: Task) -> Outcome:
+    model, apart = wrapped(task)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    usual(task, model, optimizer, task.mine, apart=apart, after=task.schedule(optimizer).step)
+    return Outcome(seen.weights)
+
+
+@HAND.cell("abandoned", recipe=f"{LOOP}; the exception is caught, `zero_grad()`, and the loader begins again")
+def abandoned(task: Task) -> Outcome:
+    model, apart = wrapped(task)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    try:
+        usual(task, model, optimizer, task.mine, apart=apart, bad=ABANDONED_AT)
+    except BadBatchError:
+        optimizer.zero_grad()
+    usual(task, model, optimizer, task.mine, apart=apart)
+    return Outcome(seen.weights)
+
+
+@HAND.cell(
+    "scaler",
+    recipe="torch's page *Automatic Mixed Precision examples*, working with multiple optimizers: `scaler.step` for "
+    "each, then one `scaler.update()`. Each optimizer decides by itself there",
+)
+def scaled(task: Task) -> Outcome:
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    optimizers = [task.sgd([task.net.first]), task.sgd([task.net.second])]
+    seen = Seen(task.net)
+    for i, batch in enumerate(task.mine):
+        scaler.scale(task.loss(task.net, batch) / 2).backward()
+        if i % 2:
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
+            seen.take()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+    return Outcome(seen.weights, scaler.get_scale())
+
+
+HAND.absent["resume"] = "nothing saves the gradients of half a window"
+
+
+@JOIN.cell(
+    "uneven",
+    "empty",
+    recipe="the loop in `with model.join():` (torch's page *Distributed Training with Uneven Inputs Using the Join "
+    "Context Manager*), without `no_sync`, which needs windows that end together",
+)
+def joined(task: Task) -> Outcome:
+    model = DistributedDataParallel(task.net)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    with model.join():
+        usual(task, model, optimizer, task.mine)
+    seen.take()  # a rank that ended first was given the others' weights
+    return Outcome(seen.weights)

@@ -1,0 +1,278 @@
+"""The law's cases: their data, nets and criteria."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cosine_similarity, cross_entropy, normalize
+
+Batch = dict[str, Tensor]
+TOKENS = 6  # in a row
+SCALE = 2.0**16  # of the GradScaler at its start
+
+
+@dataclass(frozen=True)
+class Case:
+    """`lengths[window][rank]` micro-batches; the loader's micro-batches go to the ranks in turns."""
+
+    key: str
+    title: str
+    about: str
+    lengths: tuple[tuple[int, ...], ...]
+    kind: str = "samples"
+    sizes: tuple[int, ...] = ()  # of the loader's micro-batches; 4 each where none are given
+    kept: tuple[int, ...] = ()  # labels of each that are not ignored
+    rates: tuple[float, ...] = ()  # of each update; 1 where none are given
+    skipped: tuple[int, ...] = ()  # windows that must not change a weight
+    dtype: torch.dtype = torch.float64
+    also: tuple[str, float | bool] | None = None  # what else must come out
+
+    @property
+    def world(self) -> int:
+        return len(self.lengths[0])
+
+    def steps(self, update: int) -> int:
+        return max(self.lengths[min(update, len(self.lengths) - 1)])
+
+    def owners(self) -> list[tuple[int, int]]:
+        """Window and rank of each of the loader's micro-batches."""
+        of_rank = [[w for w, length in enumerate(self.lengths) for _ in range(length[r])] for r in range(self.world)]
+        turns = max(len(windows) for windows in of_rank)
+        return [(of_rank[r][t], r) for t in range(turns) for r in range(self.world) if t < len(of_rank[r])]
+
+
+CASES = {
+    case.key: case
+    for case in (
+        Case(
+            "tail",
+            "short tail",
+            "Five micro-batches of 4 samples, two to a window: the epoch's last window has one.",
+            ((2,), (2,), (1,)),
+        ),
+        Case(
+            "short",
+            "short last micro-batch",
+            "Four micro-batches, two to a window; the last has 1 sample, the others 4.",
+            ((2,), (2,)),
+            sizes=(4, 4, 4, 1),
+        ),
+        Case(
+            "tokens",
+            "token weights",
+            "A mean over the labels that are not -100: 20, 3, 7 and 18 of them in four micro-batches, two to a window.",
+            ((2,), (2,)),
+            "tokens",
+            kept=(20, 3, 7, 18),
+        ),
+        Case(
+            "tokens2",
+            "token weights, two ranks",
+            "The same on two ranks, whose numbers of labels differ too.",
+            ((2, 2), (2, 2)),
+            "tokens",
+            kept=(20, 3, 7, 18, 2, 22, 11, 5),
+        ),
+        Case(
+            "uneven",
+            "uneven ranks",
+            "Rank 0 has four micro-batches in the epoch, rank 1 has three; two to a window.",
+            ((2, 2), (2, 1)),
+        ),
+        Case(
+            "empty",
+            "an empty rank",
+            "Rank 0 has three micro-batches, rank 1 has two: none of them in the second window.",
+            ((2, 2), (1, 0)),
+        ),
+        Case(
+            "zero",
+            "window without tokens",
+            "A window in which one micro-batch has only ignored labels, then one of two such: no NaN, no "
+            "update (by SGD with momentum, where a step by zeros shows).",
+            ((2,), (2,)),
+            "tokens",
+            kept=(9, 0, 0, 0),
+            skipped=(1,),
+        ),
+        Case(
+            "aux",
+            "auxiliary loss",
+            "A mean over labels, plus 0.1 times a router's loss, which is a mean over samples: two denominators.",
+            ((2,), (2,)),
+            "aux",
+            sizes=(4, 2, 4, 4),
+            kept=(20, 3, 7, 18),
+        ),
+        Case(
+            "scaler",
+            "two optimizers, one scaler",
+            "Two parameters with an optimizer each, one GradScaler. In the second of three windows the gradient of the "
+            "second parameter overflows: neither may step, and the scale halves once.",
+            ((2,), (2,), (2,)),
+            "two",
+            skipped=(1,),
+            dtype=torch.float32,
+            also=("scale", SCALE / 2),
+        ),
+        Case(
+            "schedule",
+            "schedule, two ranks",
+            "A schedule that halves the learning rate with each update: 1, 0.5, 0.25.",
+            ((2, 2), (2, 2), (2, 2)),
+            rates=(1.0, 0.5, 0.25),
+        ),
+        Case(
+            "resume",
+            "resume in mid-window",
+            "Windows of four. A checkpoint in the middle of the second; all is made anew, loaded, and goes on.",
+            ((4,), (4,)),
+            also=("the same bits as without the stop", True),
+        ),
+        Case(
+            "ramp",
+            "changed window length",
+            "Within an epoch: three windows of two micro-batches, then two of four.",
+            ((2,), (2,), (2,), (4,), (4,)),
+        ),
+        Case(
+            "abandoned",
+            "abandoned window",
+            "An exception in the second of a window's four micro-batches, on both ranks, is caught; then the epoch, "
+            "which is one window, from its start.",
+            ((4, 4),),
+        ),
+        Case(
+            "pairs",
+            "contrastive, two ranks",
+            "InfoNCE over two ranks with two micro-batches of 4 pairs each: a query's own document among all 16.",
+            ((2, 2),),
+            "pairs",
+        ),
+        Case(
+            "clip",
+            "contrastive, learned temperature",
+            "CLIP's loss, both ways and with a learned temperature, over the same pairs.",
+            ((2, 2),),
+            "clip",
+        ),
+    )
+}
+ABANDONED_AT, STOPPED_AFTER = 1, 6  # index of a micro-batch; number of them
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Any:
+        return self.body(x)
+
+
+class Routed(Net):
+    """With a router, whose loss is a number for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.body(x), self.router(x).logsumexp(-1).square().mean(-1)
+
+
+class Two(nn.Module):
+    """Two models with an optimizer each. Elementwise, which autocast leaves in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.rand(4)), nn.Parameter(torch.rand(4))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (self.first * x).square().sum(-1), (self.second * x).square().sum(-1)
+
+
+class Towers(nn.Module):
+    """Of queries and of documents."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries, self.documents = nn.Linear(4, 5), nn.Linear(4, 5)
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        return self.queries(batch["x"]), self.documents(batch["y"])
+
+
+class Clip(Towers):
+    """To the unit sphere, with a temperature."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(10.0)))
+
+    def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        return *(normalize(one, dim=-1) for one in super().forward(batch)), self.logit_scale.exp()
+
+
+NETS: dict[str, type[nn.Module]] = {"samples": Net, "tokens": Net, "aux": Routed, "two": Two}
+NETS |= {"pairs": Towers, "clip": Clip}
+
+
+def criterion(kind: str, outputs: Any, batch: Batch) -> Tensor:
+    """One call of it, whatever the number of samples."""
+    if kind == "two":
+        return (outputs[0] + outputs[1] * batch["factor"]).mean()
+    if kind in OVER_PAIRS:
+        return OVER_PAIRS[kind](*outputs)
+    logits, router = outputs if kind == "aux" else (outputs, None)
+    loss = cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100)
+    return loss if router is None else loss + 0.1 * router.mean()
+
+
+def info_nce(queries: Tensor, documents: Tensor) -> Tensor:
+    """Each query's own document among all, by the cosine; the temperature is 0.05."""
+    scores = 20.0 * cosine_similarity(queries.unsqueeze(1), documents.unsqueeze(0), dim=-1)
+    return cross_entropy(scores, torch.arange(len(scores)))
+
+
+def clip_loss(queries: Tensor, documents: Tensor, scale: Tensor) -> Tensor:
+    scores, own = scale * queries @ documents.T, torch.arange(len(queries))
+    return (cross_entropy(scores, own) + cross_entropy(scores.T, own)) / 2
+
+
+OVER_PAIRS: dict[str, Callable[..., Tensor]] = {"pairs": info_nce, "clip": clip_loss}
+
+
+def inputs(kind: str, batch: Batch) -> Any:
+    """Of the net."""
+    return batch if kind in OVER_PAIRS else batch["x"]
+
+
+def net_of(case: Case) -> nn.Module:
+    torch.manual_seed(1)
+    return NETS[case.kind]().to(case.dtype)
+
+
+def micro_batches(case: Case) -> list[Batch]:
+    """All that the loader gives, to all ranks."""
+    torch.manual_seed(2)
+    found = []
+    for i, (window, _) in enumerate(case.owners()):
+        size = case.sizes[i] if case.sizes else 4
+        inner = (TOKENS,) if case.kind in ("tokens", "aux") else ()
+        batch = {"x": torch.randn(size, *inner, 4, dtype=case.dtype), "labels": torch.randint(0, 3, (size, *inner))}
+        if case.kept:
+            chosen = torch.randperm(size * TOKENS)[case.kept[i] :]
+            batch["labels"].view(-1)[chosen] = -100
+        if case.kind == "two":
+            overflows = window in case.skipped and i % 2 == 0
+            batch["factor"] = torch.full((size,), 1e36 if overflows else 1.0, dtype=case.dtype)
+        if case.kind in OVER_PAIRS:
+            batch["y"] = torch.randn(size, 4, dtype=case.dtype)
+        found.append(batch)
+    return found

@@ -1,0 +1,123 @@
+"""DeepSpeed: its own `gradient_accumulation_steps`, `engine.backward` and `engine.step` in each micro-step."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .cases import ABANDONED_AT, STOPPED_AFTER, Batch
+from .library import GIVING_UP, WEIGHTS, Cell, Library
+from .task import BadBatchError, Outcome, Seen, Task
+
+LOOP = "`engine.backward(loss)` and `engine.step()` in each micro-step, its page *Getting Started*"
+
+
+def engine_of(task: Task, stage: int) -> Any:
+    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(task.world), "LOCAL_RANK": str(task.rank)})
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it is compiled first
+    deepspeed.utils.logger.setLevel("ERROR")
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": max(task.case.lengths[0]),
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "overlap_comm": False},
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**9,
+    }
+    optimizer = task.sgd()
+    scheduler = task.schedule(optimizer) if task.case.key == "schedule" else None
+    engine, *_ = deepspeed.initialize(model=task.net, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    return engine
+
+
+def epoch(task: Task, engine: Any, batches: list[Batch], bad: int | None = None) -> Seen:
+    seen = Seen(engine.module)
+    for i, batch in enumerate(batches):
+        if i == bad:
+            raise BadBatchError
+        engine.backward(task.loss(engine, batch))
+        engine.step()
+        seen.take()
+    return seen
+
+
+def single(batch: Batch) -> Batch:
+    return {k: v.float() if v.is_floating_point() else v for k, v in batch.items()}
+
+
+def inputs(task: Task) -> list[Batch]:
+    """It computes in float32 at most."""
+    task.net.float()
+    return [single(batch) for batch in task.mine]
+
+
+def loop(task: Task, stage: int) -> Outcome:
+    batches = inputs(task)
+    return Outcome(epoch(task, engine_of(task, stage), batches).weights)
+
+
+def ramp(task: Task, stage: int) -> Outcome:
+    batches = inputs(task)
+    engine = engine_of(task, stage)
+    seen = Seen(engine.module)
+    for batch in batches:
+        engine.set_train_batch_size(4 * task.case.steps(engine.global_steps))
+        engine.backward(task.loss(engine, batch))
+        engine.step()
+        seen.take()
+    return Outcome(seen.weights)
+
+
+def resumed(task: Task, stage: int) -> Outcome:
+    batches = inputs(task)
+    whole = task.fresh()
+    inputs(whole)
+    straight = epoch(whole, engine_of(whole, stage), batches)
+    with tempfile.TemporaryDirectory() as folder:
+        engine = engine_of(task, stage)
+        seen = epoch(task, engine, batches[:STOPPED_AFTER])
+        engine.save_checkpoint(folder)
+        task = task.fresh()
+        inputs(task)
+        engine = engine_of(task, stage)
+        engine.load_checkpoint(folder)
+    later = epoch(task, engine, batches[STOPPED_AFTER:])
+    same = torch.equal(later.weights[-1], straight.weights[-1])
+    return Outcome([*seen.weights, *later.weights], same)
+
+
+def abandoned(task: Task, stage: int) -> Outcome:
+    batches = inputs(task)
+    engine = engine_of(task, stage)
+    try:
+        epoch(task, engine, batches, bad=ABANDONED_AT)
+    except BadBatchError:
+        engine.zero_grad()
+        engine.optimizer.zero_grad()
+    dist.barrier()
+    return Outcome(epoch(task, engine, batches).weights)
+
+
+WAYS = {
+    **dict.fromkeys(("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux"), (loop, LOOP)),
+    "schedule": (loop, f"{LOOP}; the schedule given to `initialize`"),
+    "ramp": (ramp, f"{LOOP}; `engine.set_train_batch_size` after three updates"),
+    "resume": (resumed, "`save_checkpoint` after half a window and `load_checkpoint`, its page *Model Checkpointing*"),
+    "abandoned": (abandoned, f"{LOOP}; the exception is caught, `engine.zero_grad()`, and the loader begins again"),
+}
+
+
+def library(stage: int) -> Library:
+    made = Library(f"DeepSpeed, ZeRO {stage}", ("deepspeed",), torch.float32, lacks=WEIGHTS | GIVING_UP)
+    for key, (way, recipe) in WAYS.items():
+        made.cells[key] = Cell(lambda task, way=way: way(task, stage), recipe)
+    made.absent["scaler"] = "one optimizer to an engine, and a scaler of its own"
+    made.absent["clip"] = made.absent["pairs"] = "no loss over a window's pairs"
+    return made

@@ -1,0 +1,148 @@
+"""This library: on a plain module, and under DDP where there are two ranks."""
+
+from __future__ import annotations
+
+import io
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+
+from distaccum import Accumulator, count_samples, count_tokens
+
+from .byhand import wrapped
+from .cases import ABANDONED_AT, SCALE, STOPPED_AFTER, clip_loss, info_nce
+from .library import Library
+from .task import BadBatchError, Outcome, Seen, Task
+
+DISTACCUM = Library("distaccum (plain, DDP)")
+
+
+def accumulating(task: Task, **options: Any) -> tuple[Any, Accumulator, Seen]:
+    model, _ = wrapped(task)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    steps = options.pop("steps", max(task.case.lengths[0]))
+    if task.case.kind == "tokens":
+        options["count"] = count_tokens("labels")
+    if task.case.key == "schedule":
+        options["scheduler"] = task.schedule(optimizer)
+    return model, Accumulator(model, optimizer, steps=steps, **options), seen
+
+
+def epoch(task: Task, model: Any, accumulator: Accumulator, bad: int | None = None) -> None:
+    for window in accumulator.windows(task.mine):
+        for i, batch in enumerate(window):
+            if i == bad:
+                raise BadBatchError
+            window.backward(task.loss(model, batch))
+        window.step()
+
+
+@DISTACCUM.cell(
+    "tail", "short", "uneven", "empty", "schedule", recipe="the loop of README.md; `scheduler=` where there is one"
+)
+@DISTACCUM.cell("tokens", "tokens2", "zero", recipe='the loop of README.md with `count=count_tokens("labels")`')
+def loop(task: Task) -> Outcome:
+    model, accumulator, seen = accumulating(task)
+    epoch(task, model, accumulator)
+    return Outcome(seen.weights)
+
+
+@DISTACCUM.cell("ramp", recipe="`steps=` a callable of the update's index")
+def ramp(task: Task) -> Outcome:
+    model, accumulator, seen = accumulating(task, steps=task.case.steps)
+    epoch(task, model, accumulator)
+    return Outcome(seen.weights)
+
+
+@DISTACCUM.cell("aux", recipe="two named losses, a count for each")
+def two_denominators(task: Task) -> Outcome:
+    count = {"tokens": count_tokens("labels"), "router": count_samples}
+    model, accumulator, seen = accumulating(task, count=count, reduction={"tokens": "mean", "router": "mean"})
+    for window in accumulator.windows(task.mine):
+        for batch in window:
+            logits, router = model(batch["x"])
+            tokens = cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+            window.backward(tokens=tokens, router=0.1 * router.mean())
+        window.step()
+    return Outcome(seen.weights)
+
+
+@DISTACCUM.cell("abandoned", recipe="the loop of README.md; the exception is caught, and the loader begins again")
+def abandoned(task: Task) -> Outcome:
+    model, accumulator, seen = accumulating(task)
+    with suppress(BadBatchError):
+        epoch(task, model, accumulator, bad=ABANDONED_AT)
+    epoch(task, model, accumulator)
+    return Outcome(seen.weights)
+
+
+@DISTACCUM.cell("scaler", recipe="`scaler=` and two optimizers")
+def scaled(task: Task) -> Outcome:
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    optimizers = [task.sgd([task.net.first]), task.sgd([task.net.second])]
+    accumulator = Accumulator(task.net, optimizers, steps=2, scaler=scaler)
+    seen = Seen(task.net)
+    for window in accumulator.windows(task.mine):
+        for batch in window:
+            window.backward(task.loss(task.net, batch))
+        window.step()
+        seen.take()
+    return Outcome(seen.weights, scaler.get_scale())
+
+
+@DISTACCUM.cell(
+    "resume", recipe="`state_dict()` in mid-window beside the model's; all made anew and loaded from a file"
+)
+def resumed(task: Task) -> Outcome:
+    whole = task.fresh()
+    model, accumulator, straight = accumulating(whole)
+    epoch(whole, model, accumulator)
+
+    file = io.BytesIO()
+    model, accumulator, seen = accumulating(task)
+    done = 0
+    for window in accumulator.windows(task.mine):
+        for batch in window:
+            window.backward(task.loss(model, batch))
+            done += 1
+            if done == STOPPED_AFTER:
+                torch.save({"model": model.state_dict(), "accumulator": accumulator.state_dict()}, file)
+                break
+        else:
+            window.step()
+            continue
+        break
+
+    task = task.fresh()
+    model, accumulator, later = accumulating(task)
+    file.seek(0)
+    saved = torch.load(file, weights_only=False)
+    model.load_state_dict(saved["model"])
+    accumulator.load_state_dict(saved["accumulator"])
+    later.weights.clear()
+    later.take()
+    for window in accumulator.windows(task.mine[4:]):
+        for batch in window:
+            window.backward(task.loss(model, batch))
+        window.step()
+    same = torch.equal(later.weights[-1], straight.weights[-1])
+    return Outcome([*seen.weights, *later.weights], same)
+
+
+@DISTACCUM.cell("pairs", "clip", recipe="`accumulator.contrast(batch, encode, loss_fn)`, micro-batches of 4")
+def pairs(task: Task) -> Outcome:
+    model, _ = wrapped(task)
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+    accumulator = Accumulator(model, optimizer, micro_batch_size=4)
+    batch = {name: torch.cat([one[name] for one in task.mine]) for name in ("x", "y")}
+    if task.case.kind == "pairs":
+        accumulator.contrast(batch, model, info_nce)
+    else:  # the temperature is no representation of a sample
+        accumulator.contrast(
+            batch, lambda part: model(part)[:2], lambda *both: clip_loss(*both, task.net.logit_scale.exp())
+        )
+    return Outcome(seen.weights)

@@ -1,0 +1,71 @@
+"""The judgement: each window's gradient against one call of the criterion on all of its samples, by plain torch."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from .cases import Case, criterion, inputs, micro_batches, net_of
+from .task import Outcome
+
+BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+@dataclass
+class Verdict:
+    verdict: str  # exact, wrong, absent, error, hangs, not installed
+    error: float | None = None  # of the worst window's gradient, relative
+    value: float | None = None  # that gradient along the exact one, whose own value is 1
+    note: str = ""
+    updates: tuple[int, int] | None = None  # made, and due, where they differ
+
+
+def exact_change(case: Case, window: int, at: Tensor) -> Tensor:
+    """The learning rate times the gradient of one call on all samples, by plain torch in float64."""
+    net = net_of(case).double()
+    nn.utils.vector_to_parameters(at.double(), net.parameters())
+    owned = [b for b, (w, _) in zip(micro_batches(case), case.owners(), strict=True) if w == window]
+    batch = {k: torch.cat([b[k] for b in owned]) for k in owned[0]}
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
+    criterion(case.kind, net(inputs(case.kind, batch)), batch).backward()
+    gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+    return gradient * (case.rates[window] if case.rates else 1.0)
+
+
+def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:
+    """Each window from the library's own weights before it, so that no window pays for an earlier one."""
+    first = outcomes[0]
+    apart = not all(same(one.weights[-1], first.weights[-1]) for one in outcomes)
+    weights = [first.weights[0]]
+    for one in first.weights[1:]:
+        if not torch.equal(one, weights[-1]):
+            weights.append(one)
+    windows = [w for w in range(len(case.lengths)) if w not in case.skipped]
+    if not all(one.isfinite().all() for one in weights):
+        return Verdict("wrong", math.nan, math.nan, "weights become NaN")
+    found = []
+    for i, window in enumerate(windows):
+        before = weights[min(i, len(weights) - 1)].double()
+        moved = before - weights[min(i + 1, len(weights) - 1)].double()
+        expected = exact_change(case, window, before)
+        error = ((moved - expected).norm() / expected.norm()).item()
+        found.append((error, (moved @ expected / expected.square().sum()).item()))
+    error, value = max(found)
+    made, due, notes = len(weights) - 1, len(windows), []
+    if made != due:
+        notes.append(f"{made} updates, exact {due}")
+    if apart:
+        notes.append("the ranks' weights differ")
+    if case.also and first.also != case.also[1]:
+        what, exact = case.also
+        notes.append(f"not {what}" if exact is True else f"{what} {first.also:g}, exact {exact:g}")
+    good = error <= BOUNDS[dtype] and not notes
+    updates = None if made == due else (made, due)
+    return Verdict("exact" if good else "wrong", error, value, "; ".join(notes), updates)
+
+
+def same(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one, other) or bool(one.isnan().any() and other.isnan().any())

@@ -1,0 +1,169 @@
+"""Lightning's Trainer: `accumulate_grad_batches`."""
+
+from __future__ import annotations
+
+import logging
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cases import ABANDONED_AT, SCALE, STOPPED_AFTER
+from .library import GIVING_UP, WEIGHTS, Library
+from .task import BadBatchError, Outcome, Seen, Task
+
+LIGHTNING = Library("Lightning Trainer", ("pytorch_lightning",), lacks=WEIGHTS | GIVING_UP)
+PAGE = "`Trainer(accumulate_grad_batches=...)`, its page *Effective Training Techniques*"
+
+
+def trainer_of(task: Task, **options: Any) -> Any:
+    logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
+    from pytorch_lightning import Trainer
+    from pytorch_lightning.plugins.environments import LightningEnvironment
+
+    if task.world > 1:
+        options |= {"strategy": "ddp", "plugins": [LightningEnvironment()]}
+    quiet = dict.fromkeys(
+        ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler"),
+        False,
+    )
+    return Trainer(**{"max_epochs": 1, "accelerator": "cpu", "devices": task.world, **quiet, **options})
+
+
+def module_of(task: Task, bad: int | None = None) -> tuple[Any, Seen]:
+    from pytorch_lightning import LightningModule
+
+    optimizer = task.sgd()
+    seen = Seen(task.net).after(optimizer)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.bad = task.net, bad
+
+        def training_step(self, batch: Any, index: int) -> torch.Tensor:
+            if index == self.bad:
+                raise BadBatchError
+            return task.loss(self.net, batch)
+
+        def configure_optimizers(self) -> Any:
+            if task.case.key != "schedule":
+                return optimizer
+            return [optimizer], [{"scheduler": task.schedule(optimizer), "interval": "step"}]
+
+    return Module(), seen
+
+
+@LIGHTNING.cell("tail", "short", "tokens", "tokens2", "zero", "aux", recipe=PAGE)
+@LIGHTNING.cell("uneven", "empty", recipe=f"{PAGE}; each rank's own loader (its ranks meet after each micro-batch)")
+@LIGHTNING.cell("schedule", recipe=f'{PAGE}; a schedule with `"interval": "step"`')
+def accumulate(task: Task) -> Outcome:
+    module, seen = module_of(task)
+    trainer_of(task, accumulate_grad_batches=max(task.case.lengths[0])).fit(module, task.my_loader())
+    return Outcome(seen.weights)
+
+
+@LIGHTNING.cell(
+    "ramp",
+    recipe="`GradientAccumulationScheduler({0: 2, 1: 4})`; two epochs in the place of one, since it counts those",
+)
+def ramp(task: Task) -> Outcome:
+    from pytorch_lightning.callbacks import GradientAccumulationScheduler
+
+    module, seen = module_of(task)
+    trainer = trainer_of(
+        task,
+        max_epochs=2,
+        reload_dataloaders_every_n_epochs=1,
+        callbacks=[GradientAccumulationScheduler({0: 2, 1: 4})],
+    )
+    parts = [task.mine[:6], task.mine[6:]]
+    module.train_dataloader = lambda: torch.utils.data.DataLoader(parts[trainer.current_epoch], batch_size=None)
+    trainer.fit(module)
+    return Outcome(seen.weights)
+
+
+@LIGHTNING.cell(
+    "scaler",
+    recipe='`MixedPrecision("16-mixed", "cpu", scaler)`, and manual optimization, which two optimizers need, its page '
+    "*Manual Optimization*",
+)
+def scaled(task: Task) -> Outcome:
+    from pytorch_lightning import LightningModule
+    from pytorch_lightning.plugins.precision import MixedPrecision
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    seen = Seen(task.net)
+
+    class Module(LightningModule):
+        automatic_optimization = False
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = task.net
+
+        def training_step(self, batch: Any, index: int) -> None:
+            self.manual_backward(task.loss(self.net, batch) / 2)
+            if index % 2:
+                for optimizer in self.optimizers():
+                    optimizer.step()
+                seen.take()
+                for optimizer in self.optimizers():
+                    optimizer.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            return task.sgd([self.net.first]), task.sgd([self.net.second])
+
+    trainer_of(task, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(Module(), task.my_loader())
+    return Outcome(seen.weights, scaler.get_scale())
+
+
+@LIGHTNING.cell(
+    "resume",
+    recipe="`trainer.save_checkpoint` after half a window and `fit(ckpt_path=...)`, its page *Saving and loading "
+    "checkpoints*, with a loader that can tell its state (torchdata's)",
+)
+def resumed(task: Task) -> Outcome:
+    from pytorch_lightning.callbacks import Callback
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
+            if index + 1 == STOPPED_AFTER:
+                trainer.save_checkpoint(path)
+                raise BadBatchError
+
+    def fit(task: Task, ckpt_path: str | None = None, **options: Any) -> Seen:
+        module, seen = module_of(task)
+        trainer = trainer_of(task, accumulate_grad_batches=max(task.case.lengths[0]), **options)
+        with suppress(BadBatchError):
+            trainer.fit(module, StatefulDataLoader(task.mine, batch_size=None), ckpt_path=ckpt_path)
+        return seen
+
+    straight = fit(task.fresh())
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "half.ckpt")
+        seen = fit(task, callbacks=[Stop()])
+        later = fit(task.fresh(), ckpt_path=path)
+    del later.weights[0]  # before the checkpoint was loaded
+    same = bool(later.weights) and torch.equal(later.weights[-1], straight.weights[-1])
+    return Outcome([*seen.weights, *later.weights], same)
+
+
+@LIGHTNING.cell(
+    "abandoned", recipe=f"{PAGE}; the exception is caught around `fit`, and a new `Trainer` fits the module"
+)
+def abandoned(task: Task) -> Outcome:
+    module, seen = module_of(task, bad=ABANDONED_AT)
+    steps = max(task.case.lengths[0])
+    try:
+        trainer_of(task, accumulate_grad_batches=steps).fit(module, task.my_loader())
+    except BadBatchError:
+        module.bad = None
+    trainer_of(task, accumulate_grad_batches=steps).fit(module, task.my_loader())
+    return Outcome(seen.weights)
+
+
+LIGHTNING.absent["clip"] = LIGHTNING.absent["pairs"] = "no loss over a window's pairs"

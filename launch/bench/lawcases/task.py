@@ -1,0 +1,95 @@
+"""What a library is given on a rank, and what it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
+
+from .cases import Batch, Case, criterion, inputs, micro_batches, net_of
+
+
+class Listed(BatchSampler):
+    """A loader's micro-batches, where their sizes are known before."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        super().__init__(SequentialSampler(range(sum(sizes))), max(sizes), drop_last=False)
+        self._sizes = sizes
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = 0
+        for size in self._sizes:
+            yield list(range(start, start + size))
+            start += size
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+
+class Task:
+    """What a library is given on a rank."""
+
+    def __init__(self, case: Case, rank: int) -> None:
+        self.case, self.rank, self.world = case, rank, case.world
+        self.net = net_of(case)
+        self._all = micro_batches(case)
+        self.mine = [batch for batch, (_, owner) in zip(self._all, case.owners(), strict=True) if owner == rank]
+
+    def fresh(self) -> Task:
+        return Task(self.case, self.rank)
+
+    def loader(self) -> DataLoader[Batch]:
+        """For all ranks together; the library gives each rank its part."""
+        rows = [{name: batch[name][i] for name in batch} for batch in self._all for i in range(len(batch["x"]))]
+        return DataLoader(rows, batch_sampler=Listed([len(batch["x"]) for batch in self._all]))
+
+    def my_loader(self, start: int = 0) -> DataLoader[Batch]:
+        """This rank's micro-batches as they are."""
+        return DataLoader(self.mine[start:], batch_size=None)
+
+    def loss(self, model: Any, batch: Batch) -> Tensor:
+        return criterion(self.case.kind, model(inputs(self.case.kind, batch)), batch)
+
+    def sgd(self, parameters: Any = None) -> SGD:
+        """The change of the weights is the gradient; with momentum a second step shows, even one by zeros."""
+        momentum = 0.9 if self.case.key == "zero" else 0.0
+        return SGD(self.net.parameters() if parameters is None else parameters, lr=1.0, momentum=momentum)
+
+    def schedule(self, optimizer: Optimizer) -> LRScheduler:
+        """Halves the learning rate each time that it is stepped."""
+        return LambdaLR(optimizer, lambda update: 0.5**update)
+
+
+@dataclass
+class Seen:
+    """All weights at the start and after each step."""
+
+    module: nn.Module
+    weights: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.take()
+
+    def after(self, *optimizers: Optimizer) -> Seen:
+        """After each step of the last of them."""
+        optimizers[-1].register_step_post_hook(self.take)
+        return self
+
+    def take(self, *_: Any) -> None:
+        self.weights.append(torch.cat([p.detach().flatten() for p in self.module.parameters()]).clone())
+
+
+@dataclass
+class Outcome:
+    weights: list[Tensor]
+    also: float | bool | None = None
+
+
+class BadBatchError(Exception):
+    """In the middle of a window."""

@@ -1,0 +1,332 @@
+"""Peak memory of each way to accumulate: by the micro-batch's size, and in gradients where parameters dominate.
+
+    python launch/bench/memory.py --out launch/results/memory --plot launch/results/memory.png
+    python launch/bench/memory.py --only DDP --sizes 1 32              # in a minute
+
+- A fixed batch per rank, cut into micro-batches of --sizes: a net whose activations dominate; SGD with momentum.
+- Parameters of 128 MiB and small activations, SGD: the first and the fifth update, and what is held between updates;
+  and the tensors alive before a window, in its middle and at its peak, in multiples of the parameters.
+
+Each row comes from fresh processes (Linux: resident memory), one or two ranks on gloo, and is that of rank 0 beyond the
+same process before the model was made. Needs accelerate, deepspeed and lightning-fabric.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import sys
+import weakref
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from contenders import Contender, Loop, Task, as_torchrun, be_quiet, some_of, versions
+from measure import RETURNS, circumstances, header, in_fresh_process, in_ranks, peak_of, resident, write
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+MIB = 2**20
+CPU = torch.device("cpu")
+SECONDS = 240.0  # for one of them
+LIBRARIES = ("Accelerate", "Lightning Fabric")
+OWN = ("DeepSpeed", "distaccum")
+CHOSEN = [
+    *some_of("plain", "by hand", *LIBRARIES, "DeepSpeed 0", "distaccum"),
+    *some_of("DDP", "by hand", *LIBRARIES, "distaccum", "distaccum on Accelerate"),
+    *some_of("DDP, views", "by hand", "distaccum"),
+    *(one for engine in ("ZeRO 0", "ZeRO 1", "ZeRO 2, last") for one in some_of(engine, *OWN)),
+    *(one for sync in ("last", "gathered", "every") for one in some_of(f"FSDP2, {sync}", "by hand", "distaccum")),
+]
+STEPS, UPDATES, SAMPLES = 4, 5, 4  # of the net whose parameters dominate
+WIDTH, DEPTH = 2048, 8  # 128 MiB of weights
+SMALL_WIDTH = 512  # where every tensor is looked at
+
+
+# Two nets
+
+
+def deep_of(width: int) -> nn.Sequential:
+    """All of it parameters: what a few samples leave behind is nothing beside them."""
+    layers = (nn.Linear(width, width, bias=False) for _ in range(DEPTH))
+    return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
+
+
+CHANNELS, PIXELS = 16, 64
+
+
+def wide() -> nn.Sequential:
+    """Convolutions that keep 2 MiB and more of each sample, and 4 MiB of parameters behind them."""
+    blocks = [part for i in range(8) for part in (nn.Conv2d(CHANNELS if i else 3, CHANNELS, 1), nn.Tanh())]
+    return nn.Sequential(*blocks, nn.AdaptiveAvgPool2d(8), nn.Flatten(), nn.Linear(64 * CHANNELS, 1024))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def layers_of(net: nn.Sequential) -> tuple[nn.Module, ...]:
+    return tuple(layer for layer in net if isinstance(layer, nn.Linear | nn.Conv2d))
+
+
+def set_up(contender: Contender, net: nn.Sequential, steps: int, momentum: float = 0.0, loss: Any = loss_of) -> Loop:
+    optimizer = partial(SGD, lr=1e-3, momentum=momentum)
+    return contender.set_up(Task(net, loss, optimizer, steps, layers=layers_of(net)))
+
+
+# In a fresh process
+
+
+def measure_here(name: str, samples: int, sizes: Sequence[int]) -> dict[str, Any]:
+    """A row, of this rank; before each figure what the last one left is let go, and what is still there taken off."""
+    be_quiet()
+    if dist.is_initialized():
+        as_torchrun()
+    contender = next(one for one in CHOSEN if str(one) == name)
+    of_micro_batch(contender, 2, 1)  # loads what libraries and kernels load once
+    peaks = {size: of_micro_batch(contender, samples, size) for size in sorted(sizes)}
+    row = {"name": name, "engine": contender.engine, "peaks": peaks}
+    return {**row, **of_parameters(contender), **alive_on(contender)}
+
+
+def without_a_model() -> int:
+    gc.collect()
+    return resident("VmRSS")
+
+
+def of_micro_batch(contender: Contender, samples: int, size: int) -> float:
+    """MiB at the peak of an update of so many samples, the third, in micro-batches of a size."""
+    batches = list(torch.randn(samples, 3, PIXELS, PIXELS).split(size))
+    without = without_a_model()
+    loop = set_up(contender, wide(), len(batches), momentum=0.9)
+    for _ in range(2):  # DDP lays out its buckets anew in the second
+        loop.run(batches)
+    held = resident("VmRSS") - without
+    return (held + 1e6 * peak_of(lambda: loop.run(batches), CPU)) / MIB
+
+
+def of_parameters(contender: Contender) -> dict[str, Any]:
+    batches = [torch.randn(SAMPLES, WIDTH) for _ in range(STEPS)]
+    without = without_a_model()
+    loop = set_up(contender, deep_of(WIDTH), STEPS)
+    peaks = []
+    for _ in range(UPDATES):
+        held = resident("VmRSS") - without
+        peaks.append((held + 1e6 * peak_of(lambda: loop.run(batches), CPU)) / MIB)
+    gc.collect()
+    held = resident("VmRSS") - without
+    return {"first": peaks[0], "fifth": peaks[-1], "held": held / MIB}
+
+
+def alive_on(contender: Contender) -> dict[str, float]:
+    """Bytes of tensors in the third update, in multiples of the parameters', of as many layers but narrower."""
+    net = deep_of(SMALL_WIDTH)
+    whole = sum(p.numel() * p.element_size() for p in net.parameters())
+    batches = [torch.randn(1, SMALL_WIDTH) for _ in range(STEPS)]
+    counts: list[int] = []
+
+    def loss(model: nn.Module, batch: Tensor) -> Tensor:
+        counts.append(storages.alive())  # between two micro-steps
+        return loss_of(model, batch)
+
+    with Storages() as storages:
+        storages.watch(list(net.parameters()))
+        loop = set_up(contender, net, STEPS, loss=loss)
+        for _ in range(2):
+            loop.run(batches)
+        gc.collect()
+        counts.clear()
+        before, storages.peak = storages.alive(), 0
+        loop.run(batches)
+    return {"before": before / whole, "middle": counts[STEPS // 2] / whole, "peak": storages.peak / whole}
+
+
+class Storages(TorchDispatchMode):
+    """Bytes of all storages that an operator has met and that are still there, those that only C++ holds too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "from_local") for kind in types):
+            return NotImplemented  # a DTensor's own tensors are seen when it has taken the call apart
+        result = func(*args, **(kwargs or {}))
+        self.watch((args, kwargs, result))
+        self.peak = max(self.peak, self.alive())
+        return result
+
+    def watch(self, values: Any) -> None:
+        for one in tree_leaves(values):
+            if isinstance(one, Tensor) and type(one) in (Tensor, nn.Parameter):
+                storage = one.untyped_storage()
+                self._seen[storage._cdata] = weakref.ref(storage)
+
+    def alive(self) -> int:
+        there = {address: storage for address, ref in self._seen.items() if (storage := ref()) is not None}
+        self._seen = {address: self._seen[address] for address in there}
+        return sum(storage.nbytes() for storage in there.values())
+
+
+# All of it
+
+
+def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for one in chosen:
+        print(one, file=sys.stderr)
+        if one.on_ranks:
+            row = in_ranks(2, measure_here, str(one), options.batch_size, options.sizes, seconds=SECONDS)[0]
+        else:  # in a group of one Accelerate would wrap the model in DDP
+            sizes = ["--sizes", *map(str, options.sizes)]
+            row = in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)
+            row["peaks"] = {int(size): peak for size, peak in row["peaks"].items()}
+        rows.append(row)
+    return rows
+
+
+def tables(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[str]:
+    lines = [
+        f"**A batch of {options.batch_size} samples per rank: peak MiB by the samples of a micro-batch**",
+        "",
+        f"| | {' | '.join(map(str, options.sizes))} |",
+        f"| --- |{' --: |' * len(options.sizes)}",
+        *(f"| {row['name']} | {' | '.join(f'{peak:.0f}' for peak in row['peaks'].values())} |" for row in rows),
+        "",
+        "**Parameters of 128 MiB: MiB, and tensors alive in multiples of the parameters**",
+        "",
+        "| | peak, 1st update | peak, 5th | held between updates | alive before a window | in its middle | "
+        "at its peak |",
+        "| --- | --: | --: | --: | --: | --: | --: |",
+    ]
+    for row in rows:
+        mib = " | ".join(f"{row[name]:.0f}" for name in ("first", "fifth", "held"))
+        alive = " | ".join(f"{row[name]:.2f}" for name in ("before", "middle", "peak"))
+        lines.append(f"| {row['name']} | {mib} | {alive} |")
+    return lines
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    others = ", ".join(f"{name} {version}" for name, version in versions().items())
+    parameters = sum(p.numel() * p.element_size() for p in wide().parameters()) / MIB
+    return [
+        f"{others}. float32, two ranks on gloo (one process where it says plain). Each row is of fresh processes, on "
+        "rank 0, beyond the same one before the model was made, its libraries loaded; resident memory, with a glibc "
+        "that gives back at once what is freed. A figure repeats within some 4 MiB.",
+        f"*First table*: {options.batch_size} images of {PIXELS} x {PIXELS} on each rank through convolutions, "
+        f"{parameters:.1f} MiB of parameters, SGD with momentum; the third update.",
+        f"*Second*: {DEPTH} layers of {WIDTH} x {WIDTH}, windows of {STEPS} micro-batches of {SAMPLES}, SGD. *Alive*: "
+        f"storages that an operator has met, those that only C++ holds too, in the third update of {DEPTH} layers of "
+        f"{SMALL_WIDTH} x {SMALL_WIDTH}: 1.00 is the size of all parameters, or of all gradients. *Middle*: between "
+        "two micro-steps. A buffer counts before anything is written to it; the process's memory counts it from then "
+        "on, and what a kernel or gloo takes for itself.",
+    ]
+
+
+# The picture: colours that the colour-blind can tell apart, with markers that show where lines lie on each other
+LINES = {
+    "by hand": ("#0072B2", "o", "-"),
+    "Accelerate": ("#E69F00", "s", "-"),
+    "Lightning Fabric": ("#CC79A7", "^", "-"),
+    "DeepSpeed": ("#D55E00", "D", "-"),
+    "distaccum": ("#009E73", "x", "--"),
+    "distaccum on Accelerate": ("#000000", "+", ":"),
+}
+
+
+def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+
+    engines = list(dict.fromkeys(row["engine"] for row in rows))
+    columns = min(5, len(engines))
+    height = -(-len(engines) // columns)
+    size = (2 + 2.4 * columns, 1.4 + 2.3 * height)
+    figure, axes = pyplot.subplots(height, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
+    for axis in axes.flat[len(engines) :]:
+        axis.remove()
+    for axis, engine in zip(axes.flat, engines, strict=False):
+        for row in (row for row in rows if row["engine"] == engine):
+            colour, marker, style = LINES[label_of(row)]
+            sizes, peaks = list(row["peaks"]), list(row["peaks"].values())
+            face = "none" if marker in "os^D" else None
+            axis.plot(sizes, peaks, color=colour, marker=marker, linestyle=style, markerfacecolor=face, markersize=7)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xticks(list(rows[0]["peaks"]))
+        axis.set_title(engine, fontsize=10)
+        axis.grid(alpha=0.3)
+    for axis in axes.flat[max(0, len(engines) - columns) : len(engines)]:
+        axis.set_xlabel("samples of a micro-batch", fontsize=9)
+    for axis in axes[:, 0]:
+        axis.set_ylabel("peak, MiB", fontsize=9)
+    used = {label_of(row) for row in rows}
+    signs = [
+        Line2D([], [], color=c, marker=m, linestyle=s, markerfacecolor="none" if m in "os^D" else None, label=name)
+        for name, (c, m, s) in LINES.items()
+        if name in used
+    ]
+    figure.legend(handles=signs, loc="outside lower center", ncols=3, fontsize=9)
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def label_of(row: dict[str, Any]) -> str:
+    name = str(row["name"]).removeprefix(f"{row['engine']}, ")
+    return "DeepSpeed" if name.startswith("DeepSpeed") else name
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--batch-size", type=int, default=32, metavar="N", help="samples of an update on each rank (32)"
+    )
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 32], metavar="N", help="(1 4 16 32)")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as memory.png")
+    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    for size in options.sizes:
+        if size < 1 or options.batch_size % size:
+            parser.error(f"--sizes {size} does not divide --batch-size {options.batch_size}")
+    for part in options.only:
+        if not any(part in str(one) for one in CHOSEN):
+            parser.error(f"--only {part}: in none of {'; '.join(map(str, CHOSEN))}")
+    if not Path("/proc/self/clear_refs").exists():
+        parser.error("the peak of a process is read from Linux's /proc, which is not here")
+    os.environ.update({**RETURNS, "OMP_NUM_THREADS": "1"})  # of the processes to come
+    if options.here:
+        with redirect_stdout(sys.stderr):  # what the libraries say
+            row = measure_here(options.here, options.batch_size, options.sizes)
+        print(json.dumps(row))
+        return 0
+    torch.set_num_threads(1)
+    rows = measure(
+        [one for one in CHOSEN if not options.only or any(part in str(one) for part in options.only)], options
+    )
+    about = circumstances(CPU)
+    lines = header("Memory", about, *notes(options)) + tables(rows, options)
+    write(options.out, "\n".join(lines), {**about, **versions(), "rows": rows})
+    if options.plot is not None:
+        plot(options.plot, rows, f"A batch of {options.batch_size} samples per rank, cut into micro-batches")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

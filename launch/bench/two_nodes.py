@@ -1,0 +1,418 @@
+"""Seconds and bytes of an update over a slow link: each way to accumulate, and what link and processor allow.
+
+    sudo python launch/bench/two_nodes.py --out launch/results/two_nodes --plot launch/results/two_nodes.png
+    sudo python launch/bench/two_nodes.py --only DDP --rounds 2 --slow-rounds 1  # in two minutes
+
+Two network namespaces of this machine, a link of --rate between them and a rank in each. ResNet-18 with GroupNorm (11.7
+million parameters, float32), windows of micro-batches of 4 images of 64 x 64, SGD. All ways of a group are in the same
+two processes and take turns, one update each: A B C, C B A. Those that communicate in each micro-step are a group of
+their own, with fewer rounds. Needs root, iproute2, torchvision, accelerate, deepspeed and lightning-fabric.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
+from measure import circumstances, header, ratios, relative_difference, spelled, write
+from nodes import PAYLOAD, SENT, on_each, two_nodes
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+from torchvision.models import resnet18
+
+IMAGES, PIXELS = 4, 64  # of a micro-batch
+COMPUTE = "compute alone"
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+SECONDS = 900.0  # for a group
+BOUND = 1e-4  # float32
+LR = 0.1
+ZERO = ("DeepSpeed", "distaccum")
+ONCE = [
+    *some_of(
+        "DDP", "by hand", "by hand, again", "Accelerate", "Lightning Fabric", "distaccum", "distaccum on Accelerate"
+    ),
+    *some_of("DDP, views", "by hand", "distaccum"),
+    *(one for engine in ("ZeRO 0", "ZeRO 1", "ZeRO 2, last") for one in some_of(engine, *ZERO)),
+    *some_of("FSDP2, gathered", "by hand", "distaccum"),
+]
+EACH_STEP = [  # gathers or reduces
+    *some_of("DDP, every micro-step", "by hand"),
+    *some_of("ZeRO 2, every", "DeepSpeed"),
+    *some_of("ZeRO 3, every", "DeepSpeed"),
+    *some_of("ZeRO 3, last", *ZERO),
+    *some_of("FSDP2, last", "by hand", "distaccum"),
+    *some_of("FSDP2, every", "by hand", "distaccum"),
+]
+GROUPS = {"once": ONCE, "each": EACH_STEP}
+TITLES = {"once": "communicates once per update", "each": "communicates in each micro-step"}
+BY_HAND = one_of("DDP", "by hand")
+Batch = tuple[Tensor, Tensor]
+
+
+def task(steps: int) -> Task:
+    net: Any = network()
+    blocks = [block for layer in (net.layer1, net.layer2, net.layer3, net.layer4) for block in layer]
+    return Task(net, loss_of, partial(SGD, lr=LR), steps, layers=tuple(blocks))
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    images, labels = batch
+    return cross_entropy(model(images), labels)
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return resnet18(norm_layer=partial(nn.GroupNorm, 32))
+
+
+def gradient_bytes() -> int:
+    return sum(p.numel() * p.element_size() for p in network().parameters())
+
+
+def micro_batches(rank: int, steps: int) -> list[Batch]:
+    generator = torch.Generator().manual_seed(rank)
+    images = torch.randn(steps * IMAGES, 3, PIXELS, PIXELS, generator=generator)
+    labels = torch.randint(0, 1000, (steps * IMAGES,), generator=generator)
+    return list(zip(images.split(IMAGES), labels.split(IMAGES), strict=True))
+
+
+# On a node
+
+
+def measure_here(names: Sequence[str], steps: int, rounds: int) -> dict[str, Any] | None:
+    """On rank 0 what was measured on both; None on the other."""
+    be_quiet()
+    dist.init_process_group("gloo")
+    batches = micro_batches(dist.get_rank(), steps)
+    expected = big_batch_gradient(steps)
+    backwards: list[float] = []
+    loops, off = {COMPUTE: computing(steps, backwards)}, {}
+    for one in (one for one in (*ONCE, *EACH_STEP) if str(one) in names):
+        loop = loops[str(one)] = one.set_up(task(steps))
+        off[str(one)] = relative_difference(first_gradient(loop, batches), expected)
+    mine = take_turns(loops, batches, rounds)
+    both: list[Any] = [None, None]
+    dist.all_gather_object(both, mine)
+    if dist.get_rank():
+        return None
+    pairs = {name: list(zip(*(turns[name] for turns in both), strict=True)) for name in loops}
+    return {
+        "seconds": {name: [max(a.seconds, b.seconds) for a, b in turns] for name, turns in pairs.items()},
+        "sent": {name: statistics.fmean((a.sent + b.sent) / 2 for a, b in turns) for name, turns in pairs.items()},
+        "off": off,
+        "backward": statistics.median(backwards),
+    }
+
+
+def big_batch_gradient(steps: int) -> Tensor:
+    """Of one call of the criterion on all samples of both ranks."""
+    images, labels = zip(*(batch for rank in range(2) for batch in micro_batches(rank, steps)), strict=True)
+    net = network()
+    loss_of(net, (torch.cat(images), torch.cat(labels))).backward()
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
+
+
+def first_gradient(loop: Loop, batches: list[Batch]) -> Tensor:
+    """As an update has moved the weights by it."""
+    before = loop.weights()
+    loop.run(batches)
+    return (before - loop.weights()) / LR
+
+
+def computing(steps: int, backwards: list[float]) -> Loop:
+    """Micro-steps and a step on this rank alone; `backwards` gets the seconds of each backward."""
+    net = network()
+    optimizer = SGD(net.parameters(), lr=LR)
+
+    def run(batches: Sequence[Batch]) -> None:
+        for batch in batches:
+            loss = loss_of(net, batch) / steps
+            began = time.perf_counter()
+            loss.backward()
+            backwards.append(time.perf_counter() - began)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Loop(run, lambda: full_weights(net))
+
+
+class Turn(NamedTuple):
+    seconds: float
+    sent: int  # bytes
+
+
+def take_turns(loops: dict[str, Loop], batches: list[Batch], rounds: int) -> dict[str, list[Turn]]:
+    """Each loop's update in each round, on this rank; every other round goes backwards, and one more warms up."""
+    taken: dict[str, list[Turn]] = {name: [] for name in loops}
+    order = list(loops.items())
+    for turn in range(-1, rounds):
+        for name, loop in order if turn % 2 else reversed(order):
+            dist.barrier()
+            sent, began = int(SENT.read_text()), time.perf_counter()
+            loop.run(batches)
+            seconds = time.perf_counter() - began
+            dist.barrier()  # what the other has received by now has left this one's queue
+            if turn >= 0:
+                taken[name].append(Turn(seconds, int(SENT.read_text()) - sent))
+    return taken
+
+
+# All of it
+
+
+def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each, by group; the loop by hand under DDP and the micro-steps alone are in each group."""
+    rows = []
+    with two_nodes(options.rate) as nodes:
+        for group, members in GROUPS.items():
+            names = [str(one) for one in members if one in chosen]
+            if not names:
+                continue
+            names = [COMPUTE, str(BY_HAND), *(name for name in names if name != str(BY_HAND))]
+            rounds = options.rounds if group == "once" else options.slow_rounds
+            print(f"{len(names)} that {TITLES[group].replace('s ', ' ', 1)}, {rounds} rounds", file=sys.stderr)
+            passed = ["--steps", str(options.steps), "--rounds", str(rounds), "--here", *names]
+            found = json.loads(on_each(nodes, passed, SECONDS))
+            seconds = found["seconds"]
+            for name in names:
+                reference = reference_of(name)
+                rows.append(
+                    {
+                        "group": group,
+                        "name": name,
+                        "seconds": seconds[name],
+                        "bytes": found["sent"][name],
+                        "of_engine": None if reference in (None, name) else ratios(seconds[name], seconds[reference]),
+                        "of_ddp": ratios(seconds[name], seconds[str(BY_HAND)]),
+                        "gradient_off": found["off"].get(name),
+                        "backward": found["backward"] if name == COMPUTE else None,
+                    }
+                )
+    return rows
+
+
+def reference_of(name: str) -> str | None:
+    """The loop without another library on the same wrapper."""
+    one = next((one for one in (*ONCE, *EACH_STEP) if str(one) == name), None)
+    return None if one is None else f"{one.engine}, {one.reference}"
+
+
+def limits(rows: list[dict[str, Any]], rate: str) -> dict[str, float]:
+    """Seconds that an update with one all-reduce of the gradients takes at least, from measured parts."""
+    alone = next(row for row in rows if row["name"] == COMPUTE)
+    compute, wire = statistics.median(alone["seconds"]), on_the_wire(gradient_bytes(), rate)
+    overlapped = compute + wire - min(alone["backward"], wire)
+    return {
+        "compute": compute,
+        "backward": alone["backward"],
+        "wire": wire,
+        "in_turn": compute + wire,
+        "overlapped": overlapped,
+    }
+
+
+def add_own_limits(rows: list[dict[str, Any]], rate: str) -> None:
+    """The same for the bytes that each sends; what communicates in each micro-step could hide it in all of them."""
+    alone = {row["group"]: row for row in rows if row["name"] == COMPUTE}
+    for row in rows:
+        beside, wire = alone[row["group"]], on_the_wire(row["bytes"], rate)
+        once = row["group"] == "once" or row["name"] == str(BY_HAND)
+        hidden = [beside["backward"] if once else seconds for seconds in beside["seconds"]]
+        least = [c + wire - min(h, wire) for c, h in zip(beside["seconds"], hidden, strict=True)]
+        row["wire"], row["limit"] = wire, statistics.median(least)
+        row["of_limit"] = ratios(row["seconds"], least)
+
+
+def on_the_wire(sent: float, rate: str) -> float:
+    return 8 * sent / (bits(rate) * PAYLOAD)
+
+
+def bits(rate: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
+    if not found or float(found[1]) == 0:
+        raise ValueError(f"--rate {rate}, expected one such as 1gbit or 200mbit")
+    return float(found[1]) * UNITS[found[2]]
+
+
+def tables(rows: list[dict[str, Any]], least: dict[str, float], options: argparse.Namespace) -> list[str]:
+    lines = [
+        "| limits of an update that reduces the gradients once | s |",
+        "| --- | --: |",
+        f"| compute alone: {options.steps} micro-steps and a step, both ranks at work | {least['compute']:.3f} |",
+        f"| wire: {gradient_bytes() / 1e6:.1f} MB at {PAYLOAD:.1%} of {options.rate} | {least['wire']:.3f} |",
+        f"| nothing overlapped: compute + wire | {least['in_turn']:.3f} |",
+        f"| **overlapped: compute + wire - one backward ({least['backward']:.3f})** | **{least['overlapped']:.3f}** |",
+    ]
+    for group, title in TITLES.items():
+        of_group = [row for row in rows if row["group"] == group]
+        if of_group:
+            lines += ["", f"**What {title}** ({len(of_group[0]['seconds'])} rounds)", "", *table(of_group)]
+    return lines
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "| | s per update | least to most | / loop on the same wrapper | / DDP by hand | MB sent per rank | "
+        "x gradients | wire, s | limit, s | / limit | gradient off by |",
+        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
+    ]
+    for row in rows:
+        seconds, off = row["seconds"], row["gradient_off"]
+        cells = [
+            f"{statistics.median(seconds):.3f}",
+            f"{min(seconds):.3f} to {max(seconds):.3f}",
+            *(spelled(row[name]) for name in ("of_engine", "of_ddp")),
+            f"{row['bytes'] / 1e6:.1f}",
+            f"{row['bytes'] / gradient_bytes():.2f}",
+            *(f"{row[name]:.3f}" for name in ("wire", "limit")),
+            spelled(row["of_limit"]),
+            "-" if off is None else f"{off:.0e}",
+        ]
+        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
+    return lines
+
+
+def notes(options: argparse.Namespace) -> list[str]:
+    others = ", ".join(f"{name} {version}" for name, version in versions().items())
+    return [
+        f"{others}. Two ranks on gloo, each in a network namespace, {options.rate} each way between them "
+        "(`tbf`, burst 128k).",
+        f"An update: {options.steps} micro-steps of {IMAGES} images of {PIXELS} x {PIXELS} on each rank through "
+        f"ResNet-18 with GroupNorm in float32 ({gradient_bytes() / 1e6:.1f} MB of gradients), and a step of SGD.",
+        "*s per update*: of the slower rank, wall clock; median over the rounds. Ratios are of one round: median "
+        "(least to most). *Loop on the same wrapper*: by hand, or DeepSpeed's own. *Again* is the same loop twice, so "
+        "what it differs by is noise. *MB sent*: by the rank's device, acknowledgements too; mean of both. *Limit*: "
+        "compute alone + wire - one backward with the bytes that were sent; where each micro-step communicates, the "
+        "larger of compute and wire. *Off by*: of an update's gradient, as the weights have moved by it, against one "
+        "big batch of both ranks, all in float32. (gloo's reduce-scatter sends as much as its all-reduce.)",
+    ]
+
+
+# The picture
+
+KINDS = {  # colours that the colour-blind can tell apart, and hatches for those who print in grey
+    "by hand": ("#0072B2", ""),
+    "another library's": ("#E69F00", "///"),
+    "distaccum": ("#009E73", "..."),
+}
+LIMITS = {
+    "overlapped": ("--", "limit: compute + wire - one backward"),
+    "in_turn": (":", "nothing overlapped: compute + wire"),
+}
+
+
+def plot(path: Path, rows: list[dict[str, Any]], least: dict[str, float], title: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    bars = {group: [row for row in rows if row["group"] == group and row["name"] != COMPUTE] for group in TITLES}
+    bars = {group: members for group, members in bars.items() if members}
+    sizes = [len(members) for members in bars.values()]
+    figure, axes = pyplot.subplots(
+        len(bars), figsize=(10, 1.8 + 0.36 * sum(sizes)), height_ratios=sizes, squeeze=False, layout="constrained"
+    )
+    for axis, (group, members) in zip(axes[:, 0], bars.items(), strict=True):
+        furthest = max(max(row["seconds"]) for row in members)
+        for name, (style, _) in LIMITS.items():
+            axis.axvline(least[name], color="#D55E00", linestyle=style, linewidth=1.5, zorder=3)
+        for y, row in enumerate(members):
+            colour, hatch = KINDS[kind_of(row["name"])]
+            low, middle, high = min(row["seconds"]), statistics.median(row["seconds"]), max(row["seconds"])
+            axis.barh(y, middle, color=colour, hatch=hatch, edgecolor="white", height=0.75)
+            axis.errorbar(middle, y, xerr=[[middle - low], [high - middle]], color="black", capsize=2, linewidth=1)
+            text = f"{middle:.2f} s, {row['bytes'] / 1e6:.0f} MB"
+            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+            axis.text(high + 0.012 * furthest, y, text, va="center", fontsize=8, bbox=box, zorder=4)
+        labels = [label_of(row["name"], group) for row in members]
+        axis.set_yticks(range(len(members)), labels, fontsize=8)
+        axis.set_ylim(len(members) - 0.4, -0.6)
+        axis.set_xlim(0, 1.2 * furthest)
+        axis.set_title(TITLES[group], fontsize=10, loc="left")
+    axes[-1, 0].set_xlabel("seconds per update (median; least to most)")
+    signs: list[Any] = [Patch(facecolor=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in KINDS.items()]
+    for name, (style, words) in LIMITS.items():
+        signs.append(Line2D([], [], color="#D55E00", linestyle=style, label=f"{words} ({least[name]:.2f} s)"))
+    figure.legend(handles=signs, loc="outside lower center", ncols=2, fontsize=8)
+    figure.suptitle(title, fontsize=11)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+
+
+def kind_of(name: str) -> str:
+    return next((kind for kind in ("distaccum", "by hand") if kind in name), "another library's")
+
+
+def label_of(name: str, group: str) -> str:
+    return f"{name} (once, to compare)" if group == "each" and name == str(BY_HAND) else name
+
+
+def chosen_by(parts: Sequence[str]) -> list[Contender]:
+    """Those whose name has one of the parts, and the loops that they are compared with."""
+    every = [one for group in GROUPS.values() for one in group]
+    for part in parts:
+        if not any(part in str(one) for one in every):
+            raise ValueError(f"--only {part}: in none of {'; '.join(map(str, every))}")
+    named = [one for one in every if not parts or any(part in str(one) for part in parts)]
+    return [one for one in every if one in named or str(one) in map(reference_of, map(str, named))]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it (%(default)s)")
+    parser.add_argument("--steps", type=int, default=8, metavar="K", help="micro-steps of an update (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of turns (%(default)s)")
+    parser.add_argument(
+        "--slow-rounds", type=int, default=3, metavar="N", help="where each micro-step communicates (%(default)s)"
+    )
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as two_nodes.png")
+    parser.add_argument("--here", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.here:
+        with redirect_stdout(sys.stderr):  # what DeepSpeed says
+            found = measure_here(options.here, options.steps, options.rounds)
+        if found is not None:
+            print(json.dumps(found), flush=True)
+        return 0
+    if min(options.steps, options.rounds, options.slow_rounds) < 1:
+        parser.error("--steps, --rounds and --slow-rounds are at least 1")
+    torch.set_num_threads(1)
+    try:
+        bits(options.rate)
+        chosen = chosen_by(options.only)
+        rows = measure(chosen, options)
+    except (RuntimeError, ValueError) as error:
+        parser.error(str(error))
+    add_own_limits(rows, options.rate)
+    least, about = limits(rows, options.rate), circumstances(torch.device("cpu"))
+    lines = header("Two nodes", about, *notes(options)) + tables(rows, least, options)
+    write(options.out, "\n".join(lines), {**about, **versions(), "limits": least, "rows": rows})
+    if options.plot is not None:
+        title = f"Two nodes, {options.rate}: {options.steps} micro-steps of ResNet-18; MB sent by each rank"
+        plot(options.plot, rows, least, title)
+    wrong = [row["name"] for row in rows if row["gradient_off"] is not None and not row["gradient_off"] < BOUND]
+    if wrong:
+        print(f"the gradient is not the big batch's: {'; '.join(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
