@@ -237,39 +237,28 @@ class FullyShardEngine(RanksEngine):
                     module.unshard()  # type: ignore[operator]  # fully_shard gave it
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        if math.isinf(kind):
-            return self._largest(gradients, over)
-        # A DTensor's norm is over its own mesh, tensor-parallel dimensions included; what is on no mesh is the
-        # same on all ranks.
-        by_mesh: dict[Any, list[Tensor]] = {}
-        for gradient in gradients:
-            by_mesh.setdefault(getattr(gradient, "device_mesh", None), []).append(gradient)
+        """By hand: torch asks DTensor at each kernel, and fails at the largest element of a shard that has none."""
+        by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+        for parameter in parameters:
+            if parameter.grad is not None:
+                groups, shard = _shard_of(parameter.grad)
+                by_groups.setdefault(groups, []).append(shard)
         norms = []
-        for alike in by_mesh.values():
-            norm = total_norm(alike, kind, over)
-            full_tensor = getattr(norm, "full_tensor", None)
-            norms.append(norm if full_tensor is None else full_tensor())
+        for groups, shards in by_groups.items():
+            norm = total_norm(shards, kind, over).to(self._device)
+            if math.isinf(kind):
+                for group in groups:
+                    dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+            elif groups:
+                norm = norm.pow(kind)
+                for group in groups:
+                    dist.all_reduce(norm, group=group)
+                norm = norm.pow(1 / kind)
+            norms.append(norm)
         if len(norms) == 1:
             return norms[0]
-        return total_norm([torch.stack(norms)] if norms else [], kind)
-
-    def _largest(self, gradients: Sequence[Tensor], over: Tensor | None) -> Tensor:
-        """By hand: torch asks for the largest of a shard's elements, and fails where a rank has none."""
-        ranks = set(dist.get_process_group_ranks(self.group))
-        meshes = {getattr(gradient, "device_mesh", None): None for gradient in gradients}
-        others = [
-            mesh.get_group(i)
-            for mesh in meshes
-            if mesh is not None
-            for i in range(mesh.ndim)
-            if not set(dist.get_process_group_ranks(mesh.get_group(i))) <= ranks  # tensor-parallel
-        ]
-        wide = torch.float64 if any(gradient.dtype == torch.float64 for gradient in gradients) else torch.float32
-        largest = total_norm([local(gradient) for gradient in gradients], math.inf, over).to(self._device, wide)
-        for group in dict.fromkeys([self.group_for(largest), *others]):
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        return largest
+        wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+        return total_norm([torch.stack([norm.to(wide) for norm in norms])] if norms else [], kind)
 
     def _divides_by(self) -> float:
         """One number for all groups: it goes into the share."""
@@ -384,6 +373,17 @@ def _groups(state: Any) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
+
+
+def _shard_of(gradient: Any) -> tuple[tuple[dist.ProcessGroup, ...], Tensor]:
+    """This rank's part, and the groups that hold the others, tensor-parallel ones included: none where it is whole."""
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        return (), gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        return (), gradient.full_tensor()
+    sharded = [i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(i) for i in sharded), local(gradient)
 
 
 def _is_sharded(group: Any) -> bool:
