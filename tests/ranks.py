@@ -85,7 +85,9 @@ class Ranks:
             if rank not in results | errors:
                 errors[rank] = f"did not end\n{self._last_words(rank)}"
         if errors:
-            raise RankError("\n".join(f"rank {rank} {text}" for rank, text in sorted(errors.items())))
+            raise RankError(
+                "\n".join(f"rank {rank} {text}" for rank, text in sorted(errors.items(), key=_is_of_others))
+            )
         return [results[rank] for rank in range(self.num)]
 
     def _last_words(self, rank: int) -> str:
@@ -95,6 +97,12 @@ class Ranks:
 
 class RankError(AssertionError):
     pass
+
+
+def _is_of_others(error: tuple[int, str]) -> tuple[bool, bool]:
+    """What comes of another rank's failure is told after it."""
+    _, text = error
+    return "Connection closed by peer" in text, text.startswith("did not end")
 
 
 def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
