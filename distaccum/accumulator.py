@@ -216,6 +216,8 @@ class Accumulator:
             state = None
         self._feed = feed = Feed(loader, state, tells_state=tells_state)
 
+        # Nor where how many are drawn depends on the update's index: another may come between.
+        ahead_too = feed.may_be_read_ahead and not callable(self._steps) and not callable(self._batch_size)
         stream: Stream | None = None
 
         def draw(index: int) -> Drawn:
@@ -223,7 +225,7 @@ class Accumulator:
             steps = self._steps_now(index)
             feed.begin(stream)
             if self._lookahead:
-                return Drawn(feed.draw(steps), steps=steps, exhausted=feed.exhausted, ahead=feed.may_be_read_ahead)
+                return Drawn(feed.draw(steps), steps=steps, exhausted=feed.exhausted, ahead=ahead_too)
             stream = Stream(
                 feed, steps, lambda batches: count_all(self._counts, Drawn(batches)), alone=not self._in_step
             )
@@ -262,8 +264,7 @@ class Accumulator:
                 "start all ranks again, from a checkpoint"
             )
         if rows is None or offered.offer.update != self._index:  # another update came between, or none: on all ranks
-            ahead.feed.give_back(offered.drawn.micro_batches)
-            return self._plan(ahead.draw)
+            return self._plan(offered.again)
         self._before_planning()
         return self._window_of(offered, rows())
 
@@ -353,8 +354,7 @@ class Accumulator:
 
     def _window_of(self, offered: Offered, rows: list[list[float]]) -> Window:
         """The window that follows from what all ranks have, an error on all of them if one could not look it up."""
-        if offered.error is not None:
-            offered.raise_error()
+        offered.raise_error()
         drawn, counts, kept, reductions = offered.drawn, offered.counts, offered.kept, offered.reductions
         plan = make_plan(tuple(reductions), [Offer.from_row(row) for row in rows])
         if drawn.stream is not None and not plan.nothing:

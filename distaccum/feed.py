@@ -19,8 +19,6 @@ class Feed:
         self._state = state
         self._tells_state = tells_state
         self._iterator: Iterator[Any] | None = None
-        self._given_back: list[Any] = []
-        self._ended = False
         self.exhausted = False
         self.at_start: Any = None  # the loader's state where the window at hand began
 
@@ -42,8 +40,7 @@ class Feed:
         while before is not None and before.left:
             before.left -= 1
             self.draw(1)
-        if not self._given_back:
-            self.at_start = self.state()
+        self.at_start = self.state()
 
     def state(self) -> Any:
         """The loader's, as of what was drawn; None where it cannot tell, or nothing was drawn."""
@@ -54,17 +51,9 @@ class Feed:
     def draw(self, number: int) -> list[Any]:
         """So many micro-batches, or what is left."""
         assert self._iterator is not None
-        drawn, self._given_back = self._given_back[:number], self._given_back[number:]
-        if len(drawn) < number and not self._ended:  # asked once more, some start anew
-            drawn += islice(self._iterator, number - len(drawn))
-            self._ended = len(drawn) < number
+        drawn = [] if self.exhausted else list(islice(self._iterator, number))  # asked once more, some start anew
         self.exhausted = len(drawn) < number
         return drawn
-
-    def give_back(self, micro_batches: list[Any]) -> None:
-        """Those that were drawn last come first."""
-        self._given_back = [*micro_batches, *self._given_back]
-        self.exhausted = False
 
 
 class Stream:

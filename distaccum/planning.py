@@ -54,6 +54,11 @@ class Offered:
             finally:
                 del error  # or its traceback would keep itself
 
+    def again(self, _: int) -> Drawn:
+        """What was drawn, for a plan made anew."""
+        self.raise_error()
+        return self.drawn
+
 
 @dataclass
 class Ahead:
