@@ -105,12 +105,14 @@ class Stepper:
             if not len(window):
                 scale_of_nothing = window._parameters[0].new_zeros(())
                 self._scaler.scale(scale_of_nothing)  # makes its scale, which elsewhere the losses made
-            if stepped and unscales_in_step(self._scaler, self._optimizers):
+            if unscales_in_step(self._scaler, self._optimizers):
                 # One pass. A norm that overflows in float32 is beyond what a scale should make of any gradient.
+                # A rank whose shards have no gradient takes part: the norm is of all ranks.
                 norm = gradient.norm_of(2.0)
                 gradient.by = self._scaler.scale(norm.new_ones((), dtype=torch.float32))
-                gradient.flags = [(~norm.isfinite()).to(torch.float32)]
-                tell(self._scaler, self._optimizers, gradient.flags[0])
+                if stepped:
+                    gradient.flags = [(~norm.isfinite()).to(torch.float32)]
+                    tell(self._scaler, self._optimizers, gradient.flags[0])
                 gradient.norm = norm / gradient.by if measures else None
                 return gradient
             gradient.flags = unscale(self._scaler, self._optimizers)
