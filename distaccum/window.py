@@ -248,7 +248,7 @@ class Window:
                 self._owner._complete(self)
                 self._engine.release()
                 if self._engine.sums is not None:  # which are in .grad by now
-                    self._settle(reduced=True)
+                    self._mark(reduced=True)
                 # An engine may have set to None what no rank used.
                 self._marks = [mark for mark in self._marks if mark.holder.grad is not None]
             self._stage = Stage.COMPLETE
@@ -492,6 +492,9 @@ class Window:
         """Remembers what gradients look like now."""
         if self._looks is not None and not self._more_parts:
             self._look()
+        self._mark(reduced)
+
+    def _mark(self, reduced: bool) -> None:
         if reduced:
             self._marks = []  # gradients may have moved
         for mark in self._marks or self._mark_gradients(reduced):
