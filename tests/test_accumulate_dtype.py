@@ -404,6 +404,27 @@ def test_ddp_reduces_the_rounded_sum_once(ranks, form, lengths, reduce_dtype):
         assert seen[0][2] == torch.bfloat16
 
 
+def reductions_of_each_backward(form, reduce_dtype):
+    """Those of the window's second run, and what its end adds."""
+    ddp = DistributedDataParallel(Alone(), **FORMS[form])
+    accumulator, _ = accumulate(ddp, [], reduce_dtype=reduce_dtype)
+    run(accumulator.window(data(3)), ddp).step()
+    large = []
+    with Counting() as count:
+        for batch in (window := accumulator.window(data(3))):
+            count.take()
+            window.backward(ddp(batch).sum())
+            large.append(sum(size >= SIZE for _, size in count.take()))
+        return [*large, sum(size >= SIZE for _, size in count.take())]
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
+@pytest.mark.parametrize("form", FORMS)
+def test_ddp_reduces_in_the_last_backward_with_which_it_overlaps(ranks, form, reduce_dtype):
+    for large in ranks(2).run(reductions_of_each_backward, form, reduce_dtype):
+        assert large == [0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("form", ["unused", "unused, views"])
 def test_what_only_some_micro_batches_and_ranks_use_adds_up_in_float32(ranks, form, reduce_dtype):
