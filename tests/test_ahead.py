@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
+from engines import FSDP2_RUNS_ON_CPU
 from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -112,6 +113,28 @@ def skipped_ahead():
 def test_what_was_planned_ahead_is_planned_anew_where_it_does_not_hold(ranks):
     for errors in ranks(2).run(skipped_ahead):
         assert max(errors) <= 1e-12
+
+
+def dry_after_a_skip():
+    """Told ahead that it could stand in with a micro-batch of a window that was then skipped."""
+    rank = dist.get_rank()
+    model = trunk()
+    torch.distributed.fsdp.fully_shard(model)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="skip")
+    windows = accumulator.windows(loader_of(8 if rank == 0 else 4, 1))
+    for micro_batch in (window := next(windows)):
+        window.backward(loss_of(model, micro_batch) * float("nan"))
+    assert not window.step().stepped
+    try:
+        next(windows)
+    except DistaccumError as refused:
+        return str(refused)
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")
+def test_a_skipped_windows_micro_batch_is_none_to_stand_in_with(ranks):
+    for told in ranks(2).run(dry_after_a_skip):
+        assert "rank 1 has none from an earlier window to stand in" in told
 
 
 def fails_ahead():

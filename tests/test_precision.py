@@ -184,16 +184,17 @@ def test_a_rank_that_never_had_a_loss_keeps_its_scaler_in_step(ranks):
 # Clipping
 
 
-@pytest.mark.parametrize("max_norm", [1e-3, 1e3, math.inf])
-def test_the_whole_gradient_is_clipped_once(max_norm):
+@pytest.mark.parametrize("of_norm", [1e-3, 0.9, 1.1, math.inf])
+def test_the_whole_gradient_is_clipped_once(of_norm):
     one, two = trunk(), trunk()
-    optimizers = [SGD(one.parameters(), lr=1.0), SGD(two.parameters(), lr=1.0)]
-    accumulator = Accumulator([one, two], optimizers, max_norm=max_norm)
     before = torch.cat([weights(one), weights(two)])
     reference = nn.ModuleList([copy.deepcopy(one), copy.deepcopy(two)])
     big = join(BATCHES)
     (loss_of(reference[0], big) + 2 * loss_of(reference[1], big)).backward()
+    max_norm = of_norm * float(gradient(reference).norm())
     norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    optimizers = [SGD(one.parameters(), lr=1.0), SGD(two.parameters(), lr=1.0)]
+    accumulator = Accumulator([one, two], optimizers, max_norm=max_norm)
     window = accumulator.window(BATCHES)
     for batch in window:
         window.backward(loss_of(one, batch) + 2 * loss_of(two, batch))
