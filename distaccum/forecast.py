@@ -630,15 +630,17 @@ def measure(
     kept = [p.grad for p in trained]
     halved = False
     try:
+        _clear(trained)
         while True:
             part = next(iter(cut_batch(batch, [size], length))) if size < length else batch
             try:
-                taken = [_micro_step(models, part, loss_fn, device) for _ in range(rounds + 2)][2:]
+                taken = [_micro_step(trained, part, loss_fn, device) for _ in range(rounds + 2)][2:]
                 break
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
                     raise
                 size, halved = size // 2, True
+            _clear(trained)
             free()
     finally:
         before.put_back()
@@ -655,7 +657,9 @@ def measure(
     return Measured(sum(p.numel() for p in trained), size_of_all, size, seconds, told)
 
 
-def _micro_step(models: Sequence[nn.Module], part: Any, loss_fn: Callable[[Any], Any], device: torch.device) -> float:
+def _micro_step(
+    trained: Sequence[nn.Parameter], part: Any, loss_fn: Callable[[Any], Any], device: torch.device
+) -> float:
     began = time.perf_counter()
     loss = loss_fn(part)
     total: Any = sum(loss.values()) if isinstance(loss, Mapping) else loss
@@ -663,9 +667,13 @@ def _micro_step(models: Sequence[nn.Module], part: Any, loss_fn: Callable[[Any],
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     seconds = time.perf_counter() - began
-    for model in models:
-        model.zero_grad(set_to_none=True)
+    _clear(trained)
     return seconds
+
+
+def _clear(trained: Sequence[nn.Parameter]) -> None:
+    for parameter in trained:
+        parameter.grad = None
 
 
 # What is printed
@@ -794,11 +802,11 @@ def _seconds(number: float | None) -> str:
 STYLES = {  # colours that the colour-blind can tell apart, and dashes for those who print in grey
     "DDP, every": ("#D55E00", "--"),
     LAST: ("#0072B2", "-"),
-    "ZeRO 1 and 2, last": ("#56B4E9", "-."),
     "ZeRO 3, last": ("#CC79A7", "-."),
     "FSDP2, every": ("#E69F00", "--"),
     "FSDP2, last": ("#E69F00", "-"),
-    "FSDP2, gathered": ("#009E73", "-"),
+    "FSDP2, gathered": ("#009E73", "--"),
+    "ZeRO 1 and 2, last": ("#56B4E9", "-."),  # where it is gathered's, both show
     "FSDP2 hybrid, replicas": ("#009E73", ":"),
 }
 
@@ -817,10 +825,11 @@ def _plot(forecast: Forecast, path: Path) -> None:
         raise RuntimeError("the picture needs matplotlib: pip install distaccum[plot]") from None
     matplotlib.use("agg")
     from matplotlib import pyplot
+    from matplotlib.ticker import LogLocator
 
     steps, compute = forecast.steps, forecast.given["micro_step_seconds"]
     bars = [row for row in rows if row["timing"] is not None]
-    height = max(4.4, 1.6 + 0.36 * len(rows))
+    height = max(4.8, 1.8 + 0.36 * len(rows))
     figure, panels = pyplot.subplots(
         1, 2 if bars else 1, figsize=(12 if bars else 7, height), squeeze=False, layout="constrained"
     )
@@ -842,7 +851,10 @@ def _plot(forecast: Forecast, path: Path) -> None:
     left.set_ylabel("seconds per update / micro-steps")
     left.set_title("What a micro-step costs, by the window's length", fontsize=10, loc="left")
     left.grid(alpha=0.3)
-    left.legend(fontsize=8)
+    left.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    left.yaxis.set_major_formatter("{x:g}")
+    left.yaxis.set_minor_formatter("")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5 if bars else 3, fontsize=8)
     if bars:
         _draw_bars(panels[0, 1], bars, steps)
     given = forecast.given

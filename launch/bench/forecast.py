@@ -58,6 +58,7 @@ EXAMPLE: dict[str, Any] = {
     "node_gbit": 3600,
     "micro_step_seconds": 0.1,
     "backend": "nccl",
+    "bucket_mb": 100,
 }
 PER_NODE = 8
 MANY = [2**power for power in range(3, 13)]
@@ -342,7 +343,7 @@ DRAWN = {
     "ZeRO 1 and 2, last": ("#56B4E9", "-."),
     "FSDP2, every": ("#E69F00", "--"),
     "FSDP2, last": ("#E69F00", "-"),
-    "FSDP2, gathered": ("#009E73", "-"),
+    "FSDP2, gathered": ("#009E73", "--"),
     "FSDP2 hybrid, replicas": ("#CC79A7", ":"),
 }
 
@@ -353,6 +354,7 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], many: Sequence[Mapping[s
     matplotlib.use("agg")
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
+    from matplotlib.ticker import LogLocator
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
     settings = list(dict.fromkeys(row["setting"] for row in rows))
@@ -378,10 +380,14 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], many: Sequence[Mapping[s
     right.set_xscale("log", base=2)
     right.set_yscale("log")
     right.set_xticks(MANY[::3], [f"{num:,}" for num in MANY[::3]])
-    right.set_xlabel("ranks, 8 on each node (batch of 4,096 samples; fewer micro-steps on more ranks)")
+    right.set_xlabel("ranks, 8 on each node; a batch of 4,096 for all")
     right.set_ylabel("predicted, seconds per update")
     right.set_title("1.3 billion parameters on nccl, 400 Gbit/s: predicted alone", fontsize=10, loc="left")
     right.grid(alpha=0.3)
+    for axis in (left.xaxis, left.yaxis, right.yaxis):
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter("")
     right.legend(fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
