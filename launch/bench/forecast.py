@@ -44,7 +44,7 @@ LENGTHS = {
     "FSDP2, gathered": (2, 8),
     "FSDP2, last": (2,),
 }
-SIZES = [2**10, 2**14, 2**18, 2**19, 2**20]  # numbers of a collective that is fitted
+SIZES = [2**10, 2**14, 2**18, 2**20, 2**22]  # numbers of a collective that is fitted
 TIMES = 15  # each is timed
 ENGINES = ("DDP", "FSDP2")
 ALONE = 3  # micro-steps of it in a turn
@@ -256,6 +256,71 @@ def compared(where: Setting, found: Mapping[str, Any], link: Mapping[str, float]
     return rows
 
 
+OF_TWO_NODES = {  # its names
+    "DDP, distaccum": "DDP, last",
+    "DDP, every micro-step, by hand": "DDP, every",
+    "ZeRO 0, distaccum": "ZeRO 0, last",
+    "ZeRO 1, distaccum": "ZeRO 1 and 2, last",
+    "ZeRO 2, last, distaccum": "ZeRO 1 and 2, last",
+    "ZeRO 2, every, DeepSpeed": "ZeRO 2, every",
+    "ZeRO 3, last, distaccum": "ZeRO 3, last",
+    "ZeRO 3, every, DeepSpeed": "ZeRO 3, every",
+    "FSDP2, gathered, distaccum": "FSDP2, gathered",
+    "FSDP2, last, distaccum": "FSDP2, last",
+    "FSDP2, every, distaccum": "FSDP2, every",
+}
+TWO_NODES = Path(__file__).parents[1] / "results/two_nodes.json"
+
+
+def of_two_nodes(link: Mapping[str, float]) -> list[dict[str, Any]]:
+    """What two_nodes.py measured: ResNet-18 on 2 ranks at 1 Gbit/s, K = 8, on all engines."""
+    found = json.loads(TWO_NODES.read_text())
+    forecast = distaccum.plan(
+        batch_size=16,
+        micro_batch_size=1,
+        ranks=2,
+        nodes=2,
+        parameters=11_689_512,
+        link_gbit=1,
+        micro_step_seconds=found["limits"]["compute"] / 8,
+        backend="gloo",
+        **link,
+    )
+    predicted = {row["policy"]: row for row in forecast.policies}
+    rows = []
+    for row in found["rows"]:
+        if row["name"] in OF_TWO_NODES:
+            said, seconds = predicted[OF_TWO_NODES[row["name"]]], statistics.median(row["seconds"])
+            rows.append(
+                {
+                    "name": row["name"],
+                    "predicted_bytes": said["bytes_per_update"],
+                    "bytes": row["bytes"],
+                    "predicted": said["seconds_per_update"],
+                    "measured": seconds,
+                    "error": said["seconds_per_update"] / seconds - 1,
+                }
+            )
+    return rows
+
+
+def table_of_two_nodes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "**Another model and all engines**: [two_nodes.md](two_nodes.md) (measured earlier, 1 Gbit/s, ResNet-18, K = 8), "
+        "by the same constants and its seconds of computing alone; buckets of 25 MB",
+        "",
+        "| | predicted, MB | sent, MB | predicted, s | measured, s | error |",
+        "| --- | --: | --: | --: | --: | --: |",
+    ]
+    for row in rows:
+        lines.append(
+            f"| {row['name']} | {row['predicted_bytes'] / 1e6:.1f} | {row['bytes'] / 1e6:.1f} | {row['predicted']:.3f} "
+            f"| {row['measured']:.3f} | {row['error']:+.1%} |"
+        )
+    return lines
+
+
 def scaled() -> list[dict[str, Any]]:
     """The example on more and more ranks, the batch as it is."""
     return [
@@ -426,11 +491,14 @@ def main() -> int:
             rows += compared(where, found, link)
     except (RuntimeError, ValueError) as error:
         parser.error(str(error))
-    many, about = scaled(), circumstances(torch.device("cpu"))
+    earlier, many, about = of_two_nodes(link), scaled(), circumstances(torch.device("cpu"))
     lines = header("Predicted and measured", about, *NOTES, f"{options.rounds} rounds.")
-    lines += tables(rows, link, settings[0], collectives) + table_of_many(many)
+    lines += tables(rows, link, settings[0], collectives)
+    lines += table_of_two_nodes(earlier) + table_of_many(many)
     write(
-        options.out, "\n".join(lines), {**about, "link": link, "collectives": collectives, "rows": rows, "many": many}
+        options.out,
+        "\n".join(lines),
+        {**about, "link": link, "collectives": collectives, "rows": rows, "two_nodes": earlier, "many": many},
     )
     if options.plot is not None:
         plot(options.plot, rows, many)
