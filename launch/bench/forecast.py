@@ -307,8 +307,8 @@ def of_two_nodes(link: Mapping[str, float]) -> list[dict[str, Any]]:
 def table_of_two_nodes(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "",
-        "**Another model and all engines**: [two_nodes.md](two_nodes.md) (measured earlier, 1 Gbit/s, ResNet-18, K = 8), "
-        "by the same constants and its seconds of computing alone; buckets of 25 MB",
+        "**Another model, all engines**: [two_nodes.md](two_nodes.md) (measured earlier, 1 Gbit/s, ResNet-18, K = 8) "
+        "by these constants and its seconds of computing alone; buckets of 25 MB",
         "",
         "| | predicted, MB | sent, MB | predicted, s | measured, s | error |",
         "| --- | --: | --: | --: | --: | --: |",
