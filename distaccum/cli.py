@@ -13,13 +13,14 @@ from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch.distributed as dist
 from torch import nn
 
 from .accumulator import Accumulator
 from .batches import Count, batch_length, count_samples, count_tokens
+from .forecast import BACKENDS, BUCKET_MB, Optimizer, plan
 from .shares import REDUCTIONS
 
 CHECK = """
@@ -45,6 +46,7 @@ exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="distaccum", description="Gradient accumulation that is exact.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands)
     _add_check(commands)
     given = parser.parse_args(arguments)
     try:
@@ -162,6 +164,70 @@ def _count(text: str) -> Count:
         key: str | int = int(rest[0]) if rest[0].isdigit() else rest[0]
         return count_tokens(key, shift=len(rest) == 2)
     raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
+
+
+PLAN = """
+examples:
+  distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --samples 50000
+  distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M \\
+      --link-gbit 25 --node-gbit 400 --micro-step-seconds 0.2 --plot plan.png
+  distaccum plan --model my_training:setup --batch-size 4096 --ranks 8 --nodes 2 --link-gbit 10
+  distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
+
+What is not given is left out, and the text says what to give for it. --model takes the function that check takes
+(distaccum check --help shows it), and measures parameters and seconds on this machine.
+
+exit status: 0 planned, 2 it could not be
+"""
+
+
+def _add_plan(commands: Any) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="steps, cut, bytes, seconds and learning rate of a run that is not started yet",
+        description="What a run will do: steps, the exact cut, an epoch's tail, bytes and seconds, and learning rate.",
+        epilog=PLAN,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    count = {"metavar": "N"}
+    parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
+    parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
+    parser.add_argument("--ranks", type=int, default=1, **count, help="in all (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, **count, help="with as many ranks on each (%(default)s)")
+    parser.add_argument("--samples", **count, help="in an epoch")
+    parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
+    parser.add_argument("--dtype-bytes", type=int, default=4, **count, help="of a gradient's number (%(default)s)")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="to measure parameters, seconds and what fits on")
+    parser.add_argument("--micro-step-seconds", type=float, metavar="S", help="of a forward and backward")
+    parser.add_argument("--link-gbit", type=float, metavar="G", help="rate between nodes, each way, in Gbit/s")
+    parser.add_argument("--node-gbit", type=float, metavar="G", help="rate of a rank within its node")
+    parser.add_argument("--backend", choices=BACKENDS, help="(nccl where there is a CUDA device, else gloo)")
+    parser.add_argument("--latency-us", type=float, metavar="T", help="of a hop, in microseconds")
+    parser.add_argument("--efficiency", type=float, metavar="E", help="the part of the rate that collectives reach")
+    parser.add_argument("--gather-efficiency", type=float, metavar="E", help="that all-gathers reach, if another")
+    parser.add_argument("--bucket-mb", type=float, default=BUCKET_MB, metavar="M", help="of a collective (%(default)s)")
+    parser.add_argument("--base-batch-size", **count, help="the batch that --lr and --betas are good for")
+    parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate there")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="sgd or adam (both are told)")
+    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
+    parser.add_argument("--reduction", choices=REDUCTIONS, default="mean", help="what the criterion does (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="a picture (png, svg or pdf) of the seconds")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=_plan)
+
+
+def _plan(given: argparse.Namespace) -> int:
+    unknown = ("command", "run", "json", "plot", "traceback", "model")
+    options = {name: value for name, value in vars(given).items() if name not in unknown}
+    if given.model is not None:
+        *made, _ = _made_by(given.model)
+        options["model"] = tuple(made)
+    forecast = plan(**options)
+    if given.plot is not None:
+        forecast.plot(given.plot)
+    print(forecast.to_json() if given.json else forecast)
+    return 0
 
 
 if __name__ == "__main__":

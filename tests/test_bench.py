@@ -50,6 +50,7 @@ def test_overhead_takes_ratios_of_one_round(tmp_path):
         ("growth.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
+        ("forecast.py", ["--settings", "2x1"]),
     ],
 )
 def test_a_mistake_gets_one_line_and_status_2(program, options):

@@ -1,4 +1,4 @@
-"""Two nodes that are two network namespaces of this machine, with a link of a given rate between them."""
+"""Nodes that are network namespaces of this machine, with links of a given rate between them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
-ADDRESSES = ("10.77.1.1", "10.77.1.2")
 DEVICE = "veth0"
 PAYLOAD = 1448 / 1514  # of a full Ethernet frame with IPv4, TCP and its timestamps
 SENT = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
 
 
+def two_nodes(rate: str) -> AbstractContextManager[tuple[str, ...]]:
+    """Names of two namespaces joined by a link of `rate` (as tc takes it) each way; both are gone at the end."""
+    return some_nodes(2, rate)
+
+
 @contextmanager
-def two_nodes(rate: str) -> Iterator[tuple[str, str]]:
-    """Names of two namespaces joined by a link of `rate` (as tc takes it) each way; both are gone at the end.
+def some_nodes(num: int, rate: str) -> Iterator[tuple[str, ...]]:
+    """Namespaces that each send at `rate`: two joined by a cable, more by a bridge in a namespace of its own.
 
     Needs root and iproute2. What still runs in them at the end is killed.
     """
@@ -31,28 +35,42 @@ def two_nodes(rate: str) -> Iterator[tuple[str, str]]:
     if os.geteuid():
         raise RuntimeError("network namespaces need root; run it with sudo")
     number = os.getpid()  # several of these programs do not meet
-    nodes, ends = (f"distaccum{number}-0", f"distaccum{number}-1"), (f"da{number}", f"db{number}")
+    nodes = tuple(f"distaccum{number}-{i}" for i in range(num))
+    hub, ends = f"distaccum{number}-hub", [f"d{i}x{number}" for i in range(num)]
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below still happens
     try:
         for node in nodes:
             run(f"ip netns add {node}", cure="in a container it needs --privileged")
-        run(f"ip link add {ends[0]} type veth peer name {ends[1]}")
-        for node, end, address in zip(nodes, ends, ADDRESSES, strict=True):
+        if num == 2:
+            run(f"ip link add {ends[0]} type veth peer name {ends[1]}")
+        else:
+            run(f"ip netns add {hub}")
+            run(f"ip -n {hub} link add bridge0 type bridge")
+            run(f"ip -n {hub} link set bridge0 up")
+            for i, end in enumerate(ends):
+                run(f"ip link add {end} type veth peer name port{i} netns {hub}")
+                run(f"ip -n {hub} link set port{i} master bridge0 up")
+        for i, (node, end) in enumerate(zip(nodes, ends, strict=True)):
             run(f"ip link set {end} netns {node} name {DEVICE}")
-            run(f"ip -n {node} addr add {address}/24 dev {DEVICE}")
+            run(f"ip -n {node} addr add {address(i)}/24 dev {DEVICE}")
             run(f"ip -n {node} link set lo up")
             run(f"ip -n {node} link set {DEVICE} up")
             shape = f"tc -n {node} qdisc add dev {DEVICE} root tbf rate {rate} burst 128k latency 50ms"
             run(shape, cure="expected a rate such as 1gbit, and a kernel that has sch_tbf")
         yield nodes
     finally:
-        for node in nodes:
+        for node in (*nodes, hub):
             left = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split()
             for process in left:
                 os.kill(int(process), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", node], capture_output=True)
-        subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)  # had it not been moved yet
+        for end in ends:
+            subprocess.run(["ip", "link", "del", end], capture_output=True)  # had it not been moved yet
         signal.signal(signal.SIGTERM, before)
+
+
+def address(node: int) -> str:
+    return f"10.77.1.{node + 1}"
 
 
 def run(command: str, cure: str = "") -> None:
@@ -62,19 +80,21 @@ def run(command: str, cure: str = "") -> None:
         raise RuntimeError(f"'{command}' failed: {said[-1]}{'; ' + cure if cure else ''}")
 
 
-def on_each(nodes: tuple[str, str], options: list[str], seconds: float) -> str:
-    """What rank 0 of this program prints with these options (some lines), a rank on each node."""
+def on_each(nodes: Sequence[str], options: list[str], seconds: float, per_node: int = 1) -> str:
+    """What rank 0 of this program prints with these options (some lines), `per_node` ranks on each node."""
     started = []
     try:
-        for rank, node in enumerate(nodes):
+        for rank in range(len(nodes) * per_node):
+            index, local = divmod(rank, per_node)
+            node = nodes[index]
             variables = {
-                "MASTER_ADDR": ADDRESSES[0],
+                "MASTER_ADDR": address(0),
                 "MASTER_PORT": "29577",
-                "WORLD_SIZE": "2",
+                "WORLD_SIZE": str(len(nodes) * per_node),
                 "RANK": str(rank),
-                "NODE_RANK": str(rank),
-                "LOCAL_RANK": "0",
-                "LOCAL_WORLD_SIZE": "1",
+                "NODE_RANK": str(index),
+                "LOCAL_RANK": str(local),
+                "LOCAL_WORLD_SIZE": str(per_node),
                 "GLOO_SOCKET_IFNAME": DEVICE,
                 "OMP_NUM_THREADS": "1",
             }
@@ -84,7 +104,7 @@ def on_each(nodes: tuple[str, str], options: list[str], seconds: float) -> str:
         until = time.monotonic() + seconds
         while any(process.poll() is None for process in started):
             if any(process.poll() for process in started):
-                break  # and leaves the other waiting for it
+                break  # and leaves the others waiting for it
             if time.monotonic() > until:
                 raise RuntimeError(f"the ranks did not end within {seconds:.0f} seconds")
             time.sleep(0.2)

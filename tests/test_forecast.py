@@ -1,0 +1,366 @@
+"""`plan`: cuts against the library's own windows, bytes against counted collectives, rules against their papers."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum import Accumulator, plan
+from distaccum.cli import main
+from distaccum.forecast import amount, beneath, measure, scaled_learning_rate
+from distaccum.shares import cut_evenly, steps_for
+
+LAYERS, WIDTH = 4, 24  # a layer's weight can be halved
+NUMBERS = LAYERS * WIDTH * WIDTH
+KNOWN = {"parameters": "11.7M", "link_gbit": 1, "backend": "gloo", "latency_us": 0, "efficiency": 1}
+
+
+def policy(forecast, name):
+    return next(row for row in forecast.policies if row["policy"] == name)
+
+
+# The cut
+
+
+@pytest.mark.parametrize(("batch", "micro", "ranks"), [(1000, 32, 8), (101, 50, 1), (3, 1, 8), (64, 64, 1), (97, 7, 5)])
+def test_the_cut_is_the_librarys(batch, micro, ranks):
+    forecast = plan(batch_size=batch, micro_batch_size=micro, ranks=ranks)
+    assert forecast.steps == steps_for(batch, micro, ranks)
+    assert forecast.windows.samples == forecast.steps * micro * ranks >= batch
+    sizes = [one.samples for one in forecast.split.ranks for _ in range(one.ranks)]
+    assert sum(sizes) == batch and len(sizes) == ranks and max(sizes) - min(sizes) <= 1
+    for one in forecast.split.ranks:
+        parts = [size for times, size in one.micro_batches for _ in range(times)]
+        assert parts == cut_evenly(one.samples, largest=micro)
+
+
+def test_large_numbers_are_exact_and_quick():
+    forecast = plan(batch_size=10**24 + 1, micro_batch_size=1, ranks=2, samples=10**30)
+    assert forecast.steps == (10**24 + 2) // 2
+    assert [one.samples for one in forecast.split.ranks] == [10**24 // 2, 10**24 // 2 + 1]
+    assert forecast.split_tail.updates == -(-(10**30) // (10**24 + 1))
+
+
+@pytest.mark.parametrize(
+    ("samples", "steps", "micro", "ranks"), [(50, 3, 4, 3), (97, 2, 5, 4), (25, 3, 4, 2), (24, 3, 4, 2), (5, 2, 3, 4)]
+)
+def test_the_tail_of_windows_is_that_of_loaders_dealt_out(samples, steps, micro, ranks):
+    tail = plan(batch_size=steps * micro * ranks, micro_batch_size=micro, ranks=ranks, samples=samples).windows_tail
+    loaders = [torch.arange(samples)[rank::ranks].split(micro) for rank in range(ranks)]
+    updates = max(-(-len(loader) // steps) for loader in loaders)
+    last = [[len(one) for one in loader[(updates - 1) * steps :]] if len(loader) else [] for loader in loaders]
+    assert tail.updates == updates and tail.last.samples == sum(map(sum, last))
+    assert tail.share == tail.last.samples / (steps * micro * ranks)
+    said = [[size for times, size in one.micro_batches for _ in range(times)] for one in tail.last.ranks]
+    nums = [one.ranks for one in tail.last.ranks]
+    assert sorted(last) == sorted(parts for parts, num in zip(said, nums, strict=True) for _ in range(num))
+    assert tail.dry_ranks == sum(not one for one in last)
+    assert tail.ranks_with_fewer_micro_batches == sum(len(one) < max(map(len, last)) for one in last)
+
+
+def test_updates_of_an_epoch_are_those_of_an_accumulator():
+    model = nn.Linear(1, 1)
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_size=12, micro_batch_size=4)
+    counts = []
+    for window in accumulator.windows(torch.randn(50, 1).split(4)):
+        for inputs in window:
+            window.backward(model(inputs).mean())
+        counts.append(window.step().counts["samples"])
+    tail = plan(batch_size=12, micro_batch_size=4, samples=50).windows_tail
+    assert (tail.updates, tail.last.samples) == (len(counts), counts[-1]) == (5, 2)
+
+
+# Bytes and seconds
+
+
+def sent_here(engine, sync, steps):
+    """Bytes that a ring on gloo sends of the large collectives of one update, as counted."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    if engine == "DDP":
+        net = DistributedDataParallel(net)
+    else:
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    accumulator = Accumulator(net, torch.optim.SGD(net.parameters(), lr=0.1), steps=steps, sync=sync)
+    num, sent = dist.get_world_size(), []
+    for _ in range(2):  # DDP lays out its buckets anew after the first
+        window = accumulator.window(torch.randn(steps, 2, WIDTH))
+        with Counting() as counting:
+            for inputs in window:
+                window.backward(net(inputs).square().mean())
+            window.step()
+        sent.append(0.0)
+        for name, numbers in counting.take():
+            if numbers < WIDTH * WIDTH // 2:
+                continue  # the plan and the record
+            whole = numbers if "allreduce" in name else numbers * num / (num + 1)  # beside it the part of a rank
+            rounds = 1 if "gather" in name else 2
+            sent[-1] += 4 * rounds * (num - 1) / num * whole
+    return sent[-1]
+
+
+def all_sent_here(cases):
+    return [sent_here(*case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_bytes_are_those_of_counted_collectives(ranks, world):
+    cases = [("DDP", "last", 3), ("DDP", "every", 3)]
+    cases += [("FSDP2", sync, 3) for sync in ("last", "every", "gathered")]
+    for found in ranks(world).run(all_sent_here, cases):
+        for (engine, sync, steps), sent in zip(cases, found, strict=True):
+            forecast = plan(
+                batch_size=steps * world, micro_batch_size=1, ranks=world, parameters=NUMBERS, backend="gloo"
+            )
+            assert sent == pytest.approx(policy(forecast, f"{engine}, {sync}")["bytes_per_update"]), (engine, sync)
+
+
+def test_bytes_of_each_kind():
+    def sent(backend, name):
+        return policy(plan(parameters=4000, dtype_bytes=2, ranks=4, nodes=2, backend=backend), name)
+
+    assert sent("nccl", "DDP, last")["bytes_once"] == 2 * 3 * 8000 // 4
+    assert sent("nccl", "ZeRO 1 and 2, last")["bytes_once"] == 3 * 3 * 8000 // 4
+    assert sent("nccl", "FSDP2, last")["bytes_once"] == 3 * 8000 // 4
+    assert sent("gloo", "FSDP2, last")["bytes_once"] == 2 * 3 * 8000 // 4  # its reduce-scatter is an all-reduce
+    assert sent("nccl", "FSDP2, last")["bytes_per_micro_step"] == 2 * 3 * 8000 // 4
+    hybrid = sent("nccl", "FSDP2 hybrid, replicas")
+    assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
+
+
+def test_seconds_add_up_from_known_parts():
+    forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=1000, **KNOWN)
+    wire = 4 * 11_700_000 / 125e6
+    timing = policy(forecast, "DDP, last")["timing"]
+    assert timing["update"] == pytest.approx(8 * 0.084 + wire)  # one bucket hides nothing
+    assert timing["compute"] == pytest.approx(8 * 0.084) and timing["exposed"] == pytest.approx(wire)
+    assert timing["hidden"] == timing["latency"] == 0
+    forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=0.001, **KNOWN)
+    timing = policy(forecast, "DDP, last")["timing"]
+    assert timing["update"] == pytest.approx(7 * 0.084 + 0.028 + wire, rel=1e-4)  # many hide the last backward
+    assert timing["hidden"] == pytest.approx(0.056, rel=1e-3)
+    assert timing["exposed"] + timing["hidden"] == pytest.approx(wire)
+    every = policy(forecast, "DDP, every")["timing"]
+    assert every["update"] == pytest.approx(8 * (0.028 + wire), rel=1e-4)
+
+
+def test_buckets_overlap_as_a_pipeline_does():
+    for compute, sent, buckets in [(3.0, 1.0, 4), (1.0, 3.0, 4), (2.0, 2.0, 5)]:
+        free = 0.0
+        for bucket in range(1, buckets + 1):  # sent when it is computed and the link is free
+            free = max(free, compute * bucket / buckets) + sent / buckets
+        assert beneath(compute, sent, buckets) == pytest.approx(free)
+
+
+def test_latency_grows_with_hops_and_buckets():
+    one = {"parameters": 10**6, "link_gbit": 1e9, "micro_step_seconds": 1.0, "backend": "gloo", "latency_us": 100}
+    forecast = plan(batch_size=4, micro_batch_size=1, ranks=4, bucket_mb=1, **one)
+    small = 3 * 3 * 1e-4  # the window's plan and record
+    assert policy(forecast, "DDP, last")["timing"]["latency"] == pytest.approx(4 * 2 * 3 * 1e-4 + small)
+
+
+def test_the_window_from_which_accumulation_stops_helping_is_the_shortest():
+    known = {"ranks": 4, "nodes": 2, "node_gbit": 10, "micro_step_seconds": 0.1, "micro_batch_size": 1, **KNOWN}
+    for name in ("DDP, last", "ZeRO 1 and 2, last", "FSDP2 hybrid, replicas"):
+        length = policy(plan(batch_size=4, **known), name)["window_for"]["10%"]
+        if length is None:
+            timing = policy(plan(batch_size=4 * 10**6, **known), name)["timing"]
+            assert timing["exposed"] >= 0.1 * timing["update"]
+            continue
+        parts = [policy(plan(batch_size=4 * num, **known), name)["timing"] for num in (length - 1, length)]
+        assert parts[0]["exposed"] >= 0.1 * parts[0]["update"] and parts[1]["exposed"] < 0.1 * parts[1]["update"]
+    assert policy(plan(batch_size=4, **known), "DDP, every")["window_for"] == {"10%": None, "5%": None}
+
+
+def test_rings_of_replicas_share_a_nodes_link():
+    known = {"parameters": 10**8, "link_gbit": 8, "node_gbit": 8e6, "micro_step_seconds": 1e-9, "latency_us": 0}
+    forecast = plan(batch_size=8, micro_batch_size=1, ranks=8, nodes=2, backend="nccl", efficiency=1, **known)
+    hybrid = policy(forecast, "FSDP2 hybrid, replicas")["seconds_per_update"]
+    assert hybrid == pytest.approx(0.4, rel=1e-2)  # 4 rings of 100 MB each way through 1 GB/s
+    whole = policy(forecast, "DDP, last")["seconds_per_update"]
+    assert whole == pytest.approx(2 * 7 / 8 * 0.4, rel=1e-2)
+
+
+# The learning rate
+
+
+def test_rules_for_the_learning_rate():
+    sgd = scaled_learning_rate(8192, 256, 0.1, "sgd", (0.9, 0.999), "mean", updates_per_epoch=156)
+    assert sgd["lr"] == pytest.approx(3.2)  # Goyal et al.: 0.1 for 256, 3.2 for 8k, and 5 epochs of warm-up
+    assert "1706.02677" in sgd["advice"][0] and "780 updates" in sgd["advice"][1]
+    adam = scaled_learning_rate(1024, 256, 1e-3, "adam", (0.9, 0.999), "mean")
+    assert adam["lr"] == pytest.approx(2e-3) and adam["eps_times"] == pytest.approx(0.5)
+    assert adam["betas"] == pytest.approx([0.6, 0.996]) and "2205.10287" in adam["advice"][0]
+
+
+def test_a_sum_scales_by_itself():
+    """An SGD step on the sum at the same rate is one on the mean at the linearly scaled rate."""
+    sgd = scaled_learning_rate(1024, 256, 0.1, "sgd", (0.9, 0.999), "sum")
+    assert sgd["lr"] == pytest.approx(0.1) and "do not scale the rate again" in sgd["advice"][0]
+    adam = scaled_learning_rate(1024, 256, 1e-3, "adam", (0.9, 0.999), "sum")
+    assert adam["lr"] == pytest.approx(2e-3) and adam["eps_times"] == pytest.approx(2.0)  # 4 of the sum, / sqrt(4)
+
+
+def test_adams_rule_ends_where_a_beta_would_fall_below_0():
+    found = scaled_learning_rate(256 * 11, 256, None, "adam", (0.9, 0.999), "mean")
+    assert found["betas"] is None and any("at 2,560 or below" in one for one in found["advice"])
+
+
+# What is given
+
+
+def test_what_is_not_given_is_left_out_and_asked_for():
+    forecast = plan(ranks=8, nodes=2, parameters="350M")
+    assert forecast.steps is None and policy(forecast, "DDP, last")["bytes_once"] == 2 * 7 * 1_400_000_000 // 8
+    assert policy(forecast, "DDP, last")["timing"] is None
+    asked = "; ".join(forecast.missing)
+    for flag in (
+        "--batch-size",
+        "--samples",
+        "--link-gbit",
+        "--micro-step-seconds",
+        "--node-gbit",
+        "--base-batch-size",
+    ):
+        assert flag in asked
+    assert "--parameters" not in asked and "--batch-size and --micro-batch-size for the steps" in str(forecast)
+    without = plan(ranks=8, nodes=2, parameters="350M", link_gbit=10, micro_step_seconds=1)
+    assert policy(without, "DDP, last")["window_for"]["10%"] >= 1  # needs no batch
+    assert policy(without, "FSDP2 hybrid, last")["window_for"] is None  # but the rate within a node
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("7e9", 7 * 10**9), ("350M", 350 * 10**6), ("11.7M", 11_700_000), ("1,281,167", 1_281_167)]
+)
+def test_amounts(text, number):
+    assert amount("parameters", text) == number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many on each node; give 4 or 8 ranks"),
+        ({"ranks": 2, "nodes": 4}, "give 4 ranks"),
+        ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
+        ({"batch_size": 0}, "batch_size=0, expected at least 1"),
+        ({"samples": "1.5"}, "samples='1.5', expected a whole number"),
+        ({"link_gbit": 0}, "link_gbit=0, expected a number above 0"),
+        ({"micro_step_seconds": float("nan")}, "micro_step_seconds=nan"),
+        ({"efficiency": 2}, "efficiency=2, expected a part"),
+        ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0), expected two numbers"),
+        ({"backend": "mpi"}, "backend='mpi', expected one of gloo, nccl"),
+        ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
+    ],
+)
+def test_a_mistake_is_one_clear_sentence(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(**options)
+
+
+# A model
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.most = 5
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.norm(torch.dropout(self.layer(x), 0.5, True)).square().mean()
+
+
+def test_a_model_is_measured_and_left_as_it_was():
+    net, batch = Net(), {"x": torch.randn(16, 6)}
+    net.layer.weight.grad = torch.ones(4, 6)
+    mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
+    found = measure(net, batch, lambda part: net(part["x"]))
+    assert (found.parameters, found.gradient_bytes, found.micro_batch_size) == (36, 144, 4)
+    assert found.seconds > 0 and "halved until it fitted" in found.told
+    assert torch.equal(net.norm.running_mean, mean) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(net.layer.weight.grad, torch.ones(4, 6)) and net.layer.bias.grad is None
+    forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2, link_gbit=1)
+    assert forecast.steps == 2 and policy(forecast, "DDP, last")["seconds_per_update"] > 0
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        measure(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
+
+
+# The command
+
+FACTORY = """
+import torch
+from torch import nn
+
+def setup():
+    model = nn.Linear(6, 4)
+    return model, torch.randn(8, 6), lambda model, part: model(part).square().mean()
+"""
+RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 11.7M --link-gbit 1"
+RUN += " --micro-step-seconds 0.1 --samples 50000 --backend gloo"
+
+
+def test_the_command_prints_text_json_and_a_picture(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    words = ["plan", *RUN.split(), "--base-batch-size", "256", "--lr", "0.1"]
+    for name in ("plan.png", "plan.svg"):
+        assert main([*words, "--plot", str(tmp_path / name)]) == 0
+    text = capsys.readouterr().out
+    for part in ("4 micro-steps per rank", "49 updates", "DDP, last", "< 10% from", "1706.02677", "2205.10287"):
+        assert part in text
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "plan.svg").read_text()
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 4 and found["windows"]["samples"] == 1024 and found["learning_rate"]["kappa"] == 3.90625
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert rows["DDP, every"]["seconds_per_update"] > rows["DDP, last"]["seconds_per_update"] > 0.4
+
+
+def test_the_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "planned.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2", "--link-gbit", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "measured here" in text and "more than 8 was not probed" in text and "28 parameters" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--ranks 3 --nodes 2", "ValueError: ranks=3 on nodes=2, expected as many on each node; give 2 or 4 ranks"),
+        ("--parameters x", "parameters='x', expected a whole number such as"),
+        ("--batch-size 8 --plot a.png", "nothing to draw without seconds"),
+        (f"{RUN} --plot a.txt", "expected .png, .svg or .pdf"),
+    ],
+)
+def test_a_mistake_at_the_command_is_one_line_and_status_2(capsys, words, text):
+    assert main(["plan", *words.split()]) == 2
+    seen = capsys.readouterr()
+    assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
+
+
+def test_a_missing_matplotlib_is_one_sentence_with_the_cure(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["plan", *RUN.split(), "--plot", "a.png"]) == 2
+    assert "pip install distaccum[plot]" in capsys.readouterr().err
+
+
+def test_help_carries_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "distaccum plan --batch-size 1000" in text and "exit status: 0 planned" in text
