@@ -42,6 +42,7 @@ LENGTHS = (1, 2, 4, 8, 16, 32, 64)  # the last is of two ranks with 32 each
 FACTORS = (0.5, 1.0, 2.0, 4.0)  # of the rate that the rule gives
 SEEDS = (0, 1, 2)
 RATES = ("100mbit", "1gbit")
+FIGURES = "## The figures"  # what is above them in OUT.md stays
 LOOKS = 24  # at the held-out loss, in a run
 COLOURS = ("#000000", "#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#0072B2", "#D55E00")
 MARKERS = "os^Dvx*"
@@ -226,7 +227,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def table(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]], seconds: Mapping[str, Any]) -> list[str]:
     size = setting.config.micro_batch_size
     lines = [
-        f"## {setting.title}",
+        f"### {setting.title}",
         "",
         f"To a held-out loss of {setting.target}; micro-batches of {size}; a run sees {setting.samples} samples.",
         "",
@@ -276,15 +277,19 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
     seconds = result["seconds"]
     slow = RATES[0]
     figure, grid = pyplot.subplots(
-        len(SETTINGS), 4 if seconds else 1, figsize=(15, 7.4), squeeze=False, layout="constrained"
+        len(SETTINGS),
+        4 if seconds else 1,
+        figsize=(15, 7.4) if seconds else (6, 8),
+        squeeze=False,
+        layout="constrained",
     )
     for line, (name, setting) in zip(grid, SETTINGS.items(), strict=True):
         runs = result["trained"][name]
         size = setting.config.micro_batch_size
         for (length, one), colour, marker in zip(runs.items(), COLOURS, MARKERS, strict=True):
             curve = middle(one["curves"]["best"])
-            style = {"color": colour, "marker": marker, "markersize": 3.5, "linewidth": 1.3}
-            line[0].plot([s for s, _, _ in curve], [x for _, _, x in curve], label=length, **style)
+            style = {"color": colour, "marker": marker, "markersize": 5, "markevery": 4, "linewidth": 1.3}
+            line[0].plot([seen for seen, _, _ in curve], [x for _, _, x in curve], label=length, **style)
             for axis, where, ranks in ((line[1], "one device", 1), (line[2], slow, 2)) if seconds else ():
                 own = int(length) // ranks
                 each = seconds[where][name].get(str(own)) if own * ranks == int(length) else None
@@ -298,7 +303,10 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
             axis.set_ylabel("held-out loss")
             axis.axhline(setting.target, color="#999999", linestyle=":", linewidth=1.2)
             axis.set_yscale("log")
-            axis.set_xlim(left=0)
+            if unit == "seconds":
+                axis.set_xscale("log")
+            else:
+                axis.set_xlim(left=0)
             low, high = axis.get_ylim()
             axis.yaxis.set_major_locator(
                 FixedLocator([t for t in (0.1, 0.2, 0.5, 1, 2, 2.5, 3, 4, 5) if low <= t <= high])
@@ -322,7 +330,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
             axis.set_xticks(LENGTHS[:-1], [str(n) for n in LENGTHS[:-1]])
             axis.xaxis.set_minor_locator(NullLocator())
             low, high = axis.get_ylim()
-            ticks = [m * 10.0**e for e in range(-2, 4) for m in (1, 2, 5)]
+            ticks = [m * 10.0**e for e in range(-2, 4) for m in (1, 1.5, 2, 3, 5, 7)]
             axis.yaxis.set_major_locator(FixedLocator([t for t in ticks if low <= t <= high]))
             axis.yaxis.set_minor_locator(NullLocator())
             axis.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -334,10 +342,10 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(
         handles, labels, title="micro-batches per update, over all ranks (each at the best of four rates)",
-        loc="outside lower center", ncols=len(labels), frameon=False,
+        loc="outside lower center", ncols=len(labels) if seconds else 4, frameon=False,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=100)
+    figure.savefig(path, dpi=90, pil_kwargs={"optimize": True})
 
 
 def middle(curves: Sequence[Curve]) -> Curve:
@@ -389,13 +397,22 @@ def main() -> int:
         result["about"]["train"] = about
     if not result["trained"]:
         parser.error("--parts seconds without runs in OUT.json; leave --parts out")
-    lines = header("When to accumulate: the figures", result["about"]["train"], *notes())
+    lines = header("", result["about"]["train"], *notes())
+    if "seconds" in result["about"]:
+        of_seconds = result["about"]["seconds"]
+        lines.insert(
+            lines.index("", 2) + 1,
+            f"Seconds: `{of_seconds['command']}`, commit {of_seconds['commit']}, {of_seconds['date']}.\n",
+        )
+    lines[0] = FIGURES
     for name, setting in SETTINGS.items():
         rows = summary(setting, name, result["trained"][name], result["seconds"])
         lines += table(setting, name, rows, result["seconds"])
     if options.plot is not None:
         plot(options.plot, result)
-    write(options.out, "\n".join(lines).rstrip(), result)
+    page = options.out.with_suffix(".md") if options.out else None
+    words = page.read_text().split(FIGURES)[0] if page and page.exists() else "# When to accumulate\n\n"
+    write(options.out, words + "\n".join(lines).rstrip(), result)
     return 0
 
 
