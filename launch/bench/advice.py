@@ -273,6 +273,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
     from matplotlib.ticker import FixedLocator, NullLocator
+    from PIL import Image  # which matplotlib needs
 
     seconds = result["seconds"]
     slow = RATES[0]
@@ -284,7 +285,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
         layout="constrained",
     )
     for line, (name, setting) in zip(grid, SETTINGS.items(), strict=True):
-        runs = result["trained"][name]
+        runs, ends = result["trained"][name], dict[str, list[float]]()  # a little after the target
         size = setting.config.micro_batch_size
         for (length, one), colour, marker in zip(runs.items(), COLOURS, MARKERS, strict=True):
             curve = middle(one["curves"]["best"])
@@ -294,7 +295,10 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
                 own = int(length) // ranks
                 each = seconds[where][name].get(str(own)) if own * ranks == int(length) else None
                 if each is not None:
+                    ends.setdefault(where, []).append(1.2 * each * reached(curve, setting.target)[1])
                     axis.plot([u * each for _, u, _ in curve], [x for _, _, x in curve], **style)
+        for axis, where in zip(line[1:3], ends, strict=False):
+            axis.set_xlim(right=max(end for end in ends[where] if math.isfinite(end)))
         titles = [setting.title, "one device", f"two nodes, {slow}, half of the window each"]
         units = ["samples seen", "seconds", "seconds"]
         for axis, title, unit in zip(line, titles, units, strict=False):
@@ -303,10 +307,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
             axis.set_ylabel("held-out loss")
             axis.axhline(setting.target, color="#999999", linestyle=":", linewidth=1.2)
             axis.set_yscale("log")
-            if unit == "seconds":
-                axis.set_xscale("log")
-            else:
-                axis.set_xlim(left=0)
+            axis.set_xlim(left=0)
             low, high = axis.get_ylim()
             axis.yaxis.set_major_locator(
                 FixedLocator([t for t in (0.1, 0.2, 0.5, 1, 2, 2.5, 3, 4, 5) if low <= t <= high])
@@ -345,7 +346,9 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
         loc="outside lower center", ncols=len(labels) if seconds else 4, frameon=False,
     )  # fmt: skip
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=90)
+    if path.suffix == ".png":
+        Image.open(path).quantize(128).save(path)  # a third of the bytes
 
 
 def middle(curves: Sequence[Curve]) -> Curve:
