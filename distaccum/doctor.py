@@ -107,10 +107,10 @@ class Examination:
             mark = "  (the slowest)" if one is slowest and len(link.pairs) > 1 else ""
             there, back = one.gbit
             lines.append(f"  {ends:34} {there:.3g} Gbit/s there, {back:.3g} back, {one.microseconds:.0f} us{mark}")
-        reduced = ", ".join(f"{rate:.3g} Gbit/s of {size // 2**20} MiB" for size, rate in link.all_reduce_gbit.items())
+        rates = [f"{rate:.3g} of {size // 2**20} MiB" for size, rate in link.all_reduce_gbit.items()]
         lines.append(f"  all-reduce of {len(self.hosts)} ranks: {link.all_reduce_microseconds:.0f} us of 4 bytes")
-        if reduced:
-            lines[-1] += f"; {reduced} (sent per rank)"
+        if rates:
+            lines[-1] += f"; sent per rank, in Gbit/s: {', '.join(rates)}"
         return [*lines, f"  distaccum plan ... {self.plan}"]
 
 

@@ -16,6 +16,7 @@ import json
 import math
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -256,7 +257,7 @@ def table(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]], second
     if seconds:
         lines += [
             "",
-            "Seconds to that loss at the best rate, and milliseconds of an update. On two nodes each rank has so many "
+            "Seconds to that loss at the best rate, and milliseconds of an update. On two nodes each rank has so many",
             "micro-batches, so an update has twice the samples.",
             "",
             f"| micro-batches per update and rank | {' | '.join(f'{where}: s | ms' for where in seconds)} |",
@@ -432,10 +433,9 @@ def main() -> int:
     )
     if "seconds" in result["about"]:
         of_seconds = result["about"]["seconds"]
-        lines.insert(
-            lines.index("", 2) + 1,
-            f"Seconds: `{of_seconds['command']}`, commit {of_seconds['commit']}, {of_seconds['date']}.\n",
-        )
+        told = f"Seconds: `{of_seconds['command']}`, commit {of_seconds['commit']}, {of_seconds['date']}."
+        place = lines.index("", 2) + 1
+        lines[place:place] = [*textwrap.wrap(told, width=118, break_on_hyphens=False), ""]
     lines[0] = FIGURES
     for name, setting in SETTINGS.items():
         rows = summary(setting, name, result["trained"][name], result["seconds"])
