@@ -48,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_check(commands)
+    _add_doctor(commands)
     given = parser.parse_args(arguments)
     try:
         status: int = given.run(given)
@@ -228,6 +229,46 @@ def _plan(given: argparse.Namespace) -> int:
         forecast.plot(given.plot)
     print(forecast.to_json() if given.json else forecast)
     return 0
+
+
+DOCTOR = """
+examples:
+  distaccum doctor                                            this machine and environment
+  distaccum doctor --all                                      DeepSpeed and Accelerate are tried too
+  torchrun --nproc-per-node 2 -m distaccum.cli doctor         and the link between these ranks
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum.cli doctor
+
+It marks with ok what works, with - what is not here and nobody asked for, and with WRONG what cannot work.
+
+exit status: 0 nothing is wrong, 1 something is, 2 it could not look (a rank did not come)
+"""
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="what this machine, environment and job can run, and how fast the link between the ranks is",
+        description="Looks at software, devices and launcher, tries each engine, and measures the link between ranks.",
+        epilog=DOCTOR,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for ranks (60)")
+    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from .doctor import examine  # which asks for what only it needs
+
+    if not given.timeout > 0:
+        raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
+    with redirect_stdout(sys.stderr):  # what other libraries print is none of the report
+        found = examine(timeout=given.timeout, all_engines=given.all)
+    if found.is_first:
+        print(json.dumps(found.as_dict(), indent=2) if given.json else found)
+    return 0 if found.healthy else 1
 
 
 if __name__ == "__main__":

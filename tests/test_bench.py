@@ -47,6 +47,7 @@ def test_overhead_takes_ratios_of_one_round(tmp_path):
 @pytest.mark.parametrize(
     ("program", "options"),
     [
+        ("advice.py", ["--rounds", "0"]),
         ("growth.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),

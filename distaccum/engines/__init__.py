@@ -12,7 +12,7 @@ from .base import Engine, Sync
 from .plain import PlainEngine
 from .ranks import RanksEngine
 
-__all__ = ["Engine", "RanksEngine", "Sync", "choose_engine"]
+__all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
 
 # Wrappers that nobody here knows and that would pass for a plain module, by the name of a class and of its package.
 UNKNOWN = {
@@ -30,7 +30,7 @@ UNKNOWN = {
 
 def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
     modules = [module for model in models for module in model.modules()]
-    engines = list(_final(Engine))  # type: ignore[type-abstract]  # those under it are final
+    engines = known_engines()
     for module in modules:
         for ancestor in type(module).__mro__:
             cure = UNKNOWN.get((ancestor.__name__, ancestor.__module__.partition(".")[0]))
@@ -54,6 +54,11 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
             f"drift apart; wrap it in DistributedDataParallel. There are engines for {_listed(engines)}"
         )
     return PlainEngine(models, sync)
+
+
+def known_engines() -> list[type[Engine]]:
+    """Those of this package, and what else was defined."""
+    return list(_final(Engine))  # type: ignore[type-abstract]  # those under it are final
 
 
 def _final(engine: type[Engine]) -> Iterator[type[Engine]]:

@@ -1,0 +1,180 @@
+"""`distaccum doctor`: what it finds here is here, what is planted is found, and a link of known rate is measured so."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from engines import FSDP2_RUNS_ON_CPU
+
+from distaccum import doctor
+from distaccum.cli import main
+from distaccum.doctor import Finding, Launch, packages, requirements
+
+ROOT = Path(__file__).parent.parent
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+COMMAND = [sys.executable, "-m", "distaccum.cli", "doctor"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+
+
+def started(
+    *words: str, environment: dict[str, str] | None = None, command: list[str] = COMMAND
+) -> subprocess.Popen[str]:
+    variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    variables |= {"OMP_NUM_THREADS": "1", **(environment or {})}
+    variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
+    return subprocess.Popen(
+        [*command, *words], env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def ended(process: subprocess.Popen[str], status: int = 0) -> tuple[str, str]:
+    out, errors = process.communicate(timeout=120)
+    assert process.returncode == status, out + errors
+    return out, errors
+
+
+def ranks_of_two(first: dict[str, str], second: dict[str, str]) -> list[dict[str, str]]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    return [{"RANK": "0", "LOCAL_RANK": "0", **common, **first}, {"RANK": "1", "LOCAL_RANK": "1", **common, **second}]
+
+
+@pytest.fixture
+def old_accelerate(tmp_path) -> dict[str, str]:
+    """An environment whose Accelerate says that it is of a version before the supported ones."""
+    about = tmp_path / "accelerate-1.7.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.7.3\n")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_alone_it_tries_each_engine():
+    found = json.loads(ended(started("--json"))[0])
+    assert found["healthy"] and found["link"] is None and found["hosts"] == [socket.gethostname()]
+    seen = {one["name"]: one for one in found["findings"]}
+    assert seen["torch"]["seen"].startswith(torch.__version__) and "or later" in seen["torch"]["seen"]
+    assert seen["gloo"]["state"] == "ok" and seen["variables"]["seen"] == "none: one process"
+    assert seen["a plain module"]["seen"] == "sync='last', 'every'; a state in mid-window"
+    fsdp2 = seen["FSDP2 (fully_shard), replicas"]
+    assert "'gathered', 'replicas'" in fsdp2["seen"] if FSDP2_RUNS_ON_CPU else fsdp2["state"] == "absent"
+
+
+def test_under_torchrun_it_measures_the_link_and_prints_once():
+    process = started("--json", command=[*TORCHRUN, "-m", "distaccum.cli", "doctor"])
+    found = json.loads(ended(process)[0])
+    assert found["healthy"]
+    (pair,) = found["link"]["pairs"]
+    assert pair["ranks"] == [0, 1] and all(rate > 0.01 for rate in pair["gbit"]) and pair["microseconds"] > 1
+    assert set(found["link"]["all_reduce_gbit"]) <= {str(2**20), str(2**22), str(2**24)}
+    assert re.fullmatch(r"--link-gbit [\d.e+]+ --latency-us \d+", found["plan"])
+    seen = {one["name"]: one for one in found["findings"]}
+    assert seen["a plain module"]["state"] == "absent" and seen["DistributedDataParallel"]["state"] == "ok"
+    assert seen["versions"]["seen"] == "the same on all" and seen["ranks 0 to 1"]["seen"].startswith("on ")
+
+
+def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(old_accelerate):
+    processes = [started(environment=one) for one in ranks_of_two({}, old_accelerate)]
+    (text, _), (other, _) = [ended(process, 1) for process in processes]
+    new = importlib.metadata.version("accelerate")
+    assert re.search(rf"WRONG accelerate +{re.escape(new)} on rank 0; 1\.7\.3 on rank 1; install the same", text)
+    old = r"WRONG accelerate, rank 1 +1\.7\.3, expected 1\.8 or later; pip install --upgrade 'distaccum\[accelerate"
+    assert re.search(old, text) and text.endswith("2 are WRONG, see above\n")
+    assert not other
+
+
+def test_a_rank_that_does_not_come_is_one_sentence_and_status_2():
+    first, second = ranks_of_two({}, {})
+    alone = started("--timeout", "1", environment=first)
+    second["MASTER_PORT"] = ranks_of_two({}, {})[0]["MASTER_PORT"]  # where nobody is
+    lost = started("--timeout", "1", environment=second)
+    out, errors = ended(alone, 2)
+    assert not out and "rank 1 of 2 did not come within 1 seconds" in errors and len(errors.splitlines()) == 1
+    _, errors = ended(lost, 2)
+    assert "rank 1 on " in errors and "is rank 0 started there" in errors and len(errors.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0"}, "RANK=0 without WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 without RANK"),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+            "RANK=2 with WORLD_SIZE=2, expected",
+        ),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK and WORLD_SIZE without MASTER_PORT"),
+        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='one', expected a whole"),
+        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 and no RANK"),
+    ],
+)
+def test_contradictions_of_the_launcher_are_named(environment, said):
+    launch = Launch.from_environment(environment)
+    assert launch.world == 1  # so that the rest is still looked at
+    assert all(one.state == "wrong" and one.cure for one in launch.findings)
+    assert any(said in one.seen for one in launch.findings)
+
+
+def test_bounds_are_those_of_the_installed_package():
+    told = importlib.metadata.requires("distaccum")
+    assert ("accelerate", "1.8", "accelerate") in list(
+        requirements()
+    ) and 'accelerate>=1.8; extra == "accelerate"' in told
+    assert ("torch", "2.6", "") in list(requirements())
+
+
+def test_without_optional_packages_nothing_is_wrong(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    found = list(packages())
+    assert {one.state for one in found} == {"absent"} and all("pip install 'distaccum[" in one.cure for one in found)
+    absent = doctor._untried_package("deepspeed", all_of_them=True)
+    assert absent == Finding("", "", "deepspeed is not installed", "absent", "pip install 'distaccum[deepspeed]'")
+
+
+def test_bad_seconds_are_one_line(capsys):
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert "--timeout 0, expected seconds above 0" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
+    reason="network namespaces need root and iproute2",
+)
+def test_a_link_of_1_gbit_is_measured_as_such(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "launch/bench")
+    from nodes import ADDRESSES, DEVICE, two_nodes
+
+    try:
+        with two_nodes("1gbit") as nodes:
+            both = ranks_of_two({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"})
+            processes = [
+                started(
+                    "--json",
+                    environment={**one, "MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": DEVICE},
+                    command=["ip", "netns", "exec", node, *COMMAND],
+                )
+                for node, one in zip(nodes, both, strict=True)
+            ]
+            found = json.loads(next(text for text, _ in [ended(process) for process in processes]))
+    except RuntimeError as error:
+        pytest.skip(str(error))
+    (pair,) = found["link"]["pairs"]
+    assert all(0.5 < rate < 1.05 for rate in pair["gbit"]), pair
+    assert all(0.3 < rate < 1.05 for rate in found["link"]["all_reduce_gbit"].values())
+    assert 0.5 < float(found["plan"].split()[1]) < 1.05
