@@ -154,12 +154,7 @@ class Accumulator:
         if measure_noise:
             self._noise = Noise(self._engine, self._reductions, self._counts, self._stepped, self._scaler)
         self._stepper = Stepper(
-            self._engine,
-            self._optimizers,
-            self._scaler,
-            max_norm=self._max_norm,
-            on_nonfinite=on_nonfinite,
-            noise=self._noise,
+            self._engine, self._optimizers, self._scaler, max_norm=self._max_norm, on_nonfinite=on_nonfinite
         )
         self._trained = self._engine.parameters()
         if not self._trained:
@@ -636,7 +631,8 @@ class Accumulator:
             )
         noise = None
         if self._noise is not None:
-            told = None if terms is None or reason is not None else terms[len(window._names) :][:4]
+            counts_in = terms is not None and reason is None and window._compares
+            told = terms[len(window._names) :][:4] if terms is not None and counts_in else None
             by_step = norm if self._engine.judges else None
             noise = self._noise.add(told, reduction, by_step, next(iter(window.counts.values())))
         return Update(

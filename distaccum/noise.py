@@ -184,20 +184,21 @@ class Noise:
         norm = self._unscaled(_wide(early.norm()))
         return Small((norm / self._factor(share, count)).square(), 1 / count)
 
-    def terms(self, small: Small | None, norm: Tensor | None, part: Tensor | None, like: Tensor) -> Tensor:
+    def terms(self, small: Small | None, part: Tensor | None, like: Tensor) -> Tensor:
         """What ranks add up: squares, 1 / counts, how many have them, and the window's |g|^2 in parts."""
-        told = like.new_zeros(4)
+        # Filled, and not copied from the host, which would wait for the device.
+        nothing = like.new_zeros(())
+        of_small = [nothing] * 3
         if small is not None:
-            told[0] = small.square.to(like)
-            told[1:3] = like.new_tensor([small.per_sample, 1.0])
-        if norm is not None:
-            told[3] = norm.to(like).square() / self._engine.num_ranks
-        elif part is not None:
-            told[3] = part.to(like)
-        return told
+            of_small = [small.square.to(like), like.new_full((), small.per_sample), like.new_ones(())]
+        return torch.stack([*of_small, nothing if part is None else part.to(like)])
 
-    def part(self, parameters: Sequence[nn.Parameter], *, is_scaled: bool = False) -> Tensor:
-        """This rank's of the window's |g|^2."""
+    def part(
+        self, parameters: Sequence[nn.Parameter], norm: Tensor | None = None, *, is_scaled: bool = False
+    ) -> Tensor:
+        """This rank's of the window's |g|^2, whose root may be known."""
+        if norm is not None:
+            return _wide(norm).square() / self._engine.num_ranks
         part = _wide(self._engine.part_of_square(parameters))
         return self._unscaled(self._unscaled(part)) if is_scaled else part
 

@@ -15,7 +15,6 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .engines import Engine
-from .noise import Noise
 from .nonfinite import find_nonfinite
 from .precision import (
     EPSILON,
@@ -65,10 +64,9 @@ class Stepper:
         *,
         max_norm: float | None,
         on_nonfinite: OnNonfinite,
-        noise: Noise | None = None,
     ) -> None:
         self._engine, self._optimizers, self._scaler = engine, optimizers, scaler
-        self._max_norm, self._on_nonfinite, self._noise = max_norm, on_nonfinite, noise
+        self._max_norm, self._on_nonfinite = max_norm, on_nonfinite
         self.steps = bool(optimizers) or engine.steps  # else the caller does
         self.is_stepping = False
         self.watched_windows = 0  # to come
@@ -81,12 +79,11 @@ class Stepper:
         """Why nothing was stepped (None: it was), the record's terms, their reduction, and the norm before clipping."""
         gradient = self._unscaled(window) if self.steps else None
         terms = window._terms()
-        if self._noise is not None:
-            norm, part = None, window._part_of_square
+        if window._noise is not None and window._compares:
+            part = window._part_of_square
             if gradient is not None and not self._engine.judges:  # else it is known after the step
-                norm = gradient.norm
-                part = self._noise.part(gradient.parameters) if norm is None else None
-            terms = torch.cat([terms, self._noise.terms(window._small, norm, part, terms)])
+                part = window._noise.part(gradient.parameters, gradient.norm)
+            terms = torch.cat([terms, window._noise.terms(window._small, part, terms)])
         if self._scaler is not None:  # ranks agree on an overflow by the record's own collective
             flags = [] if gradient is None else gradient.flags
             found = [flag.to(terms.device, terms.dtype).reshape(1) for flag in flags]
@@ -100,8 +97,8 @@ class Stepper:
         """Before the caller steps."""
         if self.steps:
             return
-        if self._noise is not None:
-            window._part_of_square = self._noise.part(window._parameters, is_scaled=True)
+        if window._noise is not None and window._compares:
+            window._part_of_square = window._noise.part(window._parameters, is_scaled=True)
         looks = self._scaler is None and self._on_nonfinite == "raise"
         if looks and not look_at(partial(self._engine.norm, window._parameters), None).finite:
             self._judge(window, "gradient")
@@ -111,8 +108,8 @@ class Stepper:
         window._refuse_cleared_gradients()
         stepped = [parameter for parameter in self.owned() if parameter.grad is not None]
         gradient = _Gradient(stepped, partial(self._engine.norm, stepped))
-        looks = self._noise is not None and self._on_nonfinite != "ignore" and self._scaler is None  # and takes a norm
-        measures = (self._max_norm is not None or looks) and not self._engine.judges
+        looks = self._on_nonfinite != "ignore" and self._scaler is None  # and will take a norm
+        measures = (self._max_norm is not None or (window._compares and looks)) and not self._engine.judges
         if self._scaler is not None:
             self._refuse_another_window(window, self._scaler)
             if not len(window):
@@ -126,7 +123,7 @@ class Stepper:
                 if stepped:
                     gradient.flags = [(~norm.isfinite()).to(torch.float32)]
                     tell(self._scaler, self._optimizers, gradient.flags[0])
-                gradient.norm = norm / gradient.by if measures or self._noise is not None else None
+                gradient.norm = norm / gradient.by if measures or window._compares else None
                 return gradient
             gradient.flags = unscale(self._scaler, self._optimizers)
         gradient.norm = gradient.norm_of(2.0) if measures else None
@@ -169,7 +166,7 @@ class Stepper:
             finally:
                 self.is_stepping = False
             if judges:
-                wanted = self._max_norm is not None or self._noise is not None
+                wanted = self._max_norm is not None or window._compares
                 gradient.norm = gradient.norm_of(2.0) if wanted else None
                 if reason is not None and self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)

@@ -159,7 +159,9 @@ class Window:
         self._guard = guard
         self._pool = pool  # of running statistics
         self._noise = noise
-        self._early = noise.early() if noise is not None and self._num else None  # to the end of the first micro-batch
+        is_alone = len(plan.kept) == 1 and self._num == 1 and stream is None  # its first micro-batch is all of it
+        # To the end of the first micro-batch.
+        self._early = noise.early() if noise is not None and self._num and not is_alone else None
         self._small: Small | None = None  # what came of it
         self._part_of_square: Tensor | None = None  # of the window's gradient, where the caller steps
         self._unfinished = unfinished
@@ -522,6 +524,11 @@ class Window:
         assert self._looks is not None
         holders = self._engine.holders(self._parameters)
         self._looks.append(total_norm([one.grad for one in holders if one.grad is not None], float("inf")))
+
+    @property
+    def _compares(self) -> bool:
+        """Whether any rank may have two gradients to compare, for the noise scale; the same on all ranks."""
+        return self._noise is not None and (len(self._kept) > 1 or self._small is not None)
 
     def _measure_first(self) -> None:
         """How large this rank's own gradient is after its first micro-batch."""
