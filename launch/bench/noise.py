@@ -155,10 +155,10 @@ def main() -> None:
         *(f"- {name}: {text}" for name, text in ABOUT.items()),
         "",
         *paragraph(
-            "Microseconds without (median), the ratio with to without in the same round (median, and the middle half of "
-            "the rounds), and the same of a second loop without: what two alike differ by is noise. One process by the "
-            "processor's time, ranks by rank 0's clock. A window of one micro-step has two gradients on ranks alone, where "
-            "each parameter's norm is taken within the backward; in one process nothing is measured."
+            "Microseconds without (median), the ratio with to without in the same round (median, and the middle half "
+            "of the rounds), and the same of a second loop without: what two alike differ by is noise. One process by "
+            "the processor's time, ranks by rank 0's clock. A window of one micro-step has two gradients on ranks "
+            "alone, where each parameter's norm is taken within the backward; in one process nothing is measured."
         ),
         "| | | micro-steps | without, us | with | without, again |",
         "| --- | --- | --: | --: | --: | --: |",
@@ -174,8 +174,8 @@ def main() -> None:
         "",
         *paragraph(
             f"Samples of {SIZE} independent elements of mean {MEAN} and deviation {DEVIATION}: the noise scale is "
-            f"{TRUE:.0f} samples. {MICRO_STEPS} micro-batches of {MICRO_BATCH} per rank and update. What is told after so "
-            "many updates, in parts of the true value: the median of the runs, and their middle half."
+            f"{TRUE:.0f} samples. {MICRO_STEPS} micro-batches of {MICRO_BATCH} per rank and update. What is told after "
+            "so many updates, in parts of the true value: the median of the runs, and their middle half."
         ),
         f"| updates | {' | '.join(f'{where} (batch {batch})' for where, batch in batches.items())} |",
         "| --: | --: | --: |",
