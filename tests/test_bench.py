@@ -45,7 +45,7 @@ def test_overhead_takes_ratios_of_one_round(tmp_path):
 
 
 def test_noise_comes_near_the_true_value(tmp_path):
-    done = run("noise.py", "--rounds", "1", "--runs", "1", "--out", str(tmp_path / "noise"))
+    done = run("noise.py", "--rounds", "1", "--runs", "1", "--after", "100", "--out", str(tmp_path / "noise"))
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "noise.json").read_text())
     assert result["cost"]["tiny, one process"]["8"]["with"]["median"] > 0

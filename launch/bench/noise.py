@@ -35,7 +35,7 @@ ABOUT = {
 MEAN, DEVIATION, SIZE = 0.5, 2.0, 100  # of each element of a sample, all alike
 TRUE = DEVIATION**2 / MEAN**2
 MICRO_BATCH, MICRO_STEPS = 4, 2
-AFTER = (10, 30, 100, 300, 1000)  # updates
+AFTER = [10, 30, 100, 300, 1000]  # updates
 
 
 def wrapped(model: nn.Module) -> nn.Module:
@@ -93,7 +93,7 @@ class Linear(nn.Module):
         return x @ self.weight
 
 
-def estimates(seeds: Sequence[int]) -> list[list[float]]:
+def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
     """By run: the smoothed value after so many updates, in parts of the true one."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -102,14 +102,14 @@ def estimates(seeds: Sequence[int]) -> list[list[float]]:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         model = wrapped(Linear())
         accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), steps=MICRO_STEPS, measure_noise=True)
-        number = MICRO_STEPS * max(AFTER)
+        number = MICRO_STEPS * max(after)
         loader = (MEAN + DEVIATION * torch.randn(MICRO_BATCH, SIZE, generator=generator) for _ in range(number))
         values: list[float] = []
         for window in accumulator.windows(loader):
             for x in window:
                 window.backward(model(x).mean())
             update = window.step()
-            if update.index + 1 in AFTER:
+            if update.index + 1 in after:
                 assert update.noise_scale is not None
                 values.append(update.noise_scale / TRUE)
         found.append(values)
@@ -120,20 +120,28 @@ def spread(values: dict[str, float], digits: int) -> str:
     return f"{values['median']:.{digits}f} ({values['low']:.{digits}f} to {values['high']:.{digits}f})"
 
 
+def spelled(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
 def paragraph(text: str) -> list[str]:
     return [*textwrap.wrap(text, width=118, break_on_hyphens=False), ""]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=50, metavar="N", help="of the cost (%(default)s)")
-    parser.add_argument("--runs", type=int, default=20, metavar="N", help="of the value (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="of the cost (%(default)s)")
+    parser.add_argument("--runs", type=int, default=10, metavar="N", help="of the value (%(default)s)")
+    parser.add_argument("--after", type=int, nargs="+", default=AFTER, metavar="N", help=f"updates ({spelled(AFTER)})")
     parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
     options = parser.parse_args()
     for name in ("rounds", "runs"):
         if getattr(options, name) < 1:
             parser.error(f"--{name} {getattr(options, name)}: it takes at least 1")
+    if min(options.after) < 1:
+        parser.error(f"--after {spelled(options.after)}: each is at least 1")
     torch.set_num_threads(1)
+    after = sorted(set(options.after))
     seeds = list(range(options.runs))
 
     about = circumstances(torch.device("cpu"))
@@ -142,7 +150,10 @@ def main() -> None:
     for shape in LAYERS:
         costs[shape, "one process"] = cost(shape, options.rounds)
         costs[shape, "2 ranks, DDP"] = in_ranks(2, cost, shape, options.rounds, seconds=limit)[0]
-    values = {"one process": estimates(seeds), "2 ranks, DDP": in_ranks(2, estimates, seeds, seconds=limit)[0]}
+    values = {
+        "one process": estimates(seeds, after),
+        "2 ranks, DDP": in_ranks(2, estimates, seeds, after, seconds=limit)[0],
+    }
 
     lines = header(
         "The gradient noise scale: what it costs, and how near it comes",
@@ -180,7 +191,7 @@ def main() -> None:
         f"| updates | {' | '.join(f'{where} (batch {batch})' for where, batch in batches.items())} |",
         "| --: | --: | --: |",
     ]
-    for i, updates in enumerate(AFTER):
+    for i, updates in enumerate(after):
         cells = [spread(quartiles([run[i] for run in runs]), 2) for runs in values.values()]
         lines.append(f"| {updates} | {' | '.join(cells)} |")
     result = {
@@ -188,7 +199,7 @@ def main() -> None:
         "rounds": options.rounds,
         "cost": {f"{shape}, {where}": by_steps for (shape, where), by_steps in costs.items()},
         "true": TRUE,
-        "after": AFTER,
+        "after": after,
         "in_parts_of_true": values,
     }
     write(options.out, "\n".join(lines), result)
