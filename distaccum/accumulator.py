@@ -26,6 +26,7 @@ from .engines import Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
 from .memory import PROOFS, Before, Fit, Guard, Transaction
+from .noise import Noise
 from .options import WHOLE, by_name, choice, dtype_of_sums, positive, several, wanted_sizes
 from .planning import Ahead, Draw, Drawn, Offered, count_all, look_up
 from .precision import local, refuse_mixed
@@ -78,6 +79,7 @@ class Accumulator:
     bytes.
     `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
     at its end, and the gradient is corrected there.
+    `measure_noise=True` gives each update the gradient noise scale, smoothed, in the unit of its count.
     """
 
     def __init__(
@@ -100,6 +102,7 @@ class Accumulator:
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
+        measure_noise: bool = False,
     ) -> None:
         self._models: list[nn.Module] = several("model", model, "forward")
         self._accelerated = Accelerated(
@@ -147,6 +150,9 @@ class Accumulator:
                 f"on_nonfinite='ignore' with {self._engine.name}, which looks at each gradient and skips what is not "
                 "finite; say 'raise' or 'skip'"
             )
+        self._noise: Noise | None = None
+        if measure_noise:
+            self._noise = Noise(self._engine, self._reductions, self._counts, self._stepped, self._scaler)
         self._stepper = Stepper(
             self._engine, self._optimizers, self._scaler, max_norm=self._max_norm, on_nonfinite=on_nonfinite
         )
@@ -389,6 +395,7 @@ class Accumulator:
             looks=bool(self._stepper.watched_windows),
             numbers=kept,
             pool=self._pool,
+            noise=self._noise if reductions is self._reductions else None,  # not of a loss over pairs
         )
         self._window = weakref.ref(window)
         return window
@@ -622,6 +629,12 @@ class Accumulator:
                 f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like this. "
                 "Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
             )
+        noise = None
+        if self._noise is not None:
+            counts_in = terms is not None and reason is None and window._compares
+            told = terms[len(window._names) :][:4] if terms is not None and counts_in else None
+            by_step = norm if self._engine.judges else None
+            noise = self._noise.add(told, reduction, by_step, next(iter(window.counts.values())))
         return Update(
             index=window.index,
             counts=window.counts,
@@ -632,7 +645,8 @@ class Accumulator:
             _terms=None if terms is None else terms[: len(window._names)],
             _divisor=window._divisor,
             _reduction=reduction,
-            _norm=norm,
+            _norm=norm if self._max_norm is not None else None,
+            _noise=noise,
         )
 
     # State
@@ -650,6 +664,7 @@ class Accumulator:
             "skipped": self._skipped,
             "watched_windows": self._stepper.watched_windows,
             "fit": self._fit.state(),
+            "noise": None if self._noise is None else self._noise.state(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "ranks": self._engine.num_ranks,
             "in_window": unfinished is not None,
@@ -704,6 +719,8 @@ class Accumulator:
         self._index, self._skipped = int(state["index"]), int(state["skipped"])
         self._stepper.watched_windows = int(state["watched_windows"])
         self._fit.load(state["fit"])
+        if self._noise is not None:
+            self._noise.load(state.get("noise"))
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 
@@ -712,6 +729,9 @@ class Accumulator:
     def _watched(self) -> list[Sequence[nn.Parameter]]:
         """Parameters that take part alike: tampering with one of each shows."""
         return [owned_by(one) for one in self._optimizers] or [self._trained]
+
+    def _stepped(self) -> list[nn.Parameter]:
+        return _unique([p for one in self._optimizers for p in owned_by(one)]) or self._engine.parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
         """The models' and the optimizers', each once."""

@@ -281,6 +281,13 @@ class Sums:
         one = self.of(parameter)
         return one is not None and one.grad is not None
 
+    def standing(self, parameter: nn.Parameter) -> Tensor | None:
+        """What has added up, also when a gradient has just come."""
+        one, come = self.of(parameter), parameter.grad
+        if one is None or one.grad is None:
+            return come
+        return one.grad + come if self.phase is Phase.PASS and come is not None else one.grad
+
     def widened(self, bucket: Any, dtype: torch.dtype) -> Tensor:
         """DDP's bucket with sums, where there are any, in place of gradients. They are let go."""
         buffer = bucket.buffer()

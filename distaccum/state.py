@@ -26,6 +26,7 @@ class Unfinished:
     partial: dict[str, Any]  # as the engine gave it
     random: dict[str, Any]
     statistics: list[Any] = field(default_factory=list)  # of batch normalisation, where they are pooled
+    noise: Any = None  # of the first micro-batch, where the noise scale is measured
 
 
 def pack(unfinished: Unfinished | None, loader: Any) -> bytes | None:

@@ -79,6 +79,11 @@ class Stepper:
         """Why nothing was stepped (None: it was), the record's terms, their reduction, and the norm before clipping."""
         gradient = self._unscaled(window) if self.steps else None
         terms = window._terms()
+        if window._noise is not None and window._compares:
+            part = window._part_of_square
+            if gradient is not None and not self._engine.judges:  # else it is known after the step
+                part = window._noise.part(gradient.parameters, gradient.norm)
+            terms = torch.cat([terms, window._noise.terms(window._small, part, terms)])
         if self._scaler is not None:  # ranks agree on an overflow by the record's own collective
             flags = [] if gradient is None else gradient.flags
             found = [flag.to(terms.device, terms.dtype).reshape(1) for flag in flags]
@@ -90,7 +95,11 @@ class Stepper:
 
     def refuse_nonfinite_gradient(self, window: Window) -> None:
         """Before the caller steps."""
-        looks = not self.steps and self._scaler is None and self._on_nonfinite == "raise"
+        if self.steps:
+            return
+        if window._noise is not None and window._compares:
+            window._part_of_square = window._noise.part(window._parameters, is_scaled=True)
+        looks = self._scaler is None and self._on_nonfinite == "raise"
         if looks and not look_at(partial(self._engine.norm, window._parameters), None).finite:
             self._judge(window, "gradient")
 
@@ -99,7 +108,8 @@ class Stepper:
         window._refuse_cleared_gradients()
         stepped = [parameter for parameter in self.owned() if parameter.grad is not None]
         gradient = _Gradient(stepped, partial(self._engine.norm, stepped))
-        measures = self._max_norm is not None and not self._engine.judges
+        looks = self._on_nonfinite != "ignore" and self._scaler is None  # and will take a norm
+        measures = (self._max_norm is not None or (window._compares and looks)) and not self._engine.judges
         if self._scaler is not None:
             self._refuse_another_window(window, self._scaler)
             if not len(window):
@@ -113,7 +123,7 @@ class Stepper:
                 if stepped:
                     gradient.flags = [(~norm.isfinite()).to(torch.float32)]
                     tell(self._scaler, self._optimizers, gradient.flags[0])
-                gradient.norm = norm / gradient.by if measures else None
+                gradient.norm = norm / gradient.by if measures or window._compares else None
                 return gradient
             gradient.flags = unscale(self._scaler, self._optimizers)
         gradient.norm = gradient.norm_of(2.0) if measures else None
@@ -156,7 +166,8 @@ class Stepper:
             finally:
                 self.is_stepping = False
             if judges:
-                gradient.norm = gradient.norm_of(2.0) if self._max_norm is not None else None
+                wanted = self._max_norm is not None or window._compares
+                gradient.norm = gradient.norm_of(2.0) if wanted else None
                 if reason is not None and self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)
                     if not self._engine.scales:
@@ -186,7 +197,7 @@ class Stepper:
     def _refuse_nonfinite_loss(self, window: Window, terms: Tensor, reduction: Waitable | None) -> None:
         if reduction is not None:
             reduction.wait()
-        if not bool(terms.isfinite().all()):
+        if not bool(terms[: len(window._names)].isfinite().all()):
             self._judge(window, "loss")
 
     def _judge(self, window: Window, what: str) -> str:

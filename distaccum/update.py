@@ -14,6 +14,10 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
+class Readable(Protocol):
+    def read(self) -> float | None: ...
+
+
 @dataclass(frozen=True, repr=False)
 class Update:
     """What a window did. The numbers that live on the device are read when they are asked for.
@@ -27,11 +31,11 @@ class Update:
     stepped: bool
     reason: str | None  # why not
     seconds: float  # from the window's plan to the end of its step, on this rank's host
-    noise_scale: float | None = None  # None: not measured
     _terms: Tensor | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
     _divisor: float = field(default=1, compare=False)
     _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
     _norm: Tensor | None = field(default=None, compare=False)
+    _noise: Readable | None = field(default=None, compare=False)
 
     @cached_property
     def losses(self) -> dict[str, float]:
@@ -52,6 +56,14 @@ class Update:
         """The gradient's norm before clipping; None if nothing asked for it (`max_norm` does)."""
         return None if self._norm is None else float(self._norm)
 
+    @cached_property
+    def noise_scale(self) -> float | None:
+        """The gradient noise scale, smoothed up to this update, in the unit of its count.
+
+        None: `measure_noise` is off, or no update had two gradients to compare; inf: noise is all that can be seen.
+        """
+        return None if self._noise is None else self._noise.read()
+
     def as_dict(self) -> dict[str, Any]:
         """Plain numbers, as for a line of a log."""
         public = ("index", "loss", "losses", "grad_norm", "counts", "micro_batches")
@@ -60,8 +72,8 @@ class Update:
 
     def __getstate__(self) -> dict[str, Any]:
         """Read numbers travel; a running reduction does not."""
-        read = {"losses": self.losses, "loss": self.loss, "grad_norm": self.grad_norm}
-        return {**self.__dict__, **read, "_terms": None, "_reduction": None, "_norm": None}
+        read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale")}
+        return {**self.__dict__, **read, "_terms": None, "_reduction": None, "_norm": None, "_noise": None}
 
     def __repr__(self) -> str:
         return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"

@@ -18,6 +18,7 @@ from torch.amp import GradScaler
 from .batches import rebuilt
 from .batchnorm import Pool
 from .engines import Engine
+from .noise import Noise, Small
 from .precision import HALF, total_norm
 from .shares import DistaccumError, Plan, Reduction, share_of
 from .state import Losses, Unfinished, random_state, set_random_state
@@ -126,6 +127,7 @@ class Window:
         looks: bool = False,
         numbers: Sequence[int],
         pool: Pool | None = None,
+        noise: Noise | None = None,
     ) -> None:
         self.index = index
         self.counts = {} if stream is not None else dict(plan.counts)
@@ -156,6 +158,12 @@ class Window:
         self._factor = 1.0  # that the gradient is multiplied by at the edge: streaming, the shares were guesses
         self._guard = guard
         self._pool = pool  # of running statistics
+        self._noise = noise
+        is_alone = len(plan.kept) == 1 and self._num == 1 and stream is None  # its first micro-batch is all of it
+        # To the end of the first micro-batch.
+        self._early = noise.early() if noise is not None and self._num and not is_alone else None
+        self._small: Small | None = None  # what came of it
+        self._part_of_square: Tensor | None = None  # of the window's gradient, where the caller steps
         self._unfinished = unfinished
         self._done_before = 0 if unfinished is None else unfinished.done
         self._looks: list[Tensor] | None = [] if looks else None  # the largest gradient after each micro-batch
@@ -328,7 +336,9 @@ class Window:
             weight.places.append(place)
         if self._pool is not None:
             self._pool.load(unfinished.statistics)
-        self._is_first = False
+        if self._noise is not None and unfinished.noise is not None:
+            self._small = Small(*unfinished.noise)
+        self._early, self._is_first = None, False
 
     def _state(self, devices: Sequence[torch.device]) -> Unfinished:
         """What `_take_up` needs, in a window that has done some of its micro-batches."""
@@ -357,6 +367,7 @@ class Window:
             partial=self._engine.partial(self._parameters),
             random=random_state(devices),
             statistics=[] if self._pool is None else self._pool.state(),
+            noise=None if self._small is None else [self._small.square.to("cpu"), self._small.per_sample],
         )
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -476,6 +487,8 @@ class Window:
         if self._guard is not None and self._engine.will_reduce(reduce):
             self._guard()
             self._reducing = True
+        if self._early is not None:
+            self._early.before_backward(self._engine.will_reduce(reduce))
         self._turn = TORN
         try:
             if losses:
@@ -485,6 +498,9 @@ class Window:
         except RuntimeError as error:
             self._engine.refuse_lost_ranks(error)
             raise
+        finally:
+            if self._early is not None:
+                self._early.after_backward()
         self._reducing = False
         self._turn, self._is_first = DONE, False
 
@@ -492,6 +508,8 @@ class Window:
         """Remembers what gradients look like now."""
         if self._looks is not None and not self._more_parts:
             self._look()
+        if self._early is not None and not self._more_parts:
+            self._measure_first()
         self._mark(reduced)
 
     def _mark(self, reduced: bool) -> None:
@@ -506,6 +524,25 @@ class Window:
         assert self._looks is not None
         holders = self._engine.holders(self._parameters)
         self._looks.append(total_norm([one.grad for one in holders if one.grad is not None], float("inf")))
+
+    @property
+    def _compares(self) -> bool:
+        """Whether any rank may have two gradients to compare, for the noise scale; the same on all ranks."""
+        return self._noise is not None and (len(self._kept) > 1 or self._small is not None)
+
+    def _measure_first(self) -> None:
+        """How large this rank's own gradient is after its first micro-batch."""
+        early, self._early = self._early, None
+        (count, *_), (share, *_) = self._counts[0], self._shares[0]
+        assert self._noise is not None and early is not None and share is not None
+        if early.is_lost:
+            self._owner._warn(
+                "noise",
+                "measure_noise sees nothing of a first micro-batch whose parts are reduced one by one, so "
+                "noise_scale stays as it was; add the parts' losses up, or use sync='last'",
+            )
+        else:
+            self._small = self._noise.small(early, share, count)
 
     def _weighted(self, name: str, loss: Tensor | None, share: float) -> Term:
         """The loss, ready for backward, and what weighs it."""

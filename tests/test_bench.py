@@ -44,12 +44,21 @@ def test_overhead_takes_ratios_of_one_round(tmp_path):
     assert by_loop["distaccum"]["steps"]["4"]["microseconds"] > 0
 
 
+def test_noise_comes_near_the_true_value(tmp_path):
+    done = run("noise.py", "--rounds", "1", "--runs", "1", "--after", "100", "--out", str(tmp_path / "noise"))
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "noise.json").read_text())
+    assert result["cost"]["tiny, one process"]["8"]["with"]["median"] > 0
+    assert all(0.5 < runs[0][-1] < 2 for runs in result["in_parts_of_true"].values())
+
+
 @pytest.mark.parametrize(
     ("program", "options"),
     [
         ("advice.py", ["--rounds", "0"]),
         ("growth.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
+        ("noise.py", ["--runs", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
         ("forecast.py", ["--settings", "2x1"]),
     ],

@@ -294,6 +294,19 @@ def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
     assert "accuracy" in text and "\r" not in text  # no bar off a terminal
 
 
+def test_the_noise_scale_is_logged_and_its_meaning_told(programs, tmp_path):
+    run = tmp_path / "run"
+    text = trained(programs, run, *SMALL, "--updates", 8, "--measure-noise")
+    scales = [update["noise_scale"] for update in log_of(run)]
+    summary = json.loads((run / "summary.json").read_text())
+    assert len(scales) == 8 and summary["noise_scale"] == scales[-1]
+    batch = summary["batch"]
+    assert batch["updates"] == pytest.approx(1 + scales[-1] / batch["count"])
+    assert batch["samples"] == pytest.approx(1 + batch["count"] / scales[-1])
+    assert f"noise scale {scales[-1]:.0f} samples, the batch {batch['count']:.0f}: " in text
+    assert text.count(f"x the fewest samples: {batch['verdict']}") == 1
+
+
 def test_the_learning_rate_is_scaled_from_a_base_batch_on_request(programs, tmp_path):
     for how, factor in (("linear", 2.0), ("sqrt", 2.0**0.5)):
         options = ("--lr", 0.01, "--base-batch-size", 32, "--lr-scaling", how, "--schedule", "constant", "--updates", 2)

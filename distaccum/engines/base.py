@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +36,13 @@ def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         torch.autograd.backward(roots, seeds)
     else:
         _run_autograd(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+class Leaf(NamedTuple):
+    """Where a backward adds a gradient of this rank's own."""
+
+    tensor: Any  # a leaf of the graph
+    standing: Callable[[], Tensor | None]  # what has added up on it since the window began
 
 
 class Engine(ABC):
@@ -205,6 +213,15 @@ class Engine(ABC):
         """Raises in the place of an error that says, in the words of a library below, that a rank is gone."""
         return
 
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None where `leaves` show it."""
+        return "whose engine does not say where a rank's own gradient is; give it hides_own() and leaves()"
+
+    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
+        """Where gradients of `parameters` add up on this rank; also within a backward that reduces, when one comes."""
+        standing = self.sums.standing if self.sums is not None else _gradient_of
+        return [Leaf(p, partial(standing, p)) for p in parameters if p.requires_grad]
+
     # The update
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
@@ -215,6 +232,10 @@ class Engine(ABC):
         """Of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity."""
         return total_norm([p.grad for p in parameters if p.grad is not None], kind, over)
 
+    def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        """This rank's part of the norm's square: ranks' parts add up to it. Asks no other rank."""
+        return self.norm(parameters).square() / self.num_ranks
+
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scales a gradient of norm `norm` to at most `max_norm`."""
         clip([p.grad for p in parameters if p.grad is not None], max_norm, norm)
@@ -224,6 +245,19 @@ class Engine(ABC):
         for optimizer in optimizers:
             optimizer.step()
         return None
+
+
+def _gradient_of(parameter: nn.Parameter) -> Tensor | None:
+    return parameter.grad
+
+
+def why_tensor_parallel(parameters: Sequence[Any]) -> str | None:
+    """A rank of such a group has a part of each gradient alone."""
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        return (
+            "which holds tensor-parallel parameters, of whose gradients a rank has a part; use data parallelism alone"
+        )
+    return None
 
 
 def refuse_narrower(adds_up: Mapping[str, torch.dtype], dtype: torch.dtype, cure: str) -> None:

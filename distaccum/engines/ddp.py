@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..precision import Phase, Sums, leaves
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync, gradients_of, put_gradients
+from .base import Sync, gradients_of, put_gradients, why_tensor_parallel
 from .ranks import RanksEngine, average_by_hand
 
 Mark = tuple[Tensor | None, int]
@@ -324,6 +324,9 @@ class DDPEngine(RanksEngine):
         if self._searching and self._reduces:  # DDP does not know who took part before the state was taken
             self._reduces = False
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
+
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        return why_tensor_parallel(parameters)
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.sums is not None:

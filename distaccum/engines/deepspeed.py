@@ -240,6 +240,17 @@ class DeepSpeedEngine(RanksEngine):
         stay = self._form != "each" and not hasattr(self._optimizer, "get_grads_for_norm")
         return self.parameters() if stay else ()
 
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        if self._form == "each":
+            return (
+                "which reduces in each micro-step here and shows no rank's own; use sync='last' with DeepSpeed 0.19.2"
+            )
+        if self.scales:
+            return "which scales the loss by itself (fp16); train in bf16"
+        if hasattr(self._optimizer, "get_grads_for_norm"):
+            return f"whose {type(self._optimizer).__name__} keeps gradients elsewhere; use ZeRO stage 2 or 3"
+        return None
+
     def finish(self) -> None:
         if self._stage < 3 and self._form in ("no_sync", "coalesced"):
             self._give_all_a_gradient()

@@ -10,6 +10,7 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ..precision import HALF, total_norm
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync, refuse_narrower, refuse_narrower_outside
+from .base import Leaf, Sync, refuse_narrower, refuse_narrower_outside, why_tensor_parallel
 from .ranks import RanksEngine, average_by_hand
 
 
@@ -118,6 +119,22 @@ class FSDPEngine(RanksEngine):
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         return [handle.flat_param for handle in self._handles()]
 
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        wanted = {id(p) for p in parameters}
+        for handle in self._handles():
+            trained = [id(p) in wanted for p in handle.flat_param._params or [] if p.requires_grad]
+            if any(trained) and not all(trained):
+                return "which flattens parameters together that the optimizer has a part of; give it all of them"
+        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        return why_tensor_parallel([p for p in parameters if id(p) not in own])
+
+    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
+        wanted = {id(p) for p in parameters}
+        flat = [h.flat_param for h in self._handles() if wanted & {id(p) for p in _managed(h)}]
+        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        outside = [p for p in parameters if id(p) not in own]
+        return [Leaf(p, partial(getattr, p, "grad")) for p in (*flat, *outside) if p.requires_grad]
+
     def finish(self) -> None:
         if self._by_hand:
             average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
@@ -161,6 +178,14 @@ class FSDPEngine(RanksEngine):
             return norm
         both = torch.stack([norm, total_norm(everywhere, kind, over).to(norm)])
         return total_norm([both], kind)
+
+    def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
+        here = [p.grad for p in parameters if p.grad is not None and id(p) in sharded]
+        everywhere = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded]
+        shards = dist.get_world_size(self._wrappers[0].process_group)
+        parts = [total_norm(here, 2.0).square() * shards, total_norm(everywhere, 2.0).square()]
+        return torch.stack([one.to(self._wrappers[0].compute_device) for one in parts]).sum() / self.num_ranks
 
     def _handles(self) -> list[Any]:
         return [wrapper._handle for wrapper in self._wrappers if wrapper._handle is not None]

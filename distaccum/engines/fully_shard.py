@@ -18,6 +18,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -26,7 +27,15 @@ from torch import Tensor, nn
 
 from ..precision import HALF, local, total_norm
 from ..shares import DistaccumError, Plan, listed
-from .base import Sync, gradients_of, put_gradients, refuse_narrower, refuse_narrower_outside
+from .base import (
+    Leaf,
+    Sync,
+    gradients_of,
+    put_gradients,
+    refuse_narrower,
+    refuse_narrower_outside,
+    why_tensor_parallel,
+)
 from .ranks import RanksEngine, average_by_hand
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
@@ -175,6 +184,22 @@ class FullyShardEngine(RanksEngine):
         gathered = (getattr(p, "_unsharded_param", None) for group in self._groups for p in group.fsdp_params)
         return [one for one in gathered if one is not None]
 
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        gathered = [getattr(p, "_unsharded_param", None) for group in self._groups for p in group.fsdp_params]
+        if any(getattr(p, "is_dtensor", False) for group in self._groups for p in group.fsdp_params):
+            return why_tensor_parallel([*gathered, self._groups[0].fsdp_params[0].sharded_param])
+        return why_tensor_parallel([p for p in parameters if id(p) not in own])
+
+    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
+        wanted = {id(p): p for p in parameters}
+        found = []
+        for one in (p for group in self._groups for p in group.fsdp_params):
+            gathered = getattr(one, "_unsharded_param", None)  # made by its first forward
+            if wanted.pop(id(one.sharded_param), None) is not None and gathered is not None and gathered.requires_grad:
+                found.append(Leaf(gathered, partial(_standing, one)))
+        return [*found, *(Leaf(p, partial(getattr, p, "grad")) for p in wanted.values() if p.requires_grad)]
+
     def finish(self) -> None:
         if self._by_hand:
             average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
@@ -236,15 +261,19 @@ class FullyShardEngine(RanksEngine):
                 if self.wraps(module):
                     module.unshard()  # type: ignore[operator]  # fully_shard gave it
 
-    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        """By hand: torch asks DTensor at each kernel, and fails at the largest element of a shard that has none."""
+    def _shards(self, parameters: Sequence[nn.Parameter]) -> dict[tuple[dist.ProcessGroup, ...], list[Tensor]]:
+        """Gradients here, by the groups over which they are cut."""
         by_groups: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
         for parameter in parameters:
             if parameter.grad is not None:
                 groups, shard = _shard_of(parameter.grad)
                 by_groups.setdefault(groups, []).append(shard)
+        return by_groups
+
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        """By hand: torch asks DTensor at each kernel, and fails at the largest element of a shard that has none."""
         norms = []
-        for groups, shards in by_groups.items():
+        for groups, shards in self._shards(parameters).items():
             norm = total_norm(shards, kind, over).to(self._device)
             if math.isinf(kind):
                 for group in groups:
@@ -259,6 +288,13 @@ class FullyShardEngine(RanksEngine):
             return norms[0]
         wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         return total_norm([torch.stack([norm.to(wide) for norm in norms])] if norms else [], kind)
+
+    def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        parts = []
+        for parameter_groups, shards in self._shards(parameters).items():
+            copies = self.num_ranks / math.prod(dist.get_world_size(group) for group in parameter_groups)
+            parts.append(total_norm(shards, 2.0).to(self._device).square() / copies)
+        return torch.stack([one.to(parts[0].dtype) for one in parts]).sum() if parts else torch.zeros(())
 
     def _divides_by(self) -> float:
         """One number for all groups: it goes into the share."""
@@ -458,6 +494,15 @@ def _unsharded_gradient(parameter: Any) -> Tensor | None:
         gathered = getattr(parameter, "_unsharded_param", None)
         kept = None if gathered is None else gathered.grad
     return kept
+
+
+def _standing(parameter: Any) -> Tensor | None:
+    """With what a backward has added and torch, to 2.13, has not moved yet to where it adds up in another dtype."""
+    kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
+    come: Tensor | None = parameter._unsharded_param.grad
+    if kept is None or come is None or kept is come:
+        return come if kept is None else kept
+    return kept + come
 
 
 def _put_unsharded_gradient(parameter: Any, gradient: Tensor | None) -> None:

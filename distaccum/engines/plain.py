@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..precision import Phase, Sums
 from ..shares import Plan
-from .base import Engine, gradients_of, put_gradients
+from .base import Engine, gradients_of, put_gradients, why_tensor_parallel
 
 
 @final
@@ -54,6 +54,9 @@ class PlainEngine(Engine):
 
     def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
         put_gradients(self.holders(parameters), partial["gradients"])
+
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        return why_tensor_parallel(parameters)
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         for parameter in parameters:

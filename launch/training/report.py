@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
+import statistics
 import time
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distaccum import Update
+from distaccum.noise import meaning
 
 from .config import Config
 from .data import Order
@@ -81,6 +84,8 @@ class Report:
         self._last: tuple[Update, float, float] | None = None  # with its learning rate and the time of its end
         self._began, self._counted, self._start = time.perf_counter(), 0.0, start
         self._losses: list[float] = []
+        self._batches: list[float] = []  # counts of updates
+        self._noise: float | None = None  # the noise scale
         self._seconds = 0.0  # within updates
         self._board: Any = None
         self._bar = tqdm(
@@ -124,13 +129,20 @@ class Report:
     def _write_last(self) -> None:
         assert self._last is not None
         (update, lr, now), self._last = self._last, None
-        self._counted += sum(list(update.counts.values())[:1])
+        batch = sum(list(update.counts.values())[:1])
+        self._counted += batch
+        self._batches.append(batch)
+        self._noise = update.noise_scale
         self._seconds += update.seconds
         rate = self._counted / (now - self._began)
         self._losses.append(update.loss)
-        self._log.write(json.dumps({**update.as_dict(), "lr": lr}) + "\n")
+        numbers = {**update.as_dict(), "noise_scale": _finite(self._noise)}
+        self._log.write(json.dumps({**numbers, "lr": lr}) + "\n")
         self._log.flush()
-        self._bar.set_postfix({"loss": f"{update.loss:.4f}", f"{self._unit}/s": f"{rate:.0f}"}, refresh=False)
+        shown = {"loss": f"{update.loss:.4f}", f"{self._unit}/s": f"{rate:.0f}"}
+        if self._noise is not None and batch:
+            shown["noise"] = f"{self._noise:.0f} ({meaning(self._noise, batch).verdict})"
+        self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
         if not update.stepped:
             self._tell(f"update {update.index} was skipped: {update.reason}")
@@ -140,6 +152,8 @@ class Report:
             self._board.add_scalar(f"{self._unit} per second", rate, update.index)
             if update.grad_norm is not None:
                 self._board.add_scalar("gradient norm", update.grad_norm, update.index)
+            if self._noise is not None:
+                self._board.add_scalar("noise scale", self._noise, update.index)
 
     def evaluation(self, index: int, measured: dict[str, float]) -> None:
         if not self._job.is_first:
@@ -173,12 +187,21 @@ class Report:
             "loss": self._losses[-1] if self._losses else None,
             "held_out": measured,
         }
+        if self._noise is not None:
+            batch = statistics.median(self._batches)
+            found = meaning(self._noise, batch)
+            values["noise_scale"] = _finite(self._noise)
+            values["batch"] = {"count": batch, **{name: _finite(value) for name, value in found._asdict().items()}}
+            # As of the last updates; it grows as the loss falls.
+            told = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}: {found}"
         _write(self._folder / "summary.json", json.dumps(values, indent=1) + "\n")
         print(
             f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second", flush=True
         )
         if self._losses:
             print(f"loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}; held out: {_listed(measured)}", flush=True)
+        if self._noise is not None:
+            print(told, flush=True)
         picture = draw(self._folder)
         print(
             f"in {self._folder}: log.jsonl, checkpoints/, weights.pt" + (f", {picture.name}" if picture else ""),
@@ -251,6 +274,11 @@ def _write(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}")
     partial.write_text(text)
     partial.replace(path)
+
+
+def _finite(value: Any) -> Any:
+    """None for an infinite one, which JSON has no word for."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _listed(measured: dict[str, float]) -> str:

@@ -1,0 +1,209 @@
+"""What measuring the gradient noise scale costs per update, and how near it comes to a value that is known.
+
+    python launch/bench/noise.py --out launch/results/noise
+    python launch/bench/noise.py --rounds 5 --runs 3  # a quick look
+
+Cost: updates with `measure_noise=True` beside the same without, in turns, in one process and on two gloo ranks (DDP).
+Value: a linear problem whose gradient of a sample is the sample, drawn from a known distribution.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from measure import circumstances, header, in_ranks, in_turns, quartiles, write
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator
+
+STEPS = (1, 8)
+LAYERS = {"tiny": (16, 1, 8), "small": (256, 4, 32)}  # width, layers, samples in a micro-batch
+ABOUT = {
+    "tiny": "Linear(16, 16), micro-batches of 8: 272 parameters, so that the rest shows",
+    "small": "4 x Linear(256, 256) with ReLU, micro-batches of 32: 263,168 parameters",
+}
+MEAN, DEVIATION, SIZE = 0.5, 2.0, 100  # of each element of a sample, all alike
+TRUE = DEVIATION**2 / MEAN**2
+MICRO_BATCH, MICRO_STEPS = 4, 2
+AFTER = [10, 30, 100, 300, 1000]  # updates
+
+
+def wrapped(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(model) if dist.is_initialized() else model
+
+
+def update_of(shape: str, steps: int, *, measures: bool) -> Callable[[], object]:
+    width, layers, samples = LAYERS[shape]
+    torch.manual_seed(0)
+    model = wrapped(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]))
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-4), measure_noise=measures)
+    batches = [torch.randn(samples, width) for _ in range(steps)]
+
+    def update() -> None:
+        window = accumulator.window(batches)
+        for batch in window:
+            window.backward(model(batch).square().mean())
+        window.step()
+
+    return update
+
+
+def repeated(update: Callable[[], object], times: int) -> None:
+    for _ in range(times):
+        update()
+
+
+def cost(shape: str, rounds: int) -> dict[int, dict[str, Any]]:
+    """By micro-steps: microseconds of an update without, and the ratio with to without in the same round."""
+    torch.set_num_threads(1)
+    shared = dist.is_initialized()
+    clock = time.perf_counter if shared else time.process_time  # on ranks waiting counts
+    found = {}
+    for steps in STEPS:
+        # The first again, to see what two of the same differ by.
+        loops = {name: update_of(shape, steps, measures=name == "with") for name in ("without", "with", "again")}
+        times = max(1, 64 // steps) if shape == "tiny" else 4
+        turns = {name: partial(repeated, update, times) for name, update in loops.items()}
+        taken = in_turns(turns, rounds, torch.device("cpu"), clock=clock)
+        base = taken["without"]
+        by_name = {
+            name: quartiles([one / other for one, other in zip(taken[name], base, strict=True)])
+            for name in ("with", "again")
+        }
+        found[steps] = {"microseconds": 1e6 * quartiles(base)["median"] / times, **by_name}
+    return found
+
+
+class Linear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(SIZE))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
+def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
+    """By run: the smoothed value after so many updates, in parts of the true one."""
+    torch.set_num_threads(1)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = []
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(1000 * seed + rank)
+        model = wrapped(Linear())
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), steps=MICRO_STEPS, measure_noise=True)
+        number = MICRO_STEPS * max(after)
+        loader = (MEAN + DEVIATION * torch.randn(MICRO_BATCH, SIZE, generator=generator) for _ in range(number))
+        values: list[float] = []
+        for window in accumulator.windows(loader):
+            for x in window:
+                window.backward(model(x).mean())
+            update = window.step()
+            if update.index + 1 in after:
+                assert update.noise_scale is not None
+                values.append(update.noise_scale / TRUE)
+        found.append(values)
+    return found
+
+
+def spread(values: dict[str, float], digits: int) -> str:
+    return f"{values['median']:.{digits}f} ({values['low']:.{digits}f} to {values['high']:.{digits}f})"
+
+
+def spelled(numbers: Sequence[int]) -> str:
+    return " ".join(map(str, numbers))
+
+
+def paragraph(text: str) -> list[str]:
+    return [*textwrap.wrap(text, width=118, break_on_hyphens=False), ""]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="of the cost (%(default)s)")
+    parser.add_argument("--runs", type=int, default=10, metavar="N", help="of the value (%(default)s)")
+    parser.add_argument("--after", type=int, nargs="+", default=AFTER, metavar="N", help=f"updates ({spelled(AFTER)})")
+    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    options = parser.parse_args()
+    for name in ("rounds", "runs"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: it takes at least 1")
+    if min(options.after) < 1:
+        parser.error(f"--after {spelled(options.after)}: each is at least 1")
+    torch.set_num_threads(1)
+    after = sorted(set(options.after))
+    seeds = list(range(options.runs))
+
+    about = circumstances(torch.device("cpu"))
+    limit = 120 + 20 * options.rounds + 60 * options.runs
+    costs = {}
+    for shape in LAYERS:
+        costs[shape, "one process"] = cost(shape, options.rounds)
+        costs[shape, "2 ranks, DDP"] = in_ranks(2, cost, shape, options.rounds, seconds=limit)[0]
+    values = {
+        "one process": estimates(seeds, after),
+        "2 ranks, DDP": in_ranks(2, estimates, seeds, after, seconds=limit)[0],
+    }
+
+    lines = header(
+        "The gradient noise scale: what it costs, and how near it comes",
+        about,
+        f"{options.rounds} rounds, {options.runs} runs.",
+    )
+    lines += [
+        "## Cost of an update",
+        "",
+        *(f"- {name}: {text}" for name, text in ABOUT.items()),
+        "",
+        *paragraph(
+            "Microseconds without (median), the ratio with to without in the same round (median, and the middle half "
+            "of the rounds), and the same of a second loop without: what two alike differ by is noise. One process by "
+            "the processor's time, ranks by rank 0's clock. A window of one micro-step has two gradients on ranks "
+            "alone, where each parameter's norm is taken within the backward; in one process nothing is measured."
+        ),
+        "| | | micro-steps | without, us | with | without, again |",
+        "| --- | --- | --: | --: | --: | --: |",
+    ]
+    for (shape, where), by_steps in costs.items():
+        for steps, row in by_steps.items():
+            both = f"{spread(row['with'], 2)} | {spread(row['again'], 2)}"
+            lines.append(f"| {shape} | {where} | {steps} | {row['microseconds']:.0f} | {both} |")
+    batches = {"one process": MICRO_BATCH * MICRO_STEPS, "2 ranks, DDP": 2 * MICRO_BATCH * MICRO_STEPS}
+    lines += [
+        "",
+        "## Value",
+        "",
+        *paragraph(
+            f"Samples of {SIZE} independent elements of mean {MEAN} and deviation {DEVIATION}: the noise scale is "
+            f"{TRUE:.0f} samples. {MICRO_STEPS} micro-batches of {MICRO_BATCH} per rank and update. What is told after "
+            "so many updates, in parts of the true value: the median of the runs, and their middle half."
+        ),
+        f"| updates | {' | '.join(f'{where} (batch {batch})' for where, batch in batches.items())} |",
+        "| --: | --: | --: |",
+    ]
+    for i, updates in enumerate(after):
+        cells = [spread(quartiles([run[i] for run in runs]), 2) for runs in values.values()]
+        lines.append(f"| {updates} | {' | '.join(cells)} |")
+    result = {
+        **about,
+        "rounds": options.rounds,
+        "cost": {f"{shape}, {where}": by_steps for (shape, where), by_steps in costs.items()},
+        "true": TRUE,
+        "after": after,
+        "in_parts_of_true": values,
+    }
+    write(options.out, "\n".join(lines), result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,657 @@
+"""The gradient noise scale: each update's two norms, what they give on average, and what measuring costs."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import COALESCES, KINDS, ddp, fully_sharded, zero
+from problems import (
+    CASES,
+    Batch,
+    big_batch,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    micro_batches_of,
+    sample_loss,
+)
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum.noise import MOST_PENDING, Early, Noise, Norms, meaning
+
+UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
+EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
+
+
+def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dtype = torch.float64) -> list[Norms]:
+    """The norms that were measured in each window, on this rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    updates = []
+    for index, layout in enumerate(layouts):
+        window = accumulator.window(micro_batches_of(layout, index, rank, dtype))
+        for batch in window:
+            run(window, batch)
+        updates.append(window.step())
+    assert accumulator._noise is not None
+    accumulator._noise.fold()
+    return [update._noise.norms for update in updates]
+
+
+def exact_norms(case: str, layout: Any, index: int, dtype: torch.dtype = torch.float64) -> Norms:
+    """By autograd, a big batch each, in float64."""
+    count = CASES[case][3]
+    ranks = [micro_batches_of(layout, index, rank, dtype) for rank in range(len(layout))]
+    mean = case.replace("sum_to_mean", "mean").replace("sum", "mean")
+    firsts = [batches[0] for batches in ranks if batches]
+    small = [float(big_batch(mean, [first])[1].square().sum()) for first in firsts]
+    everything = [batch for batches in ranks for batch in batches]
+    large = float(big_batch(mean, everything)[1].square().sum())
+    per_sample = sum(1 / count(first) for first in firsts) / len(firsts)
+    return Norms(sum(small) / len(small), per_sample, large, sum(map(count, everything)))
+
+
+def difference(seen: Norms | None, exact: Norms) -> float:
+    assert seen is not None
+    return max(abs(one - other) / abs(other) for one, other in zip(seen, exact, strict=True))
+
+
+def off(name: str, case: str, layouts: Any, **options: Any) -> float:
+    """How far the norms of windows are from the exact ones, at most."""
+    kind = KINDS[name]
+    loss_fn, how, reduction, count = CASES[case]
+    with warnings.catch_warnings():
+        if name == "ZeRO 1":
+            warnings.simplefilter("ignore")
+        model, optimizer = kind.wrap(make_net(kind.dtype), 0.0)
+        accumulator = Accumulator(model, optimizer, reduction=reduction, count=count, measure_noise=True, **options)
+    seen = of_windows(accumulator, lambda window, b: window.backward(loss_fn(model, b, how)), layouts, kind.dtype)
+    exact = [exact_norms(case, layout, index, kind.dtype) for index, layout in enumerate(layouts)]
+    return max(difference(one, other) for one, other in zip(seen, exact, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_norms_are_those_of_big_batches(case):
+    layouts = [[[2, 1, 3]], [[4, 1]]]
+    for options in ({}, {"max_norm": 0.01}, {"on_nonfinite": "ignore"}, {"on_nonfinite": "skip"}):
+        assert off("plain", case, layouts, **options) <= 1e-12
+
+
+@pytest.mark.parametrize("case", ["samples mean", "samples sum_to_mean", "tokens sum"])
+def test_both_norms_on_ranks_with_different_micro_batches_or_none(ranks, case):
+    for sync in ("last", "every"):
+        assert max(ranks(2).run(off_with, "DDP", case, UNEVEN, sync)) <= 1e-12
+
+
+def off_with(name: str, case: str, layouts: Any, sync: str, on_nonfinite: str = "raise") -> float:
+    return off(name, case, layouts, sync=sync, on_nonfinite=on_nonfinite)
+
+
+SHARDED = [
+    (name, sync)
+    for name in ("FSDP2", "FSDP2, parts", "HSDP, 2 replicas of 1 shard", "FSDP1", "FSDP1, flat parameters")
+    if name in KINDS
+    for sync in KINDS[name].policies
+]
+
+
+@pytest.mark.parametrize(("name", "sync"), SHARDED, ids=[f"{name}, {sync}" for name, sync in SHARDED])
+def test_both_norms_where_gradients_are_sharded(ranks, name, sync):
+    for how in ("raise", "ignore"):
+        assert max(ranks(2).run(off_with, name, "samples mean", UNEVEN, sync, how)) <= 1e-12
+    assert max(ranks(2).run(off_with, name, "tokens sum", UNEVEN[:1], sync)) <= 1e-12
+
+
+MORE = ["HSDP, 2 replicas of 2 shards", "FSDP1, NO_SHARD", "FSDP1, HYBRID_SHARD"]
+
+
+@pytest.mark.parametrize("name", [name for name in MORE if name in KINDS])
+def test_both_norms_on_replicas_of_shards(ranks, name):
+    layouts = [layout * (KINDS[name].world // 2) for layout in UNEVEN[:3]]
+    for how in ("raise", "ignore"):
+        for off in ranks(KINDS[name].world).run(off_with, name, "samples mean", layouts, "last", how):
+            assert off <= 1e-12
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_both_norms_under_deepspeed(ranks, stage):
+    if stage > 1 and not COALESCES:
+        pytest.skip("this version reduces in each micro-step")
+    for off in ranks(2).run(off_with, f"ZeRO {stage}", "samples mean", EVERYBODY, "last"):
+        assert off <= 1e-5
+
+
+def refused_under_deepspeed() -> list[str]:
+    model, _ = zero(2)(make_net(torch.float32), 0.1)
+    with pytest.raises(ValueError, match="measure_noise=True with DeepSpeed") as caught:
+        Accumulator(model, measure_noise=True, sync="every")
+    accumulator = Accumulator(model)
+    accumulator._engine.scales = True  # fp16, which is not for CPUs
+    return [str(caught.value), str(accumulator._engine.hides_own([]))]
+
+
+def test_deepspeed_says_where_it_shows_no_gradient(ranks):
+    for each, half in ranks(2).run(refused_under_deepspeed):
+        assert "reduces in each micro-step" in each and "sync='last'" in each
+        assert "scales the loss by itself" in half
+
+
+@pytest.mark.parametrize("what", ["factor", "count", "scale"])
+def test_a_wrong_share_count_or_scale_shows(monkeypatch, what):
+    if what == "factor":
+        monkeypatch.setattr(Noise, "_factor", lambda self, share, count: share * 1.001)
+    elif what == "count":
+        right = Noise.small
+        monkeypatch.setattr(Noise, "small", lambda self, e, share, count: right(self, e, share, count + 1))
+    else:
+        monkeypatch.setattr(Noise, "_unscaled", lambda self, number: number * 1.001)
+    assert off("plain", "samples mean", [[[2, 1, 3]]]) > 1e-4
+
+
+# Forms of a window
+
+
+def forms_of_ddp() -> dict[str, float]:
+    """How far off each is."""
+    found = {}
+    for name, options in {
+        "bucket views": {"gradient_as_bucket_view": True},
+        "static graph": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }.items():
+        model = DistributedDataParallel(make_net_without_router(), **options)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+        layouts = EVERYBODY if "static" in name else UNEVEN
+        seen = of_windows(accumulator, lambda w, b, m=model: w.backward(loss_of(m, b)), layouts)
+        found[name] = worst(seen, layouts)
+    for sync in ("last", "every"):
+        for name, run in {"parts": in_parts, "heads": in_heads}.items():
+            model = ddp(make_net_without_router(), 0.0)[0]
+            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True, sync=sync)
+            found[f"{name}, {sync}"] = worst(of_windows(accumulator, run(model), UNEVEN), UNEVEN)
+    return found
+
+
+def worst(seen: list[Norms], layouts: Any) -> float:
+    """`loss_of` is a mean over samples of the mean square, as "samples mean" is."""
+    return max(difference(one, exact_norms("samples mean", layouts[i], i)) for i, one in enumerate(seen))
+
+
+def in_parts(model: Any) -> Any:
+    def run(window: Any, batch: Batch) -> None:
+        for part in window.parts([0.25, 0.75]):
+            window.backward(loss_of(model, batch) * part)
+
+    return run
+
+
+def in_heads(model: Any) -> Any:
+    net = model.module
+
+    def run(window: Any, batch: Batch) -> None:
+        for part, features in window.heads(net.body(batch["x"]), [0.25, 0.75]):
+            window.backward(net.head(features).square().mean() * part)
+
+    return run
+
+
+def test_every_form_of_ddp_shows_a_ranks_own_gradient(ranks):
+    for found in ranks(2).run(forms_of_ddp):
+        assert max(found.values()) <= 1e-12, found
+
+
+def parts_under_fully_shard() -> Any:
+    found = []
+    for sync in ("last", "every", "gathered"):
+        model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+        accumulator = Accumulator(model, optimizer, measure_noise=True, sync=sync)
+        found.append(worst(of_windows(accumulator, in_parts(model), EVERYBODY), EVERYBODY))
+    model, optimizer = fully_sharded(shape=(2, 1))(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, measure_noise=True, sync="replicas")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = of_windows(accumulator, in_parts(model), EVERYBODY)
+    return found, seen, [str(one.message) for one in caught]
+
+
+@pytest.mark.skipif("FSDP2" not in KINDS, reason="FSDP2 does not run on CPU in torch 2.6")
+def test_parts_under_fully_shard(ranks):
+    for rank, (found, unseen, said) in enumerate(ranks(2).run(parts_under_fully_shard)):
+        assert max(found) <= 1e-12
+        assert unseen == [None, None]  # each part is reduced alone
+        assert [one.startswith("measure_noise sees nothing") for one in said] == [True] * (rank == 0)
+
+
+def test_streaming_is_exact_although_its_shares_are_guesses():
+    model = make_net()
+    for case in ("samples mean", "samples sum"):
+        loss_fn, how, reduction, count = CASES[case]
+        accumulator = Accumulator(
+            model,
+            SGD(model.parameters(), lr=0.0),
+            steps=3,
+            reduction=reduction,
+            count=count,
+            lookahead=False,
+            measure_noise=True,
+        )
+        updates = []
+        sizes = [[2, 1, 4], [3, 5]]
+        batches = [b for i, layout in enumerate(sizes) for b in micro_batches_of([layout], i, 0)]
+        for window in accumulator.windows(batches):
+            for batch in window:
+                window.backward(loss_fn(model, batch, how))
+            updates.append(window.step())
+        for index, update in enumerate(updates):
+            update.noise_scale  # noqa: B018  # reads it
+            assert difference(update._noise.norms, exact_norms(case, [sizes[index]], index)) <= 1e-12
+
+
+@pytest.mark.parametrize("caller_steps", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_scale_is_divided_out(fused, caller_steps):
+    model = make_net(torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1024.0)
+    accumulator = Accumulator(model, None if caller_steps else optimizer, scaler=scaler, measure_noise=True)
+    window = accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0, torch.float32))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    if caller_steps:
+        scaler.step(optimizer)
+        scaler.update()
+    update = window.step()
+    update.noise_scale  # noqa: B018
+    assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1, 3]], 0, torch.float32)) <= 1e-5
+
+
+def test_the_caller_may_step_and_clip():
+    model = make_net()
+    optimizer = SGD(model.parameters(), lr=0.0)
+    for how in ("raise", "ignore"):
+        accumulator = Accumulator(model, measure_noise=True, on_nonfinite=how)
+        window = accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0))
+        for batch in window:
+            window.backward(sample_loss(model, batch))
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+        update = window.step()
+        assert update.noise_scale is not None
+        assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1, 3]], 0)) <= 1e-12
+
+
+def test_only_what_the_optimizer_steps_counts():
+    model = make_net()
+    accumulator = Accumulator(model, SGD(model.head.parameters(), lr=0.0), measure_noise=True)
+    window = accumulator.window(batches := micro_batches_of([[2, 3]], 0, 0))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    update = window.step()
+    assert update.noise_scale is not None
+    for seen, over in ((update._noise.norms.small, batches[:1]), (update._noise.norms.large, batches)):
+        gradients = torch.autograd.grad(sample_loss(model, join(over)), list(model.head.parameters()))
+        assert seen == pytest.approx(float(sum(g.square().sum() for g in gradients)), rel=1e-12)
+
+
+def sums_under_ddp() -> list[float]:
+    found = []
+    for sync, wide in (("last", False), ("last", True), ("every", False)):
+        model = DistributedDataParallel(make_net_without_router().bfloat16())
+        options = {"reduce_dtype": torch.float32} if wide else {}
+        accumulator = Accumulator(
+            model,
+            SGD(model.parameters(), lr=0.0),
+            accumulate_dtype=torch.float32,
+            sync=sync,
+            measure_noise=True,
+            **options,
+        )
+
+        def half(window: Any, batch: Batch, model: Any = model) -> None:
+            for _ in window.parts([1, 2]):
+                window.backward(model(batch["x"]).float().square().mean() / 2)
+
+        seen = of_windows(accumulator, half, UNEVEN, torch.bfloat16)
+        found.append(worst(seen, UNEVEN))
+    return found
+
+
+def test_with_accumulate_dtype_the_sums_are_measured(ranks):
+    for found in ranks(2).run(sums_under_ddp):
+        assert max(found) < 0.05  # what bfloat16 rounds; without a part it would be 0.75
+
+
+# What they give on average
+
+
+class Linear(nn.Module):
+    """The gradient of a sample is the sample."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(size, 1, bias=False, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, dim=1)
+        return self.one(one) + self.two(two)
+
+
+def population() -> tuple[Tensor, float, float]:
+    """Five samples, the trace of their covariance, and |G|^2 less what drawing 4 without replacement takes off."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
+    trace = float(x.var(dim=0).sum())
+    return x, trace, float(x.mean(dim=0).square().sum()) - trace / 5
+
+
+def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "last") -> tuple[float, float]:
+    """|G|^2 and the trace, averaged over windows that draw 4 of 5 samples in every order."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    x, _, _ = population()
+    model: nn.Module = Linear(3)
+    if len(layout) > 1:
+        model = DistributedDataParallel(model)
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=0.0), reduction=reduction, measure_noise=True, sync=sync
+    )
+    noise = accumulator._noise
+    assert noise is not None
+    splits = []
+    for order in permutations(range(5), 4):
+        drawn = x[list(order)].split([size for sizes in layout for size in sizes])
+        first = sum(map(len, layout[:rank]))
+        window = accumulator.window(drawn[first : first + len(layout[rank])])
+        for samples in window:
+            loss = model(samples)
+            window.backward(loss.mean() if reduction == "mean" else loss.sum())
+        window.step()
+        noise._square = noise._trace = noise._weight = 0.0
+        noise.fold()
+        splits.append((noise._square, noise._trace))
+    return tuple(sum(values) / len(values) for values in zip(*splits, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sum_to_mean"])
+def test_over_every_arrangement_of_a_fixed_set_the_mean_is_the_true_value(reduction):
+    _, trace, square = population()
+    for layout in ([[1, 3]], [[2, 1, 1]], [[3, 1]]):
+        assert over_all_arrangements(layout, reduction) == pytest.approx((square, trace), rel=1e-12)
+
+
+@pytest.mark.parametrize("layout", [[[1], [3]], [[2, 1], [1]], [[1, 1, 1, 1], []]], ids=str)
+def test_on_two_ranks_too(ranks, layout):
+    _, trace, square = population()
+    for reduction, sync in (("mean", "last"), ("sum", "every")):
+        for found in ranks(2).run(over_all_arrangements, layout, reduction, sync):
+            assert found == pytest.approx((square, trace), rel=1e-12)
+
+
+MEAN, DEVIATION, SIZE = 0.5, 2.0, 20
+TRUE = DEVIATION**2 / MEAN**2  # of every size, since each element has the same mean and variance
+
+
+def long_run(updates: int = 400) -> list[float]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    model: nn.Module = Linear(SIZE // 2)
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, measure_noise=True)
+    loader = (
+        MEAN + DEVIATION * torch.randn(4, SIZE, generator=generator, dtype=torch.float64) for _ in range(2 * updates)
+    )
+    seen = []
+    for window in accumulator.windows(loader):
+        for x in window:
+            window.backward(model(x).mean())
+        seen.append(window.step())
+    assert len(accumulator._noise._pending) <= MOST_PENDING  # type: ignore[union-attr]
+    return [update.noise_scale for update in seen]  # type: ignore[misc]
+
+
+def test_a_long_run_comes_to_the_true_value_and_ranks_agree(ranks):
+    alone = long_run()
+    # The standard error of a smoothed value: about 150 updates count, and the trace of one has an error of 60%.
+    assert abs(alone[-1] / TRUE - 1) < 3 * 0.08
+    first, second = ranks(2).run(long_run)
+    assert first == second
+    assert abs(first[-1] / TRUE - 1) < 3 * 0.06
+
+
+# What it costs
+
+
+def cost(wrap: Any, layout: Any, **options: Any) -> list[Any]:
+    """Collectives, and host reads within the loop and in the step, without and with."""
+    seen = []
+    for measures in (False, True):
+        model, optimizer = wrap(make_net_without_router(), 0.0)
+        accumulator = Accumulator(model, optimizer, measure_noise=measures, **options)
+        for index in range(3):
+            batches = micro_batches_of(layout, index, dist.get_rank() if dist.is_initialized() else 0)
+            with Counting() as count:
+                window = accumulator.window(batches)
+                for batch in window:
+                    window.backward(loss_of(model, batch))
+                in_loop = sum(count.host_reads.values())
+                window.step()
+                names = [name for name, _ in count.collectives]
+                seen.append((names, in_loop, sum(count.host_reads.values()) - in_loop))
+    return seen
+
+
+def costs(layout: Any) -> list[Any]:
+    found = [cost(lambda net, lr: (DistributedDataParallel(net), SGD(net.parameters(), lr=lr)), layout)]
+    found.append(cost(ddp, layout, on_nonfinite="ignore"))
+    if "FSDP2" in KINDS:
+        for options in ({}, {"on_nonfinite": "ignore"}, {"sync": "every"}, {"max_norm": 1.0}):
+            found.append(cost(fully_sharded(), layout, **options))
+    return found
+
+
+@pytest.mark.parametrize("layout", [[[2, 1, 3], [4, 2, 1]], [[2], [3]]], ids=["three", "one"])
+def test_it_sends_nothing_more_and_waits_no_more(ranks, layout):
+    for rows in ranks(2).run(costs, layout):
+        for seen in rows:
+            assert seen[:3] == seen[3:]
+
+
+def test_one_process_reads_no_more_either():
+    for how in ("raise", "ignore"):
+        seen = cost(lambda net, lr: (net, SGD(net.parameters(), lr=lr)), [[2, 1]], on_nonfinite=how)
+        assert seen[:3] == seen[3:]
+
+
+def test_off_nothing_is_measured(monkeypatch):
+    monkeypatch.setattr(Early, "norm", lambda self: pytest.fail("measured"))
+    model = make_net()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
+    window = accumulator.window(micro_batches_of([[2, 1]], 0, 0))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    assert window.step().noise_scale is None
+
+
+# The record
+
+
+def made(**options: Any) -> tuple[nn.Module, Accumulator]:
+    model = make_net()
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.05), measure_noise=True, **options)
+
+
+def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int, ...] = (2, 1, 3)) -> Any:
+    window = accumulator.window([make_batch(size, seed=10 * index + i) for i, size in enumerate(sizes)])
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    return window.step()
+
+
+def test_an_update_has_the_value_up_to_itself_whenever_it_is_read():
+    at_once, later = [], []
+    model, accumulator = made()
+    for index in range(40):
+        at_once.append(go(model, accumulator, index).noise_scale)
+    model, accumulator = made()
+    updates = [go(model, accumulator, index) for index in range(40)]
+    later = [update.noise_scale for update in reversed(updates)][::-1]
+    assert at_once == later and len(set(later)) == 40
+    assert updates[3].as_dict()["noise_scale"] == pickle.loads(pickle.dumps(updates[3])).noise_scale == later[3]
+    assert updates[3].grad_norm is None  # which nothing asked for
+
+
+def test_a_window_with_one_gradient_leaves_the_value_as_it_is():
+    model, accumulator = made()
+    assert go(model, accumulator, 0, (4,)).noise_scale is None
+    value = go(model, accumulator, 1).noise_scale
+    assert value is not None
+    assert go(model, accumulator, 2, (4,)).noise_scale == value
+
+
+def test_skipped_and_nonfinite_updates_do_not_count():
+    for how in ("skip", "ignore"):
+        model, accumulator = made(on_nonfinite=how)
+        value = go(model, accumulator, 0).noise_scale
+        if how == "ignore":
+            saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        bad = make_batch(2, seed=3)
+        bad["x"][0, 0, 0] = math.nan
+        window = accumulator.window([bad, make_batch(1, seed=4)])
+        for batch in window:
+            window.backward(sample_loss(model, batch))
+        update = window.step()
+        assert update.stepped == (how == "ignore") and update.noise_scale == value
+        if how == "ignore":
+            model.load_state_dict(saved)
+        assert go(model, accumulator, 2).noise_scale not in (value, None)
+
+
+def test_a_scaled_overflow_is_skipped_and_no_loss_is_blamed():
+    model = make_net(torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.0)
+    scaler = GradScaler("cpu", init_scale=2.0**127)
+    accumulator = Accumulator(model, optimizer, scaler=scaler, measure_noise=True)
+    window = accumulator.window([make_batch(2, seed=i, dtype=torch.float32) for i in range(2)])
+    for batch in window:
+        window.backward(1e4 * sample_loss(model, batch))
+    update = window.step()
+    assert update.reason == "the scaled gradients overflowed" and update.noise_scale is None
+
+
+def test_where_noise_is_all_that_can_be_seen_it_is_infinite():
+    model = Linear(2)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+    window = accumulator.window([torch.ones(1, 4, dtype=torch.float64), -torch.ones(1, 4, dtype=torch.float64)])
+    for x in window:
+        window.backward(model(x).mean())
+    assert window.step().noise_scale == math.inf
+
+
+def test_alike_samples_have_no_noise():
+    model = Linear(2)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+    window = accumulator.window([torch.ones(1, 4, dtype=torch.float64)] * 2)
+    for x in window:
+        window.backward(model(x).mean())
+    assert window.step().noise_scale == 0
+
+
+def test_a_state_goes_on_and_one_without_noise_starts_anew():
+    model, accumulator = made()
+    values = [go(model, accumulator, index).noise_scale for index in range(6)]
+    model, accumulator = made()
+    for index in range(3):
+        go(model, accumulator, index)
+    state, weights = accumulator.state_dict(), model.state_dict()
+    other, again = made()
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert [go(other, again, index).noise_scale for index in range(3, 6)] == values[3:]
+    del state["noise"]
+    other, again = made()
+    again.load_state_dict(state)
+    assert go(other, again, 0, (4,)).noise_scale is None
+
+
+def test_a_state_in_mid_window_has_the_first_micro_batch():
+    batches = [make_batch(size, seed=i) for i, size in enumerate((2, 1, 3))]
+    model, accumulator = made()
+    window = accumulator.window(batches)
+    for place, batch in enumerate(window):
+        window.backward(sample_loss(model, batch))
+        if place == 0:
+            state = accumulator.state_dict()
+    whole = window.step().noise_scale
+    model, accumulator = made()
+    accumulator.load_state_dict(state)
+    window = accumulator.window(batches)
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    assert window.step().noise_scale == whole is not None
+
+
+def test_a_loss_over_pairs_has_no_estimate():
+    model = nn.Linear(3, 2)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2, measure_noise=True)
+    update = accumulator.contrast(torch.randn(4, 3), model, lambda z: (z @ z.T).square().mean())
+    assert update.stepped and update.noise_scale is None
+
+
+def test_update_and_check_run_with_it():
+    model, accumulator = made(micro_batch_size=2)
+    assert accumulator.check(make_batch(5, seed=0), sample_loss_of(model)).equivalent
+    assert accumulator.update(make_batch(5, seed=0), sample_loss_of(model)).noise_scale is not None
+
+
+def sample_loss_of(model: nn.Module) -> Any:
+    return lambda batch: sample_loss(model, batch)
+
+
+def test_several_denominators_are_refused_and_one_for_several_losses_is_not():
+    tokens = count_tokens("labels")
+    with pytest.raises(ValueError, match=r"several denominators \(a, b\), expected one"):
+        made(count={"a": tokens, "b": count_samples})
+    model, accumulator = made(count={"a": count_samples, "b": count_samples})
+    window = accumulator.window(micro_batches_of([[2, 1]], 0, 0))
+    for batch in window:
+        window.backward(a=sample_loss(model, batch) / 4, b=sample_loss(model, batch) * 3 / 4)
+    update = window.step()
+    assert update.noise_scale is not None
+    assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1]], 0)) <= 1e-12
+
+
+def test_an_engine_that_does_not_show_its_gradients_is_refused(ranks):
+    for said in ranks(2).run(with_an_engine_from_outside):
+        assert "Summing, whose engine does not say where a rank's own gradient is" in said
+
+
+def with_an_engine_from_outside() -> str:
+    from test_choosing import Summing
+
+    model = Summing(make_net_without_router())
+    try:
+        Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+    except (ValueError, DistaccumError) as caught:
+        return str(caught)
+    return ""
+
+
+def test_what_it_means():
+    assert meaning(noise_scale=900, batch=100) == ("larger helps", 10.0, 1 + 1 / 9)
+    assert meaning(noise_scale=300, batch=100).verdict == meaning(100, 300).verdict == "enough"
+    assert meaning(noise_scale=99, batch=300).verdict == "wasteful"
+    assert meaning(noise_scale=math.inf, batch=1) == ("larger helps", math.inf, 1.0)
+    assert meaning(noise_scale=0.0, batch=1) == ("wasteful", 1.0, math.inf)
+    assert str(meaning(400, 100)) == "5.00 x the fewest updates, 1.25 x the fewest samples: larger helps"
