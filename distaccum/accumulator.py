@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -45,6 +46,7 @@ from .shares import (
 )
 from .state import Unfinished, pack, random_devices, unpack
 from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
+from .trace import NOTHING, Trace, span
 from .update import Update
 from .window import Spare, Stage, Window
 
@@ -78,6 +80,7 @@ class Accumulator:
     bytes.
     `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
     at its end, and the gradient is corrected there.
+    `trace` is a folder in which each rank writes when it did what; `distaccum timeline` draws it.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class Accumulator:
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._models: list[nn.Module] = several("model", model, "forward")
         self._accelerated = Accelerated(
@@ -174,6 +178,8 @@ class Accumulator:
         self._window: weakref.ref[Window] | None = None
         for one in [*self._optimizers, *self._engine.guarded()]:
             _guard(one, self)
+        if trace is not None:
+            self._engine.trace = Trace(trace, self._engine, self._trained[0].device)
 
     def _choose_dtypes(self, accumulate: torch.dtype | None, reduce: torch.dtype | None) -> None:
         sums = dtype_of_sums("accumulate_dtype", accumulate)
@@ -266,15 +272,17 @@ class Accumulator:
         if rows is None or offered.offer.update != self._index:  # another update came between, or none: on all ranks
             return self._plan(offered.again)
         self._before_planning()
-        return self._window_of(offered, rows())
+        with self._planning():
+            return self._window_of(offered, rows())
 
     def _look_ahead(self, window: Window) -> None:
         """Draws the window after this one and tells the other ranks, while this one is still at work."""
         ahead: Ahead | None = window._ahead
         plan = window._plan
         if ahead is not None and plan.ahead and not plan.exhausted and not self._stepper.watched_windows:
-            ahead.offered = self._offer(ahead.draw, index=self._index + 1, spare=window._spare)
-            ahead.rows = self._engine.gather_later(ahead.offered.offer.to_row())
+            with self._planning(ahead=True):
+                ahead.offered = self._offer(ahead.draw, index=self._index + 1, spare=window._spare)
+                ahead.rows = self._engine.gather_later(ahead.offered.offer.to_row())
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -320,8 +328,13 @@ class Accumulator:
     def _plan(self, draw: Draw, guard: Guard | None = None, *, as_sum: bool = False, by_hand: bool = False) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
         self._before_planning()
-        offered = self._offer(draw, self._index, self._spare, guard, as_sum=as_sum, by_hand=by_hand)
-        return self._window_of(offered, self._engine.gather(offered.offer.to_row()))
+        with self._planning():
+            offered = self._offer(draw, self._index, self._spare, guard, as_sum=as_sum, by_hand=by_hand)
+            return self._window_of(offered, self._engine.gather(offered.offer.to_row()))
+
+    def _planning(self, ahead: bool = False) -> AbstractContextManager[None]:
+        trace = self._engine.trace
+        return NOTHING if trace is None else trace.planning(self._index + ahead, ahead=ahead)
 
     def _before_planning(self) -> None:
         self._make_way()
@@ -482,6 +495,7 @@ class Accumulator:
             )
         parameters = [p for p in self._parameters() if p.requires_grad]
         kept = self._loaded, self._unfinished, set(self._warned)
+        trace, self._engine.trace = self._engine.trace, None
         self._loaded = None, None
         subject = Subject(
             models=self._models,
@@ -496,6 +510,7 @@ class Accumulator:
             return check(subject, batch, loss_fn)
         finally:
             self._loaded, self._unfinished, self._warned = kept
+            self._engine.trace = trace
 
     def _measure(
         self,
@@ -549,7 +564,8 @@ class Accumulator:
             window._guard()
             window._reducing = True
         try:
-            self._engine.finish()
+            with NOTHING if window._trace is None else window._trace.by_hand():
+                self._engine.finish()
         except RuntimeError as error:
             self._engine.refuse_lost_ranks(error)
             raise
@@ -597,7 +613,8 @@ class Accumulator:
         else:
             self._look_ahead(window)
             try:
-                reason, terms, reduction, norm = self._stepper(window)
+                with span(window._trace, "step"):
+                    reason, terms, reduction, norm = self._stepper(window)
             except BaseException as error:
                 if window._ahead is not None:
                     window._ahead.has_failed = not isinstance(error, NonfiniteError)  # which all ranks raise
@@ -612,6 +629,8 @@ class Accumulator:
         window._close()
         self._unfinished = False
         self._index += 1
+        if window._trace is not None:
+            window._trace.end("stepped" if reason is None else reason)
         self._accelerated.after_step(reason is None)
         if reason is None:
             for schedule in self._schedulers:

@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -21,6 +22,7 @@ from torch import nn
 from .accumulator import Accumulator
 from .batches import Count, batch_length, count_samples, count_tokens
 from .shares import REDUCTIONS
+from .timeline import cut, draw, read, typical
 
 CHECK = """
 examples:
@@ -41,10 +43,22 @@ loss_fn takes a micro-batch, or the model and a micro-batch.
 exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
 """
 
+TIMELINE = """
+examples:
+  distaccum timeline traces                                  a typical update, as a table
+  distaccum timeline traces --out timeline.png --update 12
+  distaccum timeline traces --out timeline.svg --updates 10:12
+
+traces is the folder of Accumulator(..., trace="traces"); a job on several nodes leaves a part of it on each.
+
+exit status: 0 told, and drawn where a file is named; 2 it could not be
+"""
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="distaccum", description="Gradient accumulation that is exact.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_timeline(commands)
     _add_check(commands)
     given = parser.parse_args(arguments)
     try:
@@ -162,6 +176,40 @@ def _count(text: str) -> Count:
         key: str | int = int(rest[0]) if rest[0].isdigit() else rest[0]
         return count_tokens(key, shift=len(rest) == 2)
     raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
+
+
+def _add_timeline(commands: Any) -> None:
+    parser = commands.add_parser(
+        "timeline",
+        help="when each rank computed, when the link was busy, and who waited for whom, as a picture",
+        description="Puts the traces of all ranks beside each other, as a table and as a picture.",
+        epilog=TIMELINE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that was given to Accumulator(trace=...)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--update", type=int, metavar="N", help="its index (default: the one of median length)")
+    which.add_argument("--updates", metavar="A:B", help="all from A to B")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(given: argparse.Namespace) -> int:
+    traces = read(given.folder)
+    if given.updates is not None:
+        found = re.fullmatch(r"(\d+):(\d+)", given.updates)
+        if not found or int(found[1]) > int(found[2]):
+            raise ValueError(f"--updates {given.updates}, expected two indices such as 10:12, the smaller one first")
+        first, last = int(found[1]), int(found[2])
+    else:
+        first = last = typical(traces) if given.update is None else given.update
+    timeline = cut(traces, first, last)
+    if given.out is not None:
+        draw(timeline, given.out)
+    print(json.dumps(timeline.as_dict(), indent=2) if given.json else timeline)
+    return 0
 
 
 if __name__ == "__main__":
