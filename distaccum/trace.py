@@ -80,6 +80,7 @@ class Trace:
         self._gathers = 0  # as many on all ranks
         self._reductions = 0  # likewise, in this window
         self._update, self._attempt, self._is_undone = -1, 0, False
+        self._here: dict[str, Any] = {}  # for the arguments of each span
         self._planned = 0  # when the window's plan began
         self._end_as: str | None = None  # what became of the window, which ends when the open spans do
         self._about: dict[str, Any] = {}  # the micro-batch
@@ -98,6 +99,7 @@ class Trace:
         if not ahead:
             self._attempt = self._attempt + 1 if update == self._update and self._is_undone else 0
             self._update, self._is_undone, self._planned, self._reductions = update, False, now(), 0
+            self._here = {"update": update, **({"attempt": self._attempt} if self._attempt else {})}
             self._about, self._part, self._end_as = {}, 0, None
         with self.span("plan", update=update, **({"ahead": True} if ahead else {})):
             yield
@@ -175,7 +177,7 @@ class Trace:
         self._about = {}
         self._is_undone = outcome == "undone"
         name = "undone window" if self._is_undone else "window"
-        self._spans.append((name, self._planned, now(), {**self._here(), "outcome": outcome}, None))
+        self._spans.append((name, self._planned, now(), {**self._here, "outcome": outcome}, None))
         if self._is_undone or len(self._spans) >= MOST_KEPT or now() - self._written > SECONDS_KEPT * 1e9:
             self.write()
 
@@ -193,7 +195,7 @@ class Trace:
         finally:
             self._depth -= 1
             end = self._device.mark() if self._device and begun is not None else None
-            here = {**self._here(), **about}
+            here = {**self._here, **about}
             self._spans.append((name, began, now(), here, None if end is None else (begun, end)))
             if self._end_as is not None and not self._depth:
                 outcome, self._end_as = self._end_as, None
@@ -211,9 +213,6 @@ class Trace:
         self._written = now()
         _write(self._file, self._spans, self._device)
 
-    def _here(self) -> dict[str, Any]:
-        return {"update": self._update, **({"attempt": self._attempt} if self._attempt else {})}
-
     def _begin_forward(self) -> None:
         self._begun = self._device.mark() if self._device else None
         self._forward = now()
@@ -221,7 +220,7 @@ class Trace:
     def _add(self, name: str, began: int, end: int, begun: Any = None, **about: Any) -> None:
         ended = self._device.mark() if self._device is not None else None
         events = None if begun is None or ended is None else (begun, ended)
-        self._spans.append((name, began, end, {**self._here(), **self._about, **about}, events))
+        self._spans.append((name, began, end, {**self._here, **self._about, **about}, events))
 
     def _add_reduction(self, began: int, end: int, begun: Any, about: dict[str, Any]) -> None:
         self._add("reduction", began, end, begun, number=self._reductions, **about)
