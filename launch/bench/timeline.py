@@ -73,7 +73,7 @@ def pictures(out: Path, rate: str, steps: int, updates: int) -> dict[str, Timeli
 
 def table_of_pictures(found: Mapping[str, Timeline]) -> list[str]:
     lines = [
-        "| ms of an update | all | compute | reduction that nothing hides | waiting | plan | step | other | link busy |",
+        "| ms of an update | all | compute | reduction, not hidden | waiting | plan | step | other | link busy |",
         "| --- |" + " --: |" * 8,
     ]
     for sync, timeline in found.items():
@@ -171,18 +171,18 @@ def main() -> None:
         found = pictures(options.out, options.rate, options.steps, options.updates)
         result["updates"] = {sync: timeline.as_dict() for sync, timeline in found.items()}
         notes.append(
-            f"The pictures: ResNet-18 with GroupNorm in float32 (46.8 MB of gradients), {options.steps} micro-steps of 4 "
-            f"images on each of two ranks, each in a network namespace, {options.rate} between them; of "
+            f"The pictures: ResNet-18 with GroupNorm in float32 (46.8 MB of gradients), {options.steps} micro-steps of "
+            f"4 images on each of two ranks, each in a network namespace, {options.rate} between them; of "
             f"{options.updates} updates the one of median length. *Link busy*: from where the last rank has come to a "
             "reduction until it ends, added up."
         )
         lines = [*table_of_pictures(found), "", *(f"![{sync}]({options.out.name}_{sync}.png)" for sync in found), ""]
     result["costs"] = rows = measure(options.rounds)
     notes.append(
-        f"The cost: windows of {STEPS} micro-steps with a trace and without, in turns, {options.rounds} rounds: the median "
-        "ratio of a round, and how far the middle half of the rounds reaches. *The same twice* is noise. In one process "
-        "by the processor's time; on ranks, where waiting counts, by the clock of rank 0. *A few ms*: 4 layers of "
-        "Linear(512, 512) on 64 samples; *tiny*: Linear(16, 16) on 8."
+        f"The cost: windows of {STEPS} micro-steps with a trace and without, in turns, {options.rounds} rounds: the "
+        "median ratio of a round, and how far the middle half of the rounds reaches. *The same twice* is noise. In one "
+        "process by the processor's time; on ranks, where waiting counts, by the clock of rank 0. *A few ms*: 4 layers "
+        "of Linear(512, 512) on 64 samples; *tiny*: Linear(16, 16) on 8."
     )
     title = "An update seen from both ranks, and what the trace costs"
     lines = [*header(title, about, *notes), *lines, *table_of_costs(rows)]
