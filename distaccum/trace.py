@@ -294,17 +294,11 @@ class _Device:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._anchor: Any = None
-        self._anchor_at = 0
+        torch.cuda.synchronize(device)  # once: host and device are then at the same place
+        self._anchor, self._anchor_at = self.mark(), now()
         self.pending: list[Span] = []
 
     def mark(self) -> Any:
-        if self._anchor is None:
-            torch.cuda.synchronize(self._device)  # once: host and device are then at the same place
-            self._anchor, self._anchor_at = self._marked(), now()
-        return self._marked()
-
-    def _marked(self) -> Any:
         event: Any = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]  # torch's
         event.record(torch.cuda.current_stream(self._device))
         return event

@@ -89,13 +89,14 @@ class Config:
     timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
     tensorboard: bool = option(False, "write events for TensorBoard too")
+    trace: str = option("", "a folder in which each rank writes when it did what; distaccum timeline draws it")
 
 
 # What a checkpoint can be gone on with although it was made with another value.
 MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
     "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
-    "checkpoint_every", "keep", "timeout", "evaluate_every", "tensorboard",
+    "checkpoint_every", "keep", "timeout", "evaluate_every", "tensorboard", "trace",
 }  # fmt: skip
 # Options that do nothing unless another has this value.
 NEEDS = {
