@@ -49,6 +49,7 @@ def test_overhead_takes_ratios_of_one_round(tmp_path):
     [
         ("growth.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
+        ("timeline.py", ["--rounds", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
     ],
 )

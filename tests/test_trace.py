@@ -390,3 +390,10 @@ def test_a_mistake_is_one_line_and_status_2(traces, tmp_path, monkeypatch, capsy
     assert main(["timeline", folder, *words[1:]]) == 2
     seen = capsys.readouterr()
     assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
+
+
+def test_help_carries_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["timeline", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "distaccum timeline traces --out timeline.png" in text and "exit status: 0" in text

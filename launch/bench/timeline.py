@@ -156,7 +156,7 @@ def main() -> None:
     parser.add_argument("--traces", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if min(options.steps, options.updates, options.rounds) < 1:
-        parser.error("--steps, --updates and --rounds are at least 1")
+        parser.error("--rounds, --steps and --updates are at least 1")
     torch.set_num_threads(1)
     if options.here:
         train_here(options.here, options.steps, options.updates, options.traces)
