@@ -49,8 +49,8 @@ class RanksEngine(Engine):
     def _gather(self, row: list[float], group: dist.ProcessGroup) -> Callable[[], list[list[float]]]:
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        work = dist.all_gather(rows, mine, group=group, async_op=True)
         waiting = gathering(self.trace)
+        work = dist.all_gather(rows, mine, group=group, async_op=True)
 
         def wait() -> list[list[float]]:
             try:
