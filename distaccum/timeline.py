@@ -291,7 +291,7 @@ def _paint(one: Span, row: Row, painted: list[tuple[int, Piece]], arrivals: Gath
         row.undone.append(Piece("undone", one.begin, one.end))
     elif one.name == "reduction":
         who, since = _last(starts[_key(one)])
-        until = one.begin if who == row.rank else min(since, one.end)
+        until = one.begin if who in (None, row.rank) else min(since, one.end)  # None: nothing of the others' beside it
         computed = max(one.begin, one.about.get("computed", one.begin))
         if until > one.begin:
             row.link.append(Piece("waiting", one.begin, until, who))

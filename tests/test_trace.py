@@ -291,6 +291,17 @@ def test_streaming_and_looking_ahead_show_when_they_draw(ranks, tmp_path):
     assert timeline.micro_batches == (2, 2)
 
 
+def test_a_reduction_that_only_one_rank_shows_keeps_its_place(ranks, tmp_path):
+    ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
+    before = cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"]
+    found = json.loads((tmp_path / "rank0.json").read_text())
+    one = next(e for e in found["traceEvents"] if e["name"] == "reduction" and e["args"]["update"] == 1)
+    about = {**one["args"], "number": 7, "by_hand": True}
+    found["traceEvents"].append({**one, "ts": end(one), "dur": 200.0, "args": about})
+    (tmp_path / "rank0.json").write_text(json.dumps(found))
+    assert cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"] <= before + 0.2 + NOISE
+
+
 # Folders
 
 
