@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import operator
+import os
 import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Literal, get_args
 
@@ -46,6 +47,7 @@ from .shares import (
 )
 from .state import Unfinished, pack, random_devices, unpack
 from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
+from .trace import NOTHING, Trace, span
 from .update import Update
 from .window import Spare, Stage, Window
 
@@ -80,6 +82,7 @@ class Accumulator:
     `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
     at its end, and the gradient is corrected there.
     `measure_noise=True` gives each update the gradient noise scale, smoothed, in the unit of its count.
+    `trace` is a folder in which each rank writes when it did what; `distaccum timeline` draws it.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class Accumulator:
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
         measure_noise: bool = False,
+        trace: str | os.PathLike[str] | None = None,
     ) -> None:
         self._models: list[nn.Module] = several("model", model, "forward")
         self._accelerated = Accelerated(
@@ -180,6 +184,8 @@ class Accumulator:
         self._window: weakref.ref[Window] | None = None
         for one in [*self._optimizers, *self._engine.guarded()]:
             _guard(one, self)
+        if trace is not None:
+            self._engine.trace = Trace(trace, self._engine, self._trained[0].device)
 
     def _choose_dtypes(self, accumulate: torch.dtype | None, reduce: torch.dtype | None) -> None:
         sums = dtype_of_sums("accumulate_dtype", accumulate)
@@ -272,15 +278,17 @@ class Accumulator:
         if rows is None or offered.offer.update != self._index:  # another update came between, or none: on all ranks
             return self._plan(offered.again)
         self._before_planning()
-        return self._window_of(offered, rows())
+        with self._planning():
+            return self._window_of(offered, rows())
 
     def _look_ahead(self, window: Window) -> None:
         """Draws the window after this one and tells the other ranks, while this one is still at work."""
         ahead: Ahead | None = window._ahead
         plan = window._plan
         if ahead is not None and plan.ahead and not plan.exhausted and not self._stepper.watched_windows:
-            ahead.offered = self._offer(ahead.draw, index=self._index + 1, spare=window._spare)
-            ahead.rows = self._engine.gather_later(ahead.offered.offer.to_row())
+            with self._planning(ahead=True):
+                ahead.offered = self._offer(ahead.draw, index=self._index + 1, spare=window._spare)
+                ahead.rows = self._engine.gather_later(ahead.offered.offer.to_row())
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -326,8 +334,13 @@ class Accumulator:
     def _plan(self, draw: Draw, guard: Guard | None = None, *, as_sum: bool = False, by_hand: bool = False) -> Window:
         """Looks the window up, tells the other ranks, and hands it out."""
         self._before_planning()
-        offered = self._offer(draw, self._index, self._spare, guard, as_sum=as_sum, by_hand=by_hand)
-        return self._window_of(offered, self._engine.gather(offered.offer.to_row()))
+        with self._planning():
+            offered = self._offer(draw, self._index, self._spare, guard, as_sum=as_sum, by_hand=by_hand)
+            return self._window_of(offered, self._engine.gather(offered.offer.to_row()))
+
+    def _planning(self, ahead: bool = False) -> AbstractContextManager[None]:
+        trace = self._engine.trace
+        return NOTHING if trace is None else trace.planning(self._index + ahead, ahead=ahead)
 
     def _before_planning(self) -> None:
         self._make_way()
@@ -489,6 +502,7 @@ class Accumulator:
             )
         parameters = [p for p in self._parameters() if p.requires_grad]
         kept = self._loaded, self._unfinished, set(self._warned)
+        trace, self._engine.trace = self._engine.trace, None
         self._loaded = None, None
         subject = Subject(
             models=self._models,
@@ -503,6 +517,7 @@ class Accumulator:
             return check(subject, batch, loss_fn)
         finally:
             self._loaded, self._unfinished, self._warned = kept
+            self._engine.trace = trace
 
     def _measure(
         self,
@@ -556,7 +571,8 @@ class Accumulator:
             window._guard()
             window._reducing = True
         try:
-            self._engine.finish()
+            with NOTHING if window._trace is None else window._trace.by_hand():
+                self._engine.finish()
         except RuntimeError as error:
             self._engine.refuse_lost_ranks(error)
             raise
@@ -604,7 +620,8 @@ class Accumulator:
         else:
             self._look_ahead(window)
             try:
-                reason, terms, reduction, norm = self._stepper(window)
+                with span(window._trace, "step"):
+                    reason, terms, reduction, norm = self._stepper(window)
             except BaseException as error:
                 if window._ahead is not None:
                     window._ahead.has_failed = not isinstance(error, NonfiniteError)  # which all ranks raise
@@ -619,6 +636,8 @@ class Accumulator:
         window._close()
         self._unfinished = False
         self._index += 1
+        if window._trace is not None:
+            window._trace.end("stepped" if reason is None else reason)
         self._accelerated.after_step(reason is None)
         if reason is None:
             for schedule in self._schedulers:

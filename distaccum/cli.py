@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
@@ -22,6 +23,7 @@ from .accumulator import Accumulator
 from .batches import Count, batch_length, count_samples, count_tokens
 from .forecast import BACKENDS, BUCKET_MB, Optimizer, plan
 from .shares import REDUCTIONS
+from .timeline import cut, draw, read, typical
 
 CHECK = """
 examples:
@@ -47,11 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="distaccum", description="Gradient accumulation that is exact.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
+    _add_timeline(commands)
     _add_check(commands)
     _add_doctor(commands)
     given = parser.parse_args(arguments)
     try:
         status: int = given.run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `distaccum plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says it again as it ends
+        return 2
     except Exception as error:
         if given.traceback:
             raise
@@ -269,6 +276,52 @@ def _doctor(given: argparse.Namespace) -> int:
     if found.is_first:
         print(json.dumps(found.as_dict(), indent=2) if given.json else found)
     return 0 if found.healthy else 1
+
+
+TIMELINE = """
+examples:
+  distaccum timeline traces                                  a typical update, as a table
+  distaccum timeline traces --out timeline.png --update 12
+  distaccum timeline traces --out timeline.svg --updates 10:12
+
+traces is the folder of Accumulator(..., trace="traces"); a job on several nodes leaves a part of it on each.
+
+exit status: 0 told, and drawn where a file is named; 2 it could not be
+"""
+
+
+def _add_timeline(commands: Any) -> None:
+    parser = commands.add_parser(
+        "timeline",
+        help="when each rank computed, when the link was busy, and who waited for whom, as a picture",
+        description="Puts the traces of all ranks beside each other, as a table and as a picture.",
+        epilog=TIMELINE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that was given to Accumulator(trace=...)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--update", type=int, metavar="N", help="its index (default: the one of median length)")
+    which.add_argument("--updates", metavar="A:B", help="all from A to B")
+    parser.add_argument("--json", action="store_true", help="print the table as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=_timeline)
+
+
+def _timeline(given: argparse.Namespace) -> int:
+    traces = read(given.folder)
+    if given.updates is not None:
+        found = re.fullmatch(r"(\d+):(\d+)", given.updates)
+        if not found or int(found[1]) > int(found[2]):
+            raise ValueError(f"--updates {given.updates}, expected two indices such as 10:12, the smaller one first")
+        first, last = int(found[1]), int(found[2])
+    else:
+        first = last = typical(traces) if given.update is None else given.update
+    timeline = cut(traces, first, last)
+    if given.out is not None:
+        draw(timeline, given.out)
+    print(json.dumps(timeline.as_dict(), indent=2) if given.json else timeline)
+    return 0
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from .noise import Noise, Small
 from .precision import HALF, total_norm
 from .shares import DistaccumError, Plan, Reduction, share_of
 from .state import Losses, Unfinished, random_state, set_random_state
+from .trace import span
 from .update import Update
 
 Item = TypeVar("Item")
@@ -135,6 +136,7 @@ class Window:
         self._started = time.perf_counter()
         self._owner = owner
         self._engine = engine
+        self._trace = engine.trace
         self._micro_batches = deque(micro_batches)
         self._num = len(micro_batches)
         self._turns = 0 if plan.nothing else engine.turns(plan)
@@ -237,10 +239,13 @@ class Window:
             if not self._plan.nothing:
                 self._owner._begin(self)
                 if self._prelude is not None:
-                    self._prelude()
+                    with span(self._trace, "forward", on="the loss over all micro-batches"):
+                        self._prelude()
             if self._unfinished is not None:
                 self._take_up(self._unfinished)
             while self._advance():
+                if self._trace is not None:
+                    self._trace.next_micro_batch(self)
                 if self._position < self._num:
                     yield self._micro_batches.popleft()  # not kept: what is done with can be freed
                 else:
@@ -291,6 +296,12 @@ class Window:
 
         In its backward, when the caller has let go of the one before.
         """
+        if self._trace is not None:
+            self._trace.end_forward()
+        with span(self._trace, "plan", ahead=True):
+            self._draw_one(stream)
+
+    def _draw_one(self, stream: Stream) -> None:
         drawn, error = None, None
         try:
             drawn = stream() if self._num == len(self._shares) else None
@@ -485,10 +496,14 @@ class Window:
 
     def _run(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._guard is not None and self._engine.will_reduce(reduce):
+            if self._trace is not None:
+                self._trace.end_forward()
             self._guard()
             self._reducing = True
         if self._early is not None:
             self._early.before_backward(self._engine.will_reduce(reduce))
+        if self._trace is not None:
+            self._trace.begin_backward(self, reduce, of_trunk=self._turn != WAITING)
         self._turn = TORN
         try:
             if losses:
@@ -501,6 +516,8 @@ class Window:
         finally:
             if self._early is not None:
                 self._early.after_backward()
+        if self._trace is not None:
+            self._trace.end_backward(self)
         self._reducing = False
         self._turn, self._is_first = DONE, False
 
@@ -614,6 +631,8 @@ class Window:
             if self._scaler is not None and any(self._weights.values()):
                 # The caller may have unscaled; without this the scaler would not do it in the next window.
                 self._scaler.update(self._scaler.get_scale())
+            if self._trace is not None:
+                self._trace.end("undone")
         self._forget()
 
     @property

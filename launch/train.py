@@ -52,6 +52,7 @@ def train(config: Config, job: Job) -> int:
             sync=config.sync,
             on_nonfinite=config.on_nonfinite,
             measure_noise=config.measure_noise,
+            trace=config.trace or None,
         )
     checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)
     torch.manual_seed(config.seed + 1 + job.rank)  # weights are alike on all ranks, dropout is not

@@ -59,6 +59,7 @@ def test_noise_comes_near_the_true_value(tmp_path):
         ("growth.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("noise.py", ["--runs", "0"]),
+        ("timeline.py", ["--rounds", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
         ("forecast.py", ["--settings", "2x1"]),
     ],

@@ -269,7 +269,20 @@ def test_several_ranks_say_it_once(programs):
 def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
-    text = trained(programs, run, *SMALL, "--epochs", 2, "--evaluate-every", 10, "--tensorboard", "--warmup", 5)
+    text = trained(
+        programs,
+        run,
+        *SMALL,
+        "--epochs",
+        2,
+        "--evaluate-every",
+        10,
+        "--tensorboard",
+        "--warmup",
+        5,
+        "--trace",
+        run / "seen",
+    )
     assert len(log := log_of(run)) == 46
     assert {
         "index",
@@ -291,6 +304,8 @@ def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
     assert summary["updates"] == 46 and summary["held_out"]["accuracy"] == measured[-1]["accuracy"]
     assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run / "tensorboard").glob("events*"))
+    spans = json.loads((run / "seen" / "rank0.json").read_text())["traceEvents"]
+    assert sum(span["name"] == "window" for span in spans) == 46
     assert "accuracy" in text and "\r" not in text  # no bar off a terminal
 
 

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..precision import Sum, Sums, clip, local, scale, total_norm
 from ..shares import DistaccumError, Plan
+from ..trace import Trace
 from ..update import Waitable
 
 Sync = Literal["last", "every", "replicas", "gathered"]
@@ -76,6 +77,7 @@ class Engine(ABC):
         self.models = tuple(models)
         self.sync = sync
         self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = run_backward
+        self.trace: Trace | None = None
         self.sums: Sums | None = None  # where gradients add up in another dtype than they are computed in
 
     def parameters(self) -> list[nn.Parameter]:

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 from ..precision import Sum, local
 from ..shares import DistaccumError, Plan
+from ..trace import gathering
+from ..update import Waitable
 from .base import Engine, Sync
 
 # What gloo, NCCL and the store under them say when a rank is gone or late.
@@ -47,11 +49,13 @@ class RanksEngine(Engine):
     def _gather(self, row: list[float], group: dist.ProcessGroup) -> Callable[[], list[list[float]]]:
         mine = torch.tensor(row, dtype=torch.float64)
         rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        waiting = gathering(self.trace)
         work = dist.all_gather(rows, mine, group=group, async_op=True)
 
         def wait() -> list[list[float]]:
             try:
-                work.wait()
+                with waiting:
+                    work.wait()
             except RuntimeError as error:
                 self.refuse_lost_ranks(error)
                 raise
@@ -79,8 +83,9 @@ class RanksEngine(Engine):
                 "any more; start all ranks again, from a checkpoint"
             ) from error
 
-    def sum_over_ranks(self, values: Tensor) -> dist.Work | None:
-        return dist.all_reduce(values, group=self.group_for(values), async_op=True)
+    def sum_over_ranks(self, values: Tensor) -> Waitable | None:
+        work: Waitable = dist.all_reduce(values, group=self.group_for(values), async_op=True)
+        return work if self.trace is None else self.trace.watched(work)
 
     def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """Offloaded parameters leave numbers on the host, which the device's group cannot send."""

@@ -90,14 +90,14 @@ class Config:
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
     tensorboard: bool = option(False, "write events for TensorBoard too")
     measure_noise: bool = option(False, "measure the gradient noise scale, and say whether a larger batch would help")
+    trace: str = option("", "a folder in which each rank writes when it did what; distaccum timeline draws it")
 
 
 # What a checkpoint can be gone on with although it was made with another value.
 MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
     "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
-    "checkpoint_every", "keep", "timeout", "evaluate_every", "tensorboard",
-    "measure_noise",
+    "checkpoint_every", "keep", "timeout", "evaluate_every", "tensorboard", "measure_noise", "trace",
 }  # fmt: skip
 # Options that do nothing unless another has this value.
 NEEDS = {

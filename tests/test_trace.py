@@ -1,0 +1,410 @@
+"""trace=: what each rank writes of a window, and `distaccum timeline`, which puts the ranks beside each other."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import KINDS, Run
+from problems import loss_of, make_batch, trunk
+from test_ahead import loader_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.cli import main
+from distaccum.timeline import cut, read, typical
+
+BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
+SLEEP = 0.06
+NOISE = 0.01  # microseconds: times are written in thousandths of one
+
+
+def make(folder: Any, **options: Any) -> tuple[nn.Module, Accumulator]:
+    model: nn.Module = trunk()
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.1), trace=folder, **options)
+
+
+def run(window: Any, model: nn.Module) -> None:
+    for batch in window:
+        window.backward(loss_of(model, batch))
+
+
+def spans(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    gc.collect()  # what is left is written when the accumulator goes
+    found = json.loads((folder / f"rank{rank}.json").read_text())
+    assert found["otherData"]["rank"] == rank
+    return sorted((one for one in found["traceEvents"] if one["ph"] == "X"), key=lambda one: (one["ts"], -one["dur"]))
+
+
+def named(found: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    return [one for one in found if one["name"] in names]
+
+
+def end(one: dict[str, Any]) -> float:
+    return one["ts"] + one["dur"]
+
+
+def assert_nested(found: list[dict[str, Any]]) -> None:
+    """Any two are apart, or one is in the other: else a viewer would draw them wrong."""
+    for i, one in enumerate(found):
+        for other in found[i + 1 :]:
+            assert other["ts"] >= end(one) - NOISE or end(other) <= end(one) + NOISE, (one, other)
+
+
+# What is written
+
+
+def test_a_window_is_plan_then_forward_and_backward_of_each_micro_batch_then_step(tmp_path):
+    model, accumulator = make(tmp_path / "new" / "folder", steps=2)
+    for window in accumulator.windows(BATCHES):
+        run(window, model)
+        window.step()
+    del accumulator, window
+    found = spans(tmp_path / "new" / "folder")
+    assert_nested(found)
+    of_first = [one for one in found if one["args"]["update"] == 0]
+    both = ["forward", "backward"]
+    assert [one["name"] for one in of_first] == ["window", "plan", *both, *both, "step"]
+    assert [one["args"].get("samples") for one in named(of_first, *both)] == [2, 2, 3, 3]
+    assert [one["args"]["micro_batch"] for one in named(of_first, *both)] == [0, 0, 1, 1]
+    assert [one["args"]["outcome"] for one in named(found, "window")] == ["stepped", "stepped"]
+    whole, *inside = of_first
+    assert sum(one["dur"] for one in inside) <= whole["dur"] + NOISE
+    assert all(one["ts"] >= whole["ts"] and end(one) <= end(whole) + NOISE for one in inside)
+    assert {one["pid"] for one in found} == {0}
+
+
+def test_nothing_is_written_without_it_and_not_by_a_check(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model, accumulator = make(None, steps=2)
+    run(window := accumulator.window(BATCHES), model)
+    window.step()
+    assert not list(tmp_path.iterdir())
+    model, accumulator = make("traces", steps=2)
+    accumulator.check(BATCHES[1], lambda batch: loss_of(model, batch))
+    del accumulator
+    assert spans(tmp_path / "traces") == []
+
+
+def test_the_file_is_whole_while_the_job_runs(tmp_path):
+    model, accumulator = make(tmp_path)
+    for updates in range(3):
+        run(window := accumulator.window(BATCHES), model)
+        time.sleep(0.03)
+        window.step()
+        assert len(named(spans(tmp_path), "window")) == updates + 1  # a killed job leaves as much
+
+
+@pytest.mark.parametrize("how", ["break", "error", "discard", "failing backward"])
+def test_what_is_left_is_shown_as_undone(tmp_path, how):
+    model, accumulator = make(tmp_path)
+    window = accumulator.window(BATCHES)
+    with contextlib.suppress(KeyboardInterrupt, RuntimeError):
+        for batch in window:
+            loss = loss_of(model, batch)
+            if how == "failing backward":
+                loss.register_hook(lambda _: 1 / 0 if how == "x" else torch.ones(2))
+            window.backward(loss)
+            if how == "break":
+                break
+            if how == "error":
+                raise KeyboardInterrupt
+    window.discard()
+    run(window := accumulator.window(BATCHES), model)
+    window.step()
+    del accumulator, window
+    found = spans(tmp_path)
+    assert_nested(found)
+    undone, done = named(found, "undone window", "window")
+    assert undone["args"]["outcome"] == "undone" and done["args"] == {"update": 0, "attempt": 1, "outcome": "stepped"}
+    of_first = [one for one in named(found, "forward", "backward") if "attempt" not in one["args"]]
+    assert len(of_first) == (6 if how == "discard" else 2)
+    assert [one for one in of_first if one["args"].get("unfinished")] == of_first[1:] * (how == "failing backward")
+
+
+def test_an_attempt_that_ran_out_of_memory_is_shown_beside_the_one_that_came_through(tmp_path):
+    model, accumulator = make(tmp_path, micro_batch_size=4)
+    sizes = []
+
+    def loss_fn(batch):
+        sizes.append(len(batch["x"]))
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError
+        return loss_of(model, batch)
+
+    accumulator.update(make_batch(4, seed=0), loss_fn)
+    del accumulator
+    found = spans(tmp_path)
+    assert_nested(found)
+    assert [one["args"].get("attempt") for one in named(found, "undone window", "window")] == [None, 1]
+    assert [one["args"]["samples"] for one in named(found, "backward")] == [2, 2]
+    timeline = cut(read(tmp_path), 0, 0)
+    assert len(timeline.rows[0].undone) == 1 and timeline.as_dict()["ranks"][0]["percent"]["compute"] > 0
+
+
+def test_parts_heads_and_losses_over_pairs_have_their_spans(tmp_path):
+    model, accumulator = make(tmp_path, micro_batch_size=2)
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        for _ in window.parts([1, 2]):
+            window.backward(loss_of(model, batch))
+    window.step()
+    window = accumulator.window(BATCHES[:1])
+    for batch in window:
+        for _, outputs in window.heads(model(batch["x"]), [1, 2]):
+            window.backward(outputs.square().mean())
+    window.step()
+    accumulator.contrast(BATCHES[0]["x"][:, 0], model, lambda encoded: (encoded @ encoded.T).square().mean())
+    del accumulator, window
+    found = spans(tmp_path)
+    assert_nested(found)
+    places = [(one["args"]["micro_batch"], one["args"].get("part")) for one in named(found, "backward")]
+    assert places == [(i, part) for i in range(3) for part in (0, 1)] + [(0, 0), (0, 1), (0, 1), (0, None)]
+    assert named(found, "backward")[8]["args"]["trunk"] is True
+    assert len(named(found, "forward")) == 6 + 2 + 2
+    assert any("over all" in one["args"].get("on", "") for one in named(found, "forward"))
+
+
+# Ranks
+
+
+def traced(name: str, sync: str, folder: str | None) -> list[tuple[str, int]]:
+    """The collectives of three windows; the last is uneven, so that a rank stands in where it must."""
+    runs = Run(name, sync=sync, trace=folder)
+    counting = Counting()
+    with counting:
+        for index, layout in enumerate([[[2, 1], [1, 2]], [[2, 3], [1, 1]], [[2, 1], [1]]]):
+            runs.window(layout, index)
+    return counting.take()
+
+
+def both_ways(cases: list[tuple[str, str]], folder: str) -> list[bool]:
+    """Of each case, whether the collectives are the same with a trace and without."""
+    return [traced(n, s, None) == traced(n, s, str(Path(folder) / f"{n} {s}")) for n, s in cases]
+
+
+def test_every_engine_is_traced_and_sends_no_more_for_it(ranks, tmp_path):
+    zero = "ZeRO 2", KINDS["ZeRO 2"].policies[0]
+    cases = [("DDP", "last"), ("DDP", "every"), ("FSDP2", "last"), ("FSDP1", "last"), zero]
+    cases = [case for case in cases if case[0] in KINDS]
+    assert ranks(2).run(both_ways, cases, str(tmp_path), seconds=80) == [[True] * len(cases)] * 2
+    for name, sync in cases:
+        traces = read(tmp_path / f"{name} {sync}")
+        for trace in traces:
+            raw = spans(tmp_path / f"{name} {sync}", trace.rank)
+            assert_nested(raw)
+            assert len(named(raw, "window")) == len(named(raw, "step")) == 3
+            assert [one["args"]["update"] for one in named(raw, "plan")] == [0, 1, 2]
+            reductions = [one for one in named(raw, "reduction") if "by_hand" not in one["args"]]
+            in_first = [one["args"]["micro_batch"] for one in reductions if one["args"]["update"] == 0]
+            assert name == "ZeRO 2" or in_first == ([0, 1] if sync == "every" else [1])
+            stands_in = [one for one in named(raw, "backward") if one["args"].get("stand_in")]
+            assert len(stands_in) == (trace.rank == 1 and name.startswith("FSDP"))
+        assert cut(traces, 0, 2).length > 0
+
+
+def one_sleeps(folder: str, sync: str, where: str) -> None:
+    model, accumulator = make(folder, steps=2, sync=sync)
+
+    def batches():
+        for i in range(6):
+            if where == "draw" and i == 2 and dist.get_rank() == 1:
+                time.sleep(SLEEP)
+            yield make_batch(2, seed=i)
+
+    for window in accumulator.windows(batches()):
+        for i, batch in enumerate(window):
+            if where == "forward" and window.index == 1 and i == 1 and dist.get_rank() == 1:
+                time.sleep(SLEEP)
+            window.backward(loss_of(model, batch))
+        window.step()
+
+
+@pytest.mark.parametrize(("sync", "where"), [("last", "forward"), ("every", "forward"), ("last", "draw")])
+def test_the_rank_that_sleeps_is_the_one_that_is_waited_for(ranks, tmp_path, sync, where):
+    ranks(2).run(one_sleeps, str(tmp_path), sync, where)
+    timeline = cut(read(tmp_path), 1, 1)
+    early, late = timeline.as_dict()["ranks"]
+    assert early["waited_for"]["1"] >= 1000 * SLEEP / 2  # the most of it: the other does something too, meanwhile
+    assert early["milliseconds"]["waiting"] > late["milliseconds"]["waiting"]
+    longest = max((piece for piece in timeline.rows[0].pieces if piece.kind == "waiting"), key=lambda one: one.length)
+    assert longest.of == 1
+    assert late["milliseconds"]["plan" if where == "draw" else "compute"] >= 1000 * SLEEP
+    for rank in (early, late):
+        assert sum(rank["milliseconds"].values()) == pytest.approx(timeline.length)
+        assert rank["link_busy"] > 0
+    of_update = [one for one in spans(tmp_path) if one["args"]["update"] == 1]
+    waited = named(of_update, "plan" if where == "draw" else "reduction")
+    assert max(one["dur"] for one in waited) >= 1e6 * SLEEP / 2
+
+
+def test_clocks_of_other_machines_are_set_by_what_ends_at_once(ranks, tmp_path):
+    ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
+    before = cut(read(tmp_path), 1, 1)
+    found = json.loads((tmp_path / "rank1.json").read_text())
+    found["otherData"]["boot"] = "another machine's"
+    for one in found["traceEvents"]:
+        if one["ph"] == "X":
+            one["ts"] += 1e9
+            one["args"] |= {key: one["args"][key] + 1e9 for key in ("arrived", "computed") if key in one["args"]}
+    (tmp_path / "rank1.json").write_text(json.dumps(found))
+    after = cut(read(tmp_path), 1, 1)
+    assert abs(after.length - before.length) < 1000 * SLEEP
+    assert after.as_dict()["ranks"][0]["waited_for"]["1"] >= 1000 * SLEEP / 3
+
+
+def streamed_and_read_ahead(folder: str) -> None:
+    model, accumulator = make(f"{folder}/streamed", steps=2, lookahead=False)
+    for window in accumulator.windows(BATCHES):
+        run(window, model)
+        window.step()
+    model, accumulator = make(f"{folder}/ahead", steps=2)
+    for window in accumulator.windows(loader_of(12)):
+        run(window, model)
+        assert window.step().loss > 0  # reading it waits
+
+
+def test_streaming_and_looking_ahead_show_when_they_draw(ranks, tmp_path):
+    ranks(2).run(streamed_and_read_ahead, str(tmp_path))
+    streamed, ahead = spans(tmp_path / "streamed"), spans(tmp_path / "ahead")
+    assert_nested(streamed)
+    assert_nested(ahead)
+    plans = [one["args"].get("ahead", False) for one in named(streamed, "plan") if one["args"]["update"] == 0]
+    assert plans == [False, True, True]
+    early = [one["args"]["update"] for one in named(ahead, "plan") if one["args"].get("ahead")]
+    windows = named(ahead, "window")
+    assert early[:2] == [1, 2] and windows[0]["args"]["outcome"] == "stepped"
+    assert any(one["args"].get("on") == "the record of the loss" for one in named(ahead, "waiting"))
+    timeline = cut(read(tmp_path / "ahead"), 1, 1)
+    assert timeline.micro_batches == (2, 2)
+
+
+def test_a_reduction_that_only_one_rank_shows_keeps_its_place(ranks, tmp_path):
+    ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
+    before = cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"]
+    found = json.loads((tmp_path / "rank0.json").read_text())
+    one = next(e for e in found["traceEvents"] if e["name"] == "reduction" and e["args"]["update"] == 1)
+    about = {**one["args"], "number": 7, "by_hand": True}
+    found["traceEvents"].append({**one, "ts": end(one), "dur": 200.0, "args": about})
+    (tmp_path / "rank0.json").write_text(json.dumps(found))
+    assert cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"] <= before + 0.2 + NOISE
+
+
+# Folders
+
+
+def test_an_older_runs_trace_is_kept_under_another_name(tmp_path):
+    for _ in range(3):
+        model, accumulator = make(tmp_path)
+        run(window := accumulator.window(BATCHES), model)
+        window.step()
+        del accumulator, window, model
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["rank0.1.json", "rank0.2.json", "rank0.json"]
+    assert all(json.loads(path.read_text())["traceEvents"] for path in tmp_path.iterdir())
+
+
+def test_two_accumulators_want_two_folders(tmp_path):
+    _, accumulator = make(tmp_path)
+    with pytest.raises(ValueError, match="another Accumulator of this process writes its trace; give each a folder"):
+        make(tmp_path)
+    del accumulator
+    make(tmp_path)
+
+
+def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"cannot be written \(.*\); name a folder that this process may make"):
+        make(tmp_path / "file" / "traces")
+
+
+def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path):
+    model, accumulator = make(tmp_path)
+    trace = accumulator._engine.trace
+    assert trace is not None
+    trace._file._file.close()
+    trace._file._file = Path("/dev/full").open("wb", buffering=0)  # noqa: SIM115
+    run(window := accumulator.window(BATCHES), model)
+    with pytest.warns(UserWarning, match="the trace ends here"):
+        assert window.step().stepped
+        trace.write()
+    run(window := accumulator.window(BATCHES), model)
+    assert window.step().stepped
+
+
+# The command
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("traces")
+    model, accumulator = make(folder, steps=3)
+    for window in accumulator.windows(BATCHES * 4):
+        run(window, model)
+        window.step()
+    return folder
+
+
+def test_timeline_tells_a_typical_update_and_draws_it(traces, tmp_path, capsys):
+    update = typical(read(traces))
+    for suffix, begins in (("png", b"\x89PNG"), ("svg", b"<?xml")):
+        out = tmp_path / "made" / f"picture.{suffix}"
+        assert main(["timeline", str(traces), "--out", str(out)]) == 0
+        assert out.read_bytes().startswith(begins)
+        assert f"Update {update}: 1 rank with 3 micro-batches each" in capsys.readouterr().out
+    assert 0 < update < 4
+
+
+def test_timeline_gives_json_and_several_updates(traces, capsys):
+    assert main(["timeline", str(traces), "--updates", "1:2", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    (rank,) = found["ranks"]
+    assert found["updates"] == [1, 2] and rank["micro_batches"] == 6
+    assert sum(rank["milliseconds"].values()) == pytest.approx(found["milliseconds"])
+    assert sum(rank["percent"].values()) == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("nowhere",), "there is no folder nowhere; name the one that was given to Accumulator(trace=...)"),
+        (("empty",), "empty has no trace, expected rank0.json and one for each rank"),
+        (("others",), "others has only rank1.json, expected rank0.json"),
+        (("broken",), "rank0.json is not a whole trace (JSONDecodeError: "),
+        (("foreign",), "rank0.json is not a whole trace (KeyError: 'otherData')"),
+        (("halves",), "halves has no trace of rank 1 of 2"),
+        (("traces", "--update", "9"), "the traces hold updates 0 to 3, and not update 9"),
+        (("traces", "--updates", "3:1"), "--updates 3:1, expected two indices such as 10:12"),
+        (("traces", "--out", "picture.bmp"), "--out picture.bmp, expected a .png, .svg or .pdf file"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(traces, tmp_path, monkeypatch, capsys, words, text):
+    monkeypatch.chdir(tmp_path)
+    files = {"others/rank1.json": "{}", "broken/rank0.json": '{"otherData": {', "foreign/rank0.json": "{}"}
+    one = json.loads((traces / "rank0.json").read_text())
+    one["otherData"]["ranks"] = 2
+    for name, content in {**files, "empty/other.txt": "", "halves/rank0.json": json.dumps(one)}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
+    folder = str(traces) if words[0] == "traces" else words[0]
+    assert main(["timeline", folder, *words[1:]]) == 2
+    seen = capsys.readouterr()
+    assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
+
+
+def test_help_carries_an_example(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["timeline", "--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and "distaccum timeline traces --out timeline.png" in text and "exit status: 0" in text
