@@ -7,6 +7,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
