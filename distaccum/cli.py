@@ -214,6 +214,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--latency-us", type=float, metavar="T", help="of a hop, in microseconds")
     parser.add_argument("--efficiency", type=float, metavar="E", help="the part of the rate that collectives reach")
     parser.add_argument("--gather-efficiency", type=float, metavar="E", help="that all-gathers reach, if another")
+    parser.add_argument(
+        "--cpu-seconds-per-gb", type=float, default=0.0, metavar="S", help="that sending takes of a rank's one core"
+    )
     parser.add_argument("--bucket-mb", type=float, default=BUCKET_MB, metavar="M", help="of a collective (%(default)s)")
     parser.add_argument("--base-batch-size", **count, help="the batch that --lr and --betas are good for")
     parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate there")

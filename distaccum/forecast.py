@@ -36,6 +36,7 @@ class Link(NamedTuple):
     reduce: float  # the part of the nominal rate that a reduction's bytes reach
     gather: float  # that a gather's reach
     source: str
+    processor: float = 0.0  # seconds per byte of the core that computes; none where ranks have cores to spare
 
 
 BACKENDS: Mapping[str, Link] = {
@@ -50,6 +51,7 @@ BACKWARD = 2 / 3  # of a micro-step: two products for each one of the forward
 SHARDS_KEPT = 10**9  # parameters; below it ZeRO 3 keeps what forward gathered until backward
 LEVELS = (0.10, 0.05)  # of an update, in communication that nothing hides
 LONGEST = 1024  # window, in the picture
+MAY_BE_NONE = ("latency_us", "cpu_seconds_per_gb")
 
 
 class Call(NamedTuple):
@@ -200,6 +202,7 @@ def plan(
     latency_us: float | None = None,
     efficiency: float | None = None,
     gather_efficiency: float | None = None,
+    cpu_seconds_per_gb: float = 0.0,
     bucket_mb: float = BUCKET_MB,
     base_batch_size: int | str | None = None,
     lr: float | None = None,
@@ -212,6 +215,7 @@ def plan(
     `samples` are those of an epoch. Counts may be texts such as "350M". `link_gbit` is the rate between two nodes (each
     way, nominal; with one node between two ranks), `node_gbit` of one rank within a node. `model` is a model, a batch
     and a loss_fn to measure parameters and seconds on. `backend` is "nccl" where there is a CUDA device, else "gloo".
+    `cpu_seconds_per_gb` is what sending a GB takes of the core that computes, where a rank on a CPU has only one.
 
     >>> forecast = plan(batch_size=1000, micro_batch_size=32, ranks=8)
     >>> forecast.steps, forecast.windows.samples, str(forecast.split)
@@ -234,9 +238,9 @@ def plan(
     )
     dtype_bytes = whole_number("dtype_bytes", dtype_bytes)
     positive = {"link_gbit": link_gbit, "node_gbit": node_gbit, "micro_step_seconds": micro_step_seconds, "lr": lr}
-    positive |= {"latency_us": latency_us, "bucket_mb": bucket_mb}
+    positive |= {"latency_us": latency_us, "bucket_mb": bucket_mb, "cpu_seconds_per_gb": cpu_seconds_per_gb}
     for name, value in positive.items():
-        if value is not None and not (0 < value < math.inf or (name == "latency_us" and value == 0)):
+        if value is not None and not (0 < value < math.inf or (name in MAY_BE_NONE and value == 0)):
             raise ValueError(f"{name}={value}, expected a number above 0")
     for name, value in (("efficiency", efficiency), ("gather_efficiency", gather_efficiency)):
         if value is not None and not 0 < value <= 1:
@@ -261,6 +265,7 @@ def plan(
             numbers, gradient_bytes = found.parameters, found.gradient_bytes
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     link = _link(BACKENDS[backend], latency_us, efficiency, gather_efficiency)
+    link = link._replace(processor=cpu_seconds_per_gb / 1e9)
     given = {
         "batch_size": batch,
         "micro_batch_size": micro,
@@ -423,6 +428,9 @@ class Network:
         part = self.link.gather if call.kind == "all-gather" else self.link.reduce
         return self.latency(call, self.buckets) + self.sent(call) / (rate * part)
 
+    def processor(self, call: Call) -> float:
+        return self.sent(call) * self.link.processor
+
     def beside(self) -> float:
         """Latency of the two small collectives of a window: its plan and its record."""
         return 3 * (self.ranks - 1) * self.link.latency
@@ -475,22 +483,30 @@ def _spans(policy: Policy, network: Network, micro_step: float) -> Spans | None:
 
 def _one_step(calls: Sequence[Call], network: Network, micro_step: float, hides: bool) -> tuple[float, float]:
     """Seconds of a micro-step with these collectives, and of the collectives alone."""
-    under = {"forward": 0.0, "backward": 0.0, "nothing": 0.0}
+    under, takes = ({"forward": 0.0, "backward": 0.0, "nothing": 0.0} for _ in range(2))
     for call in calls:
-        under[call.under if hides else "nothing"] += network.seconds(call) or 0.0
+        where = call.under if hides else "nothing"
+        under[where] += network.seconds(call) or 0.0
+        takes[where] += network.processor(call)
     lasts = under["nothing"]
     for name, compute in (("forward", (1 - BACKWARD) * micro_step), ("backward", BACKWARD * micro_step)):
-        lasts += beneath(compute, under[name], network.buckets)
+        lasts += beneath(compute, under[name], network.buckets, takes[name])
     return lasts, sum(under.values())
 
 
-def beneath(compute: float, sent: float, buckets: int) -> float:
+def beneath(compute: float, sent: float, buckets: int, processor: float = 0.0) -> float:
     """Seconds of both, where each bucket is sent as soon as its part of the computation is there (or the reverse).
+
+    `processor` seconds of the sending are taken from the computation.
 
     >>> beneath(compute=4.0, sent=4.0, buckets=4), beneath(compute=4.0, sent=4.0, buckets=1)
     (5.0, 8.0)
+    >>> beneath(compute=4.0, sent=4.0, buckets=4, processor=2.0)
+    6.5
     """
-    return max(compute / buckets + sent, compute + sent / buckets) if sent else compute
+    if not sent:
+        return compute
+    return max(compute / buckets + sent, compute + (1 - 1 / buckets) * processor + sent / buckets)
 
 
 def _row(policy: Policy, network: Network, steps: int | None, micro_step: float | None) -> dict[str, Any]:

@@ -158,7 +158,7 @@ def test_bad_seconds_are_one_line(capsys):
 )
 def test_a_link_of_1_gbit_is_measured_as_such(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "launch/bench")
-    from nodes import ADDRESSES, DEVICE, two_nodes
+    from nodes import DEVICE, address, two_nodes
 
     try:
         with two_nodes("1gbit") as nodes:
@@ -166,7 +166,7 @@ def test_a_link_of_1_gbit_is_measured_as_such(monkeypatch):
             processes = [
                 started(
                     "--json",
-                    environment={**one, "MASTER_ADDR": ADDRESSES[0], "GLOO_SOCKET_IFNAME": DEVICE},
+                    environment={**one, "MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": DEVICE},
                     command=["ip", "netns", "exec", node, *COMMAND],
                 )
                 for node, one in zip(nodes, both, strict=True)

@@ -37,7 +37,7 @@ from distaccum import Accumulator
 LAYERS, WIDTH, SAMPLES = 8, 512, 160
 PARAMETERS = LAYERS * WIDTH * WIDTH
 BUCKET_MB = WIDTH * WIDTH * 4 / 1e6  # a layer each
-SETTINGS = ["2x1@1gbit", "2x1@250mbit", "2x1@2500mbit", "2x2@1gbit", "4x1@500mbit"]
+SETTINGS = ["2x1@1gbit", "2x1@250mbit", "2x1@500mbit", "2x1@2500mbit", "2x2@1gbit", "4x1@500mbit"]
 LENGTHS = {
     "DDP, last": (1, 2, 8, 32),
     "DDP, every": (2, 8),
@@ -45,7 +45,7 @@ LENGTHS = {
     "FSDP2, last": (2,),
 }
 SIZES = [2**10, 2**14, 2**18, 2**20, 2**22]  # numbers of a collective that is fitted
-TIMES = 15  # each is timed
+TIMES, AT_ONCE = 8, 8  # each is timed, of so many in a row: one alone is within the burst that `tbf` lets pass
 ENGINES = ("DDP", "FSDP2")
 ALONE = 3  # micro-steps of it in a turn
 SECONDS = 400.0
@@ -176,8 +176,8 @@ def alone_of(policy: str) -> str:
     return f"{policy.split(', ')[0]} alone"
 
 
-def collectives_here() -> list[tuple[str, int, float]]:
-    """Kind, bytes of the whole, median seconds."""
+def collectives_here() -> list[tuple[str, int, float, float]]:
+    """Kind, bytes of the whole, median seconds, and those of a rank's processor."""
     found = []
     num = dist.get_world_size()
     for size in SIZES:
@@ -191,35 +191,44 @@ def collectives_here() -> list[tuple[str, int, float]]:
             taken = []
             for _ in range(TIMES + 1):
                 dist.barrier()
-                began = time.perf_counter()
-                call()
-                taken.append(time.perf_counter() - began)
+                began, worked = time.perf_counter(), time.process_time()
+                for _ in range(AT_ONCE):
+                    call()
+                taken.append([(time.perf_counter() - began) / AT_ONCE, (time.process_time() - worked) / AT_ONCE])
             slowest = torch.tensor(taken[1:])
             dist.all_reduce(slowest, dist.ReduceOp.MAX)
-            found.append((kind, 4 * size, slowest.median().item()))
+            found.append((kind, 4 * size, *slowest.median(0).values.tolist()))
     return found
 
 
 # All of it
 
 
-def fitted(collectives: Sequence[tuple[str, int, float]], where: Setting) -> dict[str, float]:
-    """Latency and efficiencies by least squares of relative deviations."""
+def fitted(collectives: Sequence[tuple[str, int, float, float]], where: Setting) -> dict[str, float]:
+    """Latency, efficiencies, and the processor's seconds, by least squares of relative deviations."""
     rate, num = where.gbit * 1e9 / 8, where.ranks
-    rows, seconds = [], []
-    for kind, size, taken in collectives:
+    rows, seconds, worked = [], [], []
+    for kind, size, taken, of_processor in collectives:
         rounds = 1 if kind == "all-gather" else 2
-        hops, sent = rounds * (num - 1), rounds * (num - 1) / num * size / rate
-        rows.append([hops, *((0.0, sent) if kind == "all-gather" else (sent, 0.0))])
+        hops, sent = rounds * (num - 1), rounds * (num - 1) / num * size
+        rows.append([hops, *((0.0, sent / rate) if kind == "all-gather" else (sent / rate, 0.0)), sent])
         seconds.append(taken)
-    weights = 1 / torch.tensor(seconds, dtype=torch.float64)
-    matrix = torch.tensor(rows, dtype=torch.float64) * weights[:, None]
-    latency, reduce, gather = torch.linalg.lstsq(matrix, torch.ones(len(rows), 1, dtype=torch.float64)).solution[:, 0]
+        worked.append(of_processor)
+    of_rows = torch.tensor(rows, dtype=torch.float64)
+    latency, reduce, gather = least(of_rows[:, :3], seconds)
+    _, per_byte = least(of_rows[:, ::3], worked)
     return {
-        "latency_us": max(0.0, 1e6 * latency.item()),
-        "efficiency": min(1.0, 1 / reduce.item()),
-        "gather_efficiency": min(1.0, 1 / gather.item()),
+        "latency_us": max(0.0, 1e6 * latency),
+        "efficiency": min(1.0, 1 / reduce),
+        "gather_efficiency": min(1.0, 1 / gather),
+        "cpu_seconds_per_gb": max(0.0, 1e9 * per_byte),
     }
+
+
+def least(rows: torch.Tensor, values: Sequence[float]) -> list[float]:
+    weights = 1 / torch.tensor(values, dtype=torch.float64)
+    found: list[float] = torch.linalg.lstsq(rows * weights[:, None], torch.ones_like(weights)[:, None]).solution[:, 0]
+    return [float(one) for one in found]
 
 
 def compared(where: Setting, found: Mapping[str, Any], link: Mapping[str, float]) -> list[dict[str, Any]]:
@@ -330,18 +339,11 @@ def scaled() -> list[dict[str, Any]]:
     ]
 
 
-def by_the_fit(kind: str, size: int, link: Mapping[str, float], where: Setting) -> float:
-    rounds, part = (1, "gather_efficiency") if kind == "all-gather" else (2, "efficiency")
-    sent = rounds * (where.ranks - 1) / where.ranks * size
-    return rounds * (where.ranks - 1) * link["latency_us"] / 1e6 + sent / (where.gbit * 1e9 / 8 * link[part])
-
-
-def tables(
-    rows: Sequence[Mapping[str, Any]], link: Mapping[str, float], first: Setting, collectives: Sequence[Any]
-) -> list[str]:
+def tables(rows: Sequence[Mapping[str, Any]], link: Mapping[str, float], first: Setting) -> list[str]:
     lines = [
         f"Fitted at {first}: {link['latency_us']:.0f} microseconds per hop, {link['efficiency']:.1%} of the nominal "
-        f"rate for reductions, {link['gather_efficiency']:.1%} for gathers.",
+        f"rate for reductions, {link['gather_efficiency']:.1%} for gathers; {link['cpu_seconds_per_gb']:.1f} s of a "
+        "rank's processor per GB that it sends, which are taken from computing where the two overlap.",
         "",
         "| setting | policy | K | micro-step, ms | predicted, s | measured, s | least to most | error |",
         "| --- | --- | --: | --: | --: | --: | --: | --: |",
@@ -493,7 +495,7 @@ def main() -> int:
         parser.error(str(error))
     earlier, many, about = of_two_nodes(link), scaled(), circumstances(torch.device("cpu"))
     lines = header("Predicted and measured", about, *NOTES, f"{options.rounds} rounds.")
-    lines += tables(rows, link, settings[0], collectives)
+    lines += tables(rows, link, settings[0])
     lines += table_of_two_nodes(earlier) + table_of_many(many)
     write(
         options.out,
