@@ -205,7 +205,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--nodes", type=int, default=1, **count, help="with as many ranks on each (%(default)s)")
     parser.add_argument("--samples", **count, help="in an epoch")
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
-    parser.add_argument("--dtype-bytes", type=int, default=4, **count, help="of a gradient's number (%(default)s)")
+    parser.add_argument("--dtype-bytes", type=int, **count, help="of a gradient's number (4, or the model's)")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="to measure parameters, seconds and what fits on")
     parser.add_argument("--micro-step-seconds", type=float, metavar="S", help="of a forward and backward")
     parser.add_argument("--link-gbit", type=float, metavar="G", help="rate between nodes, each way, in Gbit/s")
@@ -222,7 +222,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate there")
     parser.add_argument("--optimizer", choices=get_args(Optimizer), help="sgd or adam (both are told)")
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
-    parser.add_argument("--reduction", choices=REDUCTIONS, default="mean", help="what the criterion does (%(default)s)")
+    parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (mean)")
     parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--plot", metavar="FILE", help="a picture (png, svg or pdf) of the seconds")
     parser.add_argument("--traceback", action="store_true", help="show where an error came from")
@@ -233,8 +233,12 @@ def _plan(given: argparse.Namespace) -> int:
     unknown = ("command", "run", "json", "plot", "traceback", "model")
     options = {name: value for name, value in vars(given).items() if name not in unknown}
     if given.model is not None:
-        *made, _ = _made_by(given.model)
+        *made, others = _made_by(given.model)
         options["model"] = tuple(made)
+        for name in ("batch_size", "micro_batch_size", "reduction"):  # what is said here wins
+            if options[name] is None and isinstance(others.get(name), int | str) and others[name] != "auto":
+                options[name] = others[name]
+    options["reduction"] = options["reduction"] or "mean"
     forecast = plan(**options)
     if given.plot is not None:
         forecast.plot(given.plot)

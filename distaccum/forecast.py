@@ -45,6 +45,7 @@ BACKENDS: Mapping[str, Link] = {
     "gloo": Link(262e-6, 0.956, 0.65, "seen at 1 Gbit/s, launch/results/forecast.md and two_nodes.md"),
     "nccl": Link(5e-6, 0.9, 0.9, "assumed, not measured; give your own"),
 }
+HOST_HOP = 50e-6  # seconds of gloo's beside another backend: assumed, of TCP between hosts
 BUCKET_MB = 25.0  # DDP's default; FSDP and ZeRO 3 cut by layers, which is near it
 ZERO_BUCKET = 5 * 10**8  # numbers: DeepSpeed's default up to ZeRO 2
 BACKWARD = 2 / 3  # of a micro-step: two products for each one of the forward
@@ -192,7 +193,7 @@ def plan(
     ranks: int = 1,
     nodes: int = 1,
     parameters: float | str | None = None,
-    dtype_bytes: int = 4,
+    dtype_bytes: int | None = None,
     link_gbit: float | None = None,
     node_gbit: float | None = None,
     micro_step_seconds: float | None = None,
@@ -236,7 +237,7 @@ def plan(
             ("parameters", parameters),
         )
     )
-    dtype_bytes = whole_number("dtype_bytes", dtype_bytes)
+    width = 4 if dtype_bytes is None else whole_number("dtype_bytes", dtype_bytes)
     positive = {"link_gbit": link_gbit, "node_gbit": node_gbit, "micro_step_seconds": micro_step_seconds, "lr": lr}
     positive |= {"latency_us": latency_us, "bucket_mb": bucket_mb, "cpu_seconds_per_gb": cpu_seconds_per_gb}
     for name, value in positive.items():
@@ -255,14 +256,15 @@ def plan(
         if chosen is not None and chosen not in known:
             raise ValueError(f"{name}={chosen!r}, expected one of {', '.join(known)}")
 
-    notes, gradient_bytes = [], None if numbers is None else numbers * dtype_bytes
+    notes, gradient_bytes = [], None if numbers is None else numbers * width
     if model is not None:
         found = measure(*model, micro_batch_size=micro)
         notes.append(found.told)
-        micro = found.micro_batch_size if micro is None else micro
+        micro = found.micro_batch_size  # what was asked for, or what fits of it
         micro_step_seconds = found.seconds if micro_step_seconds is None else micro_step_seconds
         if numbers is None:
-            numbers, gradient_bytes = found.parameters, found.gradient_bytes
+            numbers = found.parameters
+            gradient_bytes = found.gradient_bytes if dtype_bytes is None else numbers * width
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
     link = _link(BACKENDS[backend], latency_us, efficiency, gather_efficiency)
     link = link._replace(processor=cpu_seconds_per_gb / 1e9)
@@ -280,6 +282,11 @@ def plan(
         "link": link._asdict(),
         "bucket_mb": bucket_mb,
         "base_batch_size": base,
+        "dtype_bytes": dtype_bytes,
+        "lr": lr,
+        "optimizer": optimizer,
+        "betas": list(betas),
+        "reduction": reduction,
     }
     steps = windows = split = windows_tail = split_tail = None
     if batch is not None and micro is not None:
@@ -328,7 +335,8 @@ def amount(name: str, value: object) -> int:
         value = int(value)
     if not isinstance(value, str):
         return whole_number(name, value)
-    found = re.fullmatch(r"([\d.,_]*\d[.]?(?:[eE][+]?\d{1,2})?)\s*([kKMBGT]?)", value.strip())
+    whole = r"\d{1,3}(?:[,_]\d{3})+|\d+"  # a decimal comma is none of it
+    found = re.fullmatch(rf"((?:{whole}|\d*\.\d+|\d+\.)(?:[eE][+]?\d{{1,2}})?)\s*([kKMBGT]?)", value.strip())
     try:
         number = Decimal(found[1].replace(",", "").replace("_", "")) if found else None
     except InvalidOperation:
@@ -432,8 +440,9 @@ class Network:
         return self.sent(call) * self.link.processor
 
     def beside(self) -> float:
-        """Latency of the two small collectives of a window: its plan and its record."""
-        return 3 * (self.ranks - 1) * self.link.latency
+        """Latency of the two small collectives of a window: its plan, which gloo gathers, and its record."""
+        hop = self.link.latency if self.backend == "gloo" else HOST_HOP
+        return (self.ranks - 1) * hop + self.latency(REDUCE, 1)
 
 
 def _rates(ranks: int, nodes: int, link_gbit: float | None, node_gbit: float | None) -> dict[str, float | None]:
@@ -592,7 +601,7 @@ def scaled_learning_rate(
             found |= {"lr_times": times, "lr": None if lr is None else lr * times}
     if optimizer in (None, "adam"):
         root = math.sqrt(kappa)
-        scaled = [1 - kappa * (1 - beta) for beta in betas]
+        scaled = [round(1 - kappa * (1 - beta), 12) for beta in betas]
         eps = root if is_sum else 1 / root
         shown = f"Adam: lr x {root:g}" + (f" = {lr * root:g}" if lr is not None else "")
         advice.append(f"{shown}: square root of the batch ({MALLADI})")
@@ -735,7 +744,9 @@ def _text(forecast: Forecast) -> list[str]:
         lines += ["", f"steps: {per_rank}, for {batch:,} samples of which {micro:,} fit"]
         beyond = "" if more == batch else f", {more - batch:,} more than asked for"
         lines.append(f"  windows(loader)  {forecast.windows}{beyond}")
-        lines.append(f"  split(batch)     {forecast.split}: exact")
+        is_dry = any(not one.samples for one in forecast.split.ranks)
+        of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
+        lines.append(f"  split(batch)     {forecast.split}: exact{of_dry}")
     for name, tail in (("windows(loader)", forecast.windows_tail), ("split(batch)", forecast.split_tail)):
         if tail is None:
             continue
@@ -746,7 +757,10 @@ def _text(forecast: Forecast) -> list[str]:
         if tail.ranks_with_fewer_micro_batches:
             fewer = f"{_num(tail.ranks_with_fewer_micro_batches, 'rank')} with fewer micro-batches there"
             dry = f", {tail.dry_ranks:,} of them with none" if tail.dry_ranks else ""
-            lines.append(f"  {'':15}  {fewer}{dry}; they stand in under FSDP and ZeRO 3")
+            others = "they stand in under FSDP and ZeRO 3"
+            if tail.dry_ranks and tail.updates == 1:
+                others = "an error under FSDP and ZeRO 3, with no window before it to stand in from"
+            lines.append(f"  {'':15}  {fewer}{dry}; {others}")
     if forecast.policies:
         lines += ["", *_table(forecast)]
     if forecast.learning_rate is not None:
@@ -782,8 +796,12 @@ def _table(forecast: Forecast) -> list[str]:
         padded = [f"{text:>{width}}" for text, width in zip(cell[1:], widths[1:], strict=True)]
         lines.append(f"  {cell[0]:<{widths[0]}}  {'  '.join(padded)}".rstrip())
     if timed:
-        rate = "" if given["link_gbit"] is None else f", {given['link_gbit']:g} Gbit/s between nodes"
-        rate += "" if given["node_gbit"] is None else f", {given['node_gbit']:g} within one"
+        between, within = given["link_gbit"], given["node_gbit"]
+        if given["nodes"] == 1:
+            rate = f", {within or between:g} Gbit/s between ranks"
+        else:
+            rate = "" if between is None else f", {between:g} Gbit/s between nodes"
+            rate += "" if within is None else f", {within:g} within one"
         of_rate = f"{link['reduce']:.0%} of the rate for reductions and {link['gather']:.0%} for gathers"
         lines += [
             f"  predicted, {given['micro_step_seconds']:.4g} s per micro-step{rate}",
