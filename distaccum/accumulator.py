@@ -23,7 +23,7 @@ from .batchnorm import Pool, batchnorms
 from .check import Report, check
 from .compare import Measured, Subject
 from .contrast import Contrast, Encode
-from .engines import Sync, choose_engine
+from .engines import Engine, Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
 from .memory import PROOFS, Before, Fit, Guard, Transaction
@@ -156,7 +156,8 @@ class Accumulator:
             )
         self._noise: Noise | None = None
         if measure_noise:
-            self._noise = Noise(self._engine, self._reductions, self._counts, self._stepped, self._scaler)
+            stepped = partial(_stepped, self._engine, self._optimizers)
+            self._noise = Noise(self._engine, self._reductions, self._counts, stepped, self._scaler)
         self._stepper = Stepper(
             self._engine, self._optimizers, self._scaler, max_norm=self._max_norm, on_nonfinite=on_nonfinite
         )
@@ -653,7 +654,7 @@ class Accumulator:
             counts_in = terms is not None and reason is None and window._compares
             told = terms[len(window._names) :][:4] if terms is not None and counts_in else None
             by_step = norm if self._engine.judges else None
-            noise = self._noise.add(told, reduction, by_step, next(iter(window.counts.values())))
+            noise = self._noise.averages.add(told, reduction, by_step, next(iter(window.counts.values())))
         return Update(
             index=window.index,
             counts=window.counts,
@@ -683,7 +684,7 @@ class Accumulator:
             "skipped": self._skipped,
             "watched_windows": self._stepper.watched_windows,
             "fit": self._fit.state(),
-            "noise": None if self._noise is None else self._noise.state(),
+            "noise": None if self._noise is None else self._noise.averages.state(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
             "ranks": self._engine.num_ranks,
             "in_window": unfinished is not None,
@@ -739,7 +740,7 @@ class Accumulator:
         self._stepper.watched_windows = int(state["watched_windows"])
         self._fit.load(state["fit"])
         if self._noise is not None:
-            self._noise.load(state.get("noise"))
+            self._noise.averages.load(state.get("noise"))
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
 
@@ -748,9 +749,6 @@ class Accumulator:
     def _watched(self) -> list[Sequence[nn.Parameter]]:
         """Parameters that take part alike: tampering with one of each shows."""
         return [owned_by(one) for one in self._optimizers] or [self._trained]
-
-    def _stepped(self) -> list[nn.Parameter]:
-        return _unique([p for one in self._optimizers for p in owned_by(one)]) or self._engine.parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
         """The models' and the optimizers', each once."""
@@ -788,6 +786,10 @@ class Accumulator:
         if key not in self._warned and self._engine.rank == 0:
             warnings.warn(message, stacklevel=4)
         self._warned.add(key)
+
+
+def _stepped(engine: Engine, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:
+    return _unique([p for one in optimizers for p in owned_by(one)]) or engine.parameters()
 
 
 def _dense(gradient: Tensor) -> Tensor:

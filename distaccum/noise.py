@@ -137,7 +137,7 @@ class Norms(NamedTuple):
 class Record:
     """What is to be known of one update, and the noise scale up to it."""
 
-    owner: Noise | None
+    of: Averages | None  # None once it is read
     numbers: Tensor | None = None  # of all ranks, when they are added up: those of `Noise.terms`
     reduction: Waitable | None = None
     norm: Tensor | None = None  # of the window, where the numbers do not have it
@@ -146,13 +146,78 @@ class Record:
     scale: float | None = None
 
     def read(self) -> float | None:
-        if self.owner is not None:
-            self.owner.fold()
+        if self.of is not None:
+            self.of.fold(self)
         return self.scale
 
 
+class Averages:
+    """Of updates' |G|^2 and tr(S), from their records. They know of no model: an `Update` may keep them."""
+
+    def __init__(self, reduction: str) -> None:
+        self._reduction = reduction
+        self._pending: list[Record] = []
+        self._square, self._trace, self._weight = 0.0, 0.0, 0.0  # sums over updates, older ones counting less
+
+    def add(
+        self,
+        numbers: Tensor | None = None,
+        reduction: Waitable | None = None,
+        norm: Tensor | None = None,
+        count: float = 0.0,
+    ) -> Record:
+        """An update's record; without numbers it leaves the noise scale as it is."""
+        record = Record(self, numbers, reduction, norm, count)
+        self._pending.append(record)
+        if len(self._pending) > MOST_PENDING:
+            self.fold()
+        return record
+
+    def fold(self, last: Record | None = None) -> None:
+        """Takes what is pending into the averages, up to a record or all, in one wait for the device."""
+        end = len(self._pending) if last is None else 1 + next(i for i, one in enumerate(self._pending) if one is last)
+        pending, self._pending = self._pending[:end], self._pending[end:]
+        rows = iter(_read([one for one in pending if one.numbers is not None]))
+        for record in pending:
+            if record.numbers is not None:
+                record.norms = self._norms(next(rows), record.count)
+                self._average(record.norms)
+            record.scale = self.scale
+            record.of = record.numbers = record.reduction = record.norm = None
+
+    def _norms(self, row: Sequence[float], count: float) -> Norms | None:
+        squares, per_sample, num, large = row
+        if not num:
+            return None
+        divisor = count * count if self._reduction == "sum" else 1.0
+        return Norms(squares / num, per_sample / num, large / divisor, count)
+
+    def _average(self, norms: Norms | None) -> None:
+        found = None if norms is None else norms.split()
+        if found is not None:
+            square, trace = found
+            self._square = KEPT * self._square + square
+            self._trace = KEPT * self._trace + trace
+            self._weight = KEPT * self._weight + 1
+
+    @property
+    def scale(self) -> float | None:
+        """Of the averages as they are: sums of the same weights, so that their ratio is that of unbiased averages."""
+        if not self._weight:
+            return None
+        return max(self._trace, 0.0) / self._square if self._square > 0 else math.inf
+
+    def state(self) -> list[float]:
+        self.fold()
+        return [self._square, self._trace, self._weight]
+
+    def load(self, state: Sequence[float] | None) -> None:
+        self.fold()
+        self._square, self._trace, self._weight = map(float, state or (0.0, 0.0, 0.0))
+
+
 class Noise:
-    """The noise scale of an accumulator's updates, smoothed; the same on all ranks."""
+    """Measures the noise scale of an accumulator's updates; it is the same on all ranks."""
 
     def __init__(
         self,
@@ -172,8 +237,7 @@ class Noise:
             raise ValueError(f"measure_noise=True with {engine.name}, {why}, or leave measure_noise out")
         self._engine, self._parameters, self._scaler = engine, parameters, scaler
         self._reduction = next(iter(reductions.values()))
-        self._pending: list[Record] = []
-        self._square, self._trace, self._weight = 0.0, 0.0, 0.0  # sums over updates, older ones counting less
+        self.averages = Averages(self._reduction)
 
     def early(self) -> Early:
         """For one window."""
@@ -210,61 +274,6 @@ class Noise:
 
     def _factor(self, share: float, count: float) -> float:
         return share if self._reduction == "mean" else share * count
-
-    def add(
-        self,
-        numbers: Tensor | None = None,
-        reduction: Waitable | None = None,
-        norm: Tensor | None = None,
-        count: float = 0.0,
-    ) -> Record:
-        """An update's record; without numbers it leaves the noise scale as it is."""
-        record = Record(self, numbers, reduction, norm, count)
-        self._pending.append(record)
-        if len(self._pending) > MOST_PENDING:
-            self.fold()
-        return record
-
-    def fold(self) -> None:
-        """Takes what is pending into the averages, in one wait for the device."""
-        pending, self._pending = self._pending, []
-        rows = iter(_read([one for one in pending if one.numbers is not None]))
-        for record in pending:
-            if record.numbers is not None:
-                record.norms = self._norms(next(rows), record.count)
-                self._average(record.norms)
-            record.scale = self.scale
-            record.owner = record.numbers = record.reduction = record.norm = None
-
-    def _norms(self, row: Sequence[float], count: float) -> Norms | None:
-        squares, per_sample, num, large = row
-        if not num:
-            return None
-        divisor = count * count if self._reduction == "sum" else 1.0
-        return Norms(squares / num, per_sample / num, large / divisor, count)
-
-    def _average(self, norms: Norms | None) -> None:
-        found = None if norms is None else norms.split()
-        if found is not None:
-            square, trace = found
-            self._square = KEPT * self._square + square
-            self._trace = KEPT * self._trace + trace
-            self._weight = KEPT * self._weight + 1
-
-    @property
-    def scale(self) -> float | None:
-        """Of the averages as they are: sums of the same weights, so that their ratio is that of unbiased averages."""
-        if not self._weight:
-            return None
-        return max(self._trace, 0.0) / self._square if self._square > 0 else math.inf
-
-    def state(self) -> list[float]:
-        self.fold()
-        return [self._square, self._trace, self._weight]
-
-    def load(self, state: Sequence[float] | None) -> None:
-        self.fold()
-        self._square, self._trace, self._weight = map(float, state or (0.0, 0.0, 0.0))
 
 
 def _wide(number: Tensor) -> Tensor:

@@ -114,8 +114,9 @@ class Timeline:
         updates = f"Update {self.first}" if self.first == self.last else f"Updates {self.first} to {self.last}"
         numbers = sorted(set(self.micro_batches))
         each = f"{numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        noun = "micro-batch" if numbers == [1] else "micro-batches"
         ranks = f"{len(self.rows)} ranks" if len(self.rows) > 1 else "1 rank"
-        return f"{updates}: {ranks} with {each} micro-batches each, {self.length:.1f} ms"
+        return f"{updates}: {ranks} with {each} {noun} each, {self.length:.1f} ms"
 
     def __str__(self) -> str:
         found = self.as_dict()
@@ -213,8 +214,9 @@ def _shifted(about: Mapping[str, Any], shift: float) -> dict[str, Any]:
 
 
 def typical(traces: Sequence[Trace]) -> int:
-    """The update of median length among those that all ranks stepped; the first, which warms up, if it is alone."""
+    """The update of median length among those that all ranks stepped at once; the first, which warms up, if alone."""
     lengths: dict[int, list[float]] = defaultdict(list)
+    undone = {one.update for trace in traces for one in trace.spans if one.name == "undone window"}
     for trace in traces:
         for one in trace.spans:
             if one.name == "window" and one.about.get("outcome") == "stepped":
@@ -222,6 +224,7 @@ def typical(traces: Sequence[Trace]) -> int:
     whole = sorted((max(found), update) for update, found in lengths.items() if len(found) == len(traces))
     if len(whole) > 1:
         whole = [one for one in whole if one[1] != min(update for _, update in whole)]
+    whole = [one for one in whole if one[1] not in undone] or whole
     if not whole:
         raise ValueError("the traces hold no update that all ranks stepped; --update names one that is not whole")
     return whole[(len(whole) - 1) // 2][1]
@@ -256,7 +259,7 @@ def cut(traces: Sequence[Trace], first: int, last: int) -> Timeline:
             {
                 (one.update, one.about["micro_batch"])
                 for one in found
-                if "micro_batch" in one.about and one.update in chosen
+                if "micro_batch" in one.about and one.update in chosen and "stand_in" not in one.about
             }
         )
         for found in spans.values()

@@ -229,14 +229,16 @@ class Trace:
 
 class _Watched:
     def __init__(self, work: Waitable, trace: Trace) -> None:
-        self._work, self._trace, self._is_seen = work, trace, False
+        self._work, self._is_seen = work, False
+        self._trace = weakref.ref(trace)  # an `Update` may keep this
         self._update = trace._update
 
     def wait(self) -> Any:
-        if self._is_seen:
+        trace = self._trace()
+        if self._is_seen or trace is None:
             return self._work.wait()
         self._is_seen = True
-        with self._trace.span("waiting", on="the record of the loss", update=self._update):
+        with trace.span("waiting", on="the record of the loss", update=self._update):
             return self._work.wait()
 
 
@@ -308,6 +310,7 @@ class _Device:
         self.pending += [one for one in spans if one[4] is not None]
         found: list[Span] = []
         waiting = []
+        newest: tuple[int, Any] = self._anchor_at, self._anchor
         for one in self.pending:
             name, _, _, about, events = one
             if events is None or not events[1].query():
@@ -315,7 +318,9 @@ class _Device:
                 continue
             began, end = (self._anchor_at + int(1e6 * self._anchor.elapsed_time(event)) for event in events)
             found.append((name, began, end, {k: v for k, v in about.items() if k != "computed"}, None))
+            newest = max(newest, (end, events[1]), key=lambda marked: marked[0])
         self.pending = waiting
+        self._anchor_at, self._anchor = newest  # an elapsed time is a float32, which is coarse after hours
         return found
 
 

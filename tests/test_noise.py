@@ -47,7 +47,7 @@ def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dt
             run(window, batch)
         updates.append(window.step())
     assert accumulator._noise is not None
-    accumulator._noise.fold()
+    accumulator._noise.averages.fold()
     return [update._noise.norms for update in updates]
 
 
@@ -417,7 +417,7 @@ def long_run(updates: int = 400) -> list[float]:
         for x in window:
             window.backward(model(x).mean())
         seen.append(window.step())
-    assert len(accumulator._noise._pending) <= MOST_PENDING  # type: ignore[union-attr]
+    assert len(accumulator._noise.averages._pending) <= MOST_PENDING  # type: ignore[union-attr]
     return [update.noise_scale for update in seen]  # type: ignore[misc]
 
 

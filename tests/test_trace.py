@@ -323,6 +323,40 @@ def test_two_accumulators_want_two_folders(tmp_path):
     make(tmp_path)
 
 
+def lets_go(folder: str) -> tuple[bool, float, float | None]:
+    """Whether the trace goes with its accumulator, though its updates are kept, read or not."""
+    gc.disable()
+    try:
+        model, accumulator = make(folder, measure_noise=True)
+        updates = []
+        for _ in range(2):
+            run(window := accumulator.window(BATCHES), model)
+            updates.append(window.step())
+        loss = updates[0].loss
+        del accumulator, window
+        make(folder)  # else an error: another one writes there
+        return True, loss, updates[1].noise_scale
+    finally:
+        gc.enable()
+
+
+def test_an_update_that_is_kept_keeps_no_trace(ranks, tmp_path):
+    for gone, loss, noise in [lets_go(str(tmp_path / "one")), *ranks(2).run(lets_go, str(tmp_path / "two"))]:
+        assert gone and loss > 0 and noise is not None
+
+
+def unequal(folder: str) -> None:
+    run_ = Run("FSDP2", trace=folder)
+    for index, layout in enumerate([[[1, 2], [2, 1]], [[1, 2, 1], [2]]]):
+        run_.window(layout, index)
+
+
+@pytest.mark.skipif("FSDP2" not in KINDS, reason="not on CPU in torch 2.6")
+def test_what_stands_in_is_no_micro_batch(ranks, tmp_path):
+    ranks(2).run(unequal, str(tmp_path))
+    assert cut(read(tmp_path), 1, 1).micro_batches == (3, 1)
+
+
 def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot be written \(.*\); name a folder that this process may make"):

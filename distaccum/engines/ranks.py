@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..precision import Sum, local
 from ..shares import DistaccumError, Plan
-from ..trace import gathering
+from ..trace import gathering, span
 from ..update import Waitable
 from .base import Engine, Sync
 
@@ -43,7 +43,8 @@ class RanksEngine(Engine):
     def agree(self, row: list[float]) -> list[list[float]]:
         # On the group of the gradients it would meet the collective of a rank that is further on, and be taken for it.
         if self._apart is None:
-            self._apart = new_host_group(self.group)
+            with span(self.trace, "waiting", on="the making of a group"):
+                self._apart = new_host_group(self.group)
         return self._gather(row, self._apart)()
 
     def _gather(self, row: list[float], group: dist.ProcessGroup) -> Callable[[], list[list[float]]]:
