@@ -12,8 +12,9 @@ import re
 import socket
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -35,6 +36,7 @@ from .shares import DistaccumError
 c10d: Any = dist  # whose types do not tell of its stores
 State = Literal["ok", "absent", "wrong"]
 DEVELOPERS = ("bench", "test")  # extras that nobody needs to train
+OF_ENGINES = ("accelerate", "deepspeed")  # packages that ranks must have alike
 OFF = 1e-4  # relative, of a gradient's norm in float32
 SHOWN = {"ok": "ok", "absent": "-", "wrong": "WRONG"}
 
@@ -170,9 +172,11 @@ def packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         return
     names = dict.fromkeys(name for name, _, extra in wanted if extra not in DEVELOPERS and name != "distaccum")
+    sizes = Counter(extra for _, _, extra in wanted)
     for name in names:
         bound = max((bound for other, bound, _ in wanted if other == name), key=_numbers)
-        extra = next(extra for other, _, extra in wanted if other == name and extra not in DEVELOPERS)
+        extras = [extra for other, _, extra in wanted if other == name and extra not in DEVELOPERS]
+        extra = min(extras, key=lambda one: sizes[one])  # which brings the least else
         cure = f"pip install 'distaccum[{extra}]'"
         try:
             version = importlib.metadata.version(name)
@@ -250,7 +254,7 @@ class Launch:
         about = "launcher"
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         texts = {name: environment[name] for name in names if name in environment}
-        values = {name: int(text) for name, text in texts.items() if text.isdigit()}
+        values = {name: int(text) for name, text in texts.items() if _is_whole(text)}
         wrong = [f"{name}={text!r}, expected a whole number" for name, text in texts.items() if name not in values]
         rank, world = values.get("RANK"), values.get("WORLD_SIZE")
         for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("LOCAL_RANK", "RANK")):
@@ -265,13 +269,16 @@ class Launch:
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
             if missing:
                 wrong.append(f"RANK and WORLD_SIZE without {' and '.join(missing)}")
+        if not 1 <= values.get("MASTER_PORT", 1) <= 65535:
+            wrong.append(f"MASTER_PORT={values['MASTER_PORT']}, expected 1 to 65535")
         local = values.get("LOCAL_RANK", 0)
         if wrong:
             cure = "start with torchrun, or unset what is left of another launcher"
             return cls(0, 1, 0, tuple(Finding(about, "variables", one, "wrong", cure) for one in wrong))
         if rank is None or world is None:
-            tasks = {name: environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")}
-            several = [f"{name}={text}" for name, text in tasks.items() if text.isdigit() and int(text) > 1]
+            # A batch script has SLURM_NTASKS too, before srun starts them.
+            tasks = {name: environment.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")}
+            several = [f"{name}={text}" for name, text in tasks.items() if _is_whole(text) and int(text) > 1]
             if several:
                 seen = f"{several[0]} and no RANK: each of these processes would train alone"
                 return cls(
@@ -280,6 +287,10 @@ class Launch:
             return cls(0, 1, 0, (Finding(about, "variables", "none: one process"),))
         seen = f"{world} ranks, at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
         return cls(rank, world, local, (Finding(about, "variables", seen),))
+
+
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10  # int() takes neither ² nor thousands of digits
 
 
 class Job:
@@ -387,9 +398,9 @@ def _refuse_unreachable(launch: Launch, address: str, port: int, timeout: float)
 
 def _about_this_rank(launch: Launch) -> dict[str, Any]:
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
-    for finding in packages():
-        if finding.state != "absent":
-            versions[finding.name] = importlib.metadata.version(finding.name)
+    for name in OF_ENGINES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     kinds = [kind for kind in ("cuda", "xpu") if _has_own(kind, launch.local_rank)]
     return {"host": socket.gethostname(), "versions": versions, "kinds": kinds}
 

@@ -117,7 +117,9 @@ def test_a_rank_that_does_not_come_is_one_sentence_and_status_2():
         ),
         ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK and WORLD_SIZE without MASTER_PORT"),
         ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='one', expected a whole"),
-        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS=4 and no RANK"),
+        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4 and no RANK"),
+        ({"RANK": "²", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='²', expected a whole"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "=99999, expected 1 to 65535"),
     ],
 )
 def test_contradictions_of_the_launcher_are_named(environment, said):
@@ -133,6 +135,16 @@ def test_bounds_are_those_of_the_installed_package():
         requirements()
     ) and 'accelerate>=1.8; extra == "accelerate"' in told
     assert ("torch", "2.6", "") in list(requirements())
+
+
+def test_the_cure_is_the_extra_that_brings_the_least(monkeypatch):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    cures = {one.name: one.cure for one in packages()}
+    assert cures["matplotlib"] == "pip install 'distaccum[plot]'"
+    assert cures["tqdm"] == "pip install 'distaccum[launch]'"
 
 
 def test_without_optional_packages_nothing_is_wrong(monkeypatch):
