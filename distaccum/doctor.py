@@ -30,6 +30,7 @@ from torch.optim import SGD
 from . import __version__
 from .accumulator import Accumulator
 from .engines import Engine, choose_engine, known_engines
+from .forecast import BACKENDS
 from .link import Link, measure
 from .shares import DistaccumError
 
@@ -59,6 +60,7 @@ class Examination:
     hosts: tuple[str, ...]  # of the ranks
     link: Link | None  # between them
     rank: int  # that looked
+    backend: str = "gloo"  # as `distaccum plan` names it
 
     @property
     def is_first(self) -> bool:
@@ -74,16 +76,20 @@ class Examination:
 
     @property
     def plan(self) -> str:
-        """What `distaccum plan` is to be told of the link."""
+        """What `distaccum plan` is to be told of the link, so that it comes back to what was measured.
+
+        Its rates are nominal, of which its backend makes a part; its latency is that of one of a ring's hops.
+        """
         if self.link is None:
             return ""
+        part, hops = BACKENDS[self.backend].reduce, 2 * (len(self.hosts) - 1)
         pairs = self.link.pairs
         apart = [one for one in pairs if len({self.hosts[rank] for rank in one.ranks}) > 1]
         within = [one for one in pairs if one not in apart]
-        words = f"--link-gbit {min(one.slower for one in apart or pairs):.3g}"
+        words = f"--link-gbit {min(one.slower for one in apart or pairs) / part:.3g}"
         if apart and within:
-            words += f" --node-gbit {min(one.slower for one in within):.3g}"
-        return f"{words} --latency-us {max(one.microseconds for one in apart or pairs):.0f}"
+            words += f" --node-gbit {min(one.slower for one in within) / part:.3g}"
+        return f"{words} --latency-us {self.link.all_reduce_microseconds / hops:.3g} --backend {self.backend}"
 
     def as_dict(self) -> dict[str, Any]:
         return {"healthy": self.healthy, **dataclasses.asdict(self), "plan": self.plan}
@@ -130,7 +136,8 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
             findings += [dataclasses.replace(one, name=f"{one.name}, rank {rank}") for one in others]
         abouts = list(dict.fromkeys(one.about for one in findings))
         every = sorted(findings, key=lambda one: abouts.index(one.about))
-        return Examination(tuple(every), tuple(one["host"] for one in job.ranks), link, job.rank)
+        backend = "gloo" if job.kind == "cpu" else "nccl"  # to which xccl is nearest
+        return Examination(tuple(every), tuple(one["host"] for one in job.ranks), link, job.rank, backend)
 
 
 # This machine

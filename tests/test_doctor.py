@@ -18,7 +18,9 @@ from engines import FSDP2_RUNS_ON_CPU
 
 from distaccum import doctor
 from distaccum.cli import main
-from distaccum.doctor import Finding, Launch, packages, requirements
+from distaccum.doctor import Examination, Finding, Launch, packages, requirements
+from distaccum.forecast import BACKENDS
+from distaccum.link import Link, Pair
 
 ROOT = Path(__file__).parent.parent
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -78,7 +80,7 @@ def test_under_torchrun_it_measures_the_link_and_prints_once():
     (pair,) = found["link"]["pairs"]
     assert pair["ranks"] == [0, 1] and all(rate > 0.01 for rate in pair["gbit"]) and pair["microseconds"] > 1
     assert set(found["link"]["all_reduce_gbit"]) <= {str(2**20), str(2**22), str(2**24)}
-    assert re.fullmatch(r"--link-gbit [\d.e+]+ --latency-us \d+", found["plan"])
+    assert re.fullmatch(r"--link-gbit [\d.e+]+ --latency-us [\d.e+]+ --backend gloo", found["plan"])
     seen = {one["name"]: one for one in found["findings"]}
     assert seen["a plain module"]["state"] == "absent" and seen["DistributedDataParallel"]["state"] == "ok"
     assert seen["versions"]["seen"] == "the same on all" and seen["ranks 0 to 1"]["seen"].startswith("on ")
@@ -127,6 +129,20 @@ def test_contradictions_of_the_launcher_are_named(environment, said):
     assert launch.world == 1  # so that the rest is still looked at
     assert all(one.state == "wrong" and one.cure for one in launch.findings)
     assert any(said in one.seen for one in launch.findings)
+
+
+def test_a_batch_script_of_slurm_is_no_contradiction():
+    (finding,) = Launch.from_environment({"SLURM_NTASKS": "4"}).findings
+    assert finding.state == "ok"
+
+
+def test_plan_is_told_what_makes_it_come_back_to_what_was_measured():
+    pairs = tuple(Pair((i, i + 1), gbit, 115.0) for i, gbit in enumerate([(7.56, 8.2), (0.9, 0.956), (20.0, 19.12)]))
+    two = Examination((), ("a", "a"), Link(pairs[:1], 519.0, {}), 0)
+    assert two.plan == "--link-gbit 7.91 --latency-us 260 --backend gloo"
+    assert float(two.plan.split()[1]) * BACKENDS["gloo"].reduce == pytest.approx(7.56, rel=1e-3)
+    four = Examination((), ("a", "a", "b", "b"), Link(pairs, 600.0, {}), 0, "nccl")
+    assert four.plan == "--link-gbit 1 --node-gbit 8.4 --latency-us 100 --backend nccl"
 
 
 def test_bounds_are_those_of_the_installed_package():
@@ -189,4 +205,4 @@ def test_a_link_of_1_gbit_is_measured_as_such(monkeypatch):
     (pair,) = found["link"]["pairs"]
     assert all(0.5 < rate < 1.05 for rate in pair["gbit"]), pair
     assert all(0.3 < rate < 1.05 for rate in found["link"]["all_reduce_gbit"].values())
-    assert 0.5 < float(found["plan"].split()[1]) < 1.05
+    assert 0.5 < float(found["plan"].split()[1]) < 1.1
