@@ -131,7 +131,7 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
         link = measure(job.gather, job.device) if job.world > 1 else None
         findings += engines(job, all_engines)
         wrong = [one for one in findings if one.state == "wrong"]
-        for rank, told in enumerate(job.gather([dataclasses.asdict(one) for one in wrong])):
+        for rank, told in enumerate(job.gather([dataclasses.asdict(one) for one in wrong]) if job.whole else []):
             others = [one for one in (Finding(**one) for one in told) if one not in wrong]
             findings += [dataclasses.replace(one, name=f"{one.name}, rank {rank}") for one in others]
         abouts = list(dict.fromkeys(one.about for one in findings))
@@ -306,6 +306,8 @@ class Job:
     def __init__(self, launch: Launch, store: Any, timeout: float) -> None:
         self.rank, self.world = launch.rank, launch.world
         self._store, self._timeout, self._said = store, timeout, 0
+        self.whole = True  # nobody was lost
+        self._refuse_another_world()
         self.ranks: list[dict[str, Any]] = self.gather(_about_this_rank(launch), "did not come")
         self.kind = _common_kind(self.ranks)
         self.device = torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, launch.local_rank)
@@ -323,17 +325,39 @@ class Job:
             timeout=timedelta(seconds=timeout),
         )
 
-    def gather(self, value: Any, missing: str = "went away") -> list[Any]:
+    def _refuse_another_world(self) -> None:
+        """The first to come says how many they are; else each would wait for its own number of ranks."""
+        mine = f"WORLD_SIZE={self.world} on rank {self.rank}"
+        first = self._store.compare_set("world", "", mine).decode()
+        if first.split()[0] != mine.split()[0]:
+            why = f"{first}, {mine}; give all ranks the same"
+            self._store.set("refused", why)
+            raise DistaccumError(why)
+
+    def gather(self, value: Any, missing: str = "went away", patience: float = 1.0) -> list[Any]:
         """What all ranks say, in their order; by the store, which needs no group."""
+        try:
+            return self._gather(value, missing, patience * self._timeout)
+        except DistaccumError:
+            raise
+        except RuntimeError as error:  # of torch's store
+            raise DistaccumError(
+                f"rank {self.rank} of {self.world} lost the store at MASTER_ADDR ({str(error).splitlines()[0][:200]}); "
+                "look at the output of rank 0, which keeps it, or of torchrun"
+            ) from None
+
+    def _gather(self, value: Any, missing: str, seconds: float) -> list[Any]:
         self._said += 1
         keys = [f"{self._said}/{rank}" for rank in range(self.world)]
         self._store.set(keys[self.rank], json.dumps(value))
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + seconds
         while not self._store.check(keys):
+            if self._store.check(["refused"]):
+                raise DistaccumError(self._store.get("refused").decode())
             if time.monotonic() > until:
                 gone = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise DistaccumError(
-                    f"rank {gone} of {self.world} {missing} within {self._timeout:g} seconds (this is rank {self.rank} "
+                    f"rank {gone} of {self.world} {missing} within {seconds:g} seconds (this is rank {self.rank} "
                     f"on {socket.gethostname()}); look at its own output, whether it was started, and whether it "
                     "reaches MASTER_ADDR; --timeout waits longer"
                 )
@@ -384,7 +408,8 @@ def joined(launch: Launch, timeout: float) -> Iterator[Job]:
         store = c10d.PrefixStore(f"distaccum doctor {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     job = Job(launch, store, timeout)
     yield job
-    job.leave()
+    if job.whole:
+        job.leave()
 
 
 def _refuse_unreachable(launch: Launch, address: str, port: int, timeout: float) -> None:
@@ -433,7 +458,10 @@ def engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
     """Whether a window of each gives the norm of the big batch's gradient here, under each of its policies."""
     about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
     failed = ""
-    for name, wrap, cannot in _trials(job, all_of_them):
+    trials = list(_trials(job, all_of_them))
+    told = job.gather({name: cannot and dataclasses.asdict(cannot) for name, _, cannot in trials})
+    for name, wrap, _ in trials:
+        cannot = _untried_on_any(name, told)  # who tried alone would wait for the others
         if cannot is not None:
             yield dataclasses.replace(cannot, about=about, name=name)
         elif failed:
@@ -443,12 +471,31 @@ def engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
                 seen, wrong = _tried(wrap, job), ""
             except Exception as error:
                 seen, wrong = "", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            all_wrong = [one for one in job.gather(wrong) if one]
+            try:  # who waits within a collective gives up later than who failed before it
+                all_wrong = [one for one in job.gather(wrong, patience=1.5) if one]
+            except DistaccumError as error:
+                job.whole = False
+                yield Finding(about, name, "; ".join(filter(None, [wrong, str(error)])), "wrong")
+                return
             if all_wrong:
                 yield Finding(about, name, all_wrong[0], "wrong", "see Limits in the README, or another version of it")
                 failed = name if job.world > 1 else ""  # ranks may have parted within a collective
             else:
                 yield Finding(about, name, seen)
+
+
+def _untried_on_any(name: str, told: Sequence[Mapping[str, dict[str, Any] | None]]) -> Finding | None:
+    """Of what each rank has told, why this one is tried on none."""
+    unknown = dataclasses.asdict(Finding("", "", "not known", "absent"))
+    reasons = {rank: one.get(name, unknown) for rank, one in enumerate(told)}
+    cannot = {rank: Finding(**why) for rank, why in reasons.items() if why is not None}
+    if not cannot:
+        return None
+    first = next(iter(cannot.values()))
+    alike = [rank for rank, why in cannot.items() if why == first]
+    if len(alike) == len(told):
+        return first
+    return dataclasses.replace(first, seen=f"{first.seen} on rank {', '.join(map(str, alike))}")
 
 
 def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Wrap, Finding | None]]:

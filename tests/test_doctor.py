@@ -10,6 +10,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,39 @@ def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(old_acce
     old = r"WRONG accelerate, rank 1 +1\.7\.3, expected 1\.8 or later; pip install --upgrade 'distaccum\[accelerate"
     assert re.search(old, text) and text.endswith("2 are WRONG, see above\n")
     assert not other
+
+
+def test_what_one_rank_lacks_is_tried_on_none(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nsys.modules['accelerate'] = sys.modules['deepspeed'] = None  # as if they were not installed\n"
+    )
+    lacks = {"PYTHONPATH": str(tmp_path)}
+    processes = [started("--all", "--timeout", "20", environment=one) for one in ranks_of_two({}, lacks)]
+    (text, _), _ = [ended(process) for process in processes]
+    where = " on rank 1" if find_spec("accelerate") else ""
+    assert re.search(rf"- +what Accelerate prepared +accelerate is not installed{where}; pip install", text)
+    assert re.search(r"ok +DistributedDataParallel", text)
+
+
+def test_what_was_found_is_told_though_a_rank_dies_in_a_trial():
+    dies = "import os; from distaccum import cli, doctor; doctor._ddp = lambda *_: os._exit(3); cli.main()"
+    first, second = ranks_of_two({}, {})
+    processes = [
+        started("doctor", "--timeout", "8", environment=one, command=[sys.executable, "-c", code])
+        for one, code in ((first, "import sys; from distaccum import cli; sys.exit(cli.main())"), (second, dies))
+    ]
+    text, _ = ended(processes[0], 1)
+    ended(processes[1], 3)
+    assert re.search(r"ok +torch ", text) and "distaccum plan ... --link-gbit" in text
+    assert re.search(r"WRONG DistributedDataParallel .*rank 1 of 2 went away within 12 seconds", text)
+
+
+def test_ranks_that_disagree_on_their_number_say_so():
+    first, second = ranks_of_two({}, {"WORLD_SIZE": "3"})
+    processes = [started("--timeout", "20", environment=one) for one in (first, second)]
+    errors = [ended(process, 2)[1] for process in processes]
+    assert all(len(one.splitlines()) == 1 for one in errors)
+    assert any("WORLD_SIZE=2 on rank 0" in one and "WORLD_SIZE=3 on rank 1" in one for one in errors)
 
 
 def test_a_rank_that_does_not_come_is_one_sentence_and_status_2():
