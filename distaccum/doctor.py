@@ -12,8 +12,9 @@ import re
 import socket
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -29,12 +30,14 @@ from torch.optim import SGD
 from . import __version__
 from .accumulator import Accumulator
 from .engines import Engine, choose_engine, known_engines
+from .forecast import BACKENDS
 from .link import Link, measure
 from .shares import DistaccumError
 
 c10d: Any = dist  # whose types do not tell of its stores
 State = Literal["ok", "absent", "wrong"]
 DEVELOPERS = ("bench", "test")  # extras that nobody needs to train
+OF_ENGINES = ("accelerate", "deepspeed")  # packages that ranks must have alike
 OFF = 1e-4  # relative, of a gradient's norm in float32
 SHOWN = {"ok": "ok", "absent": "-", "wrong": "WRONG"}
 
@@ -57,6 +60,7 @@ class Examination:
     hosts: tuple[str, ...]  # of the ranks
     link: Link | None  # between them
     rank: int  # that looked
+    backend: str = "gloo"  # as `distaccum plan` names it
 
     @property
     def is_first(self) -> bool:
@@ -72,16 +76,20 @@ class Examination:
 
     @property
     def plan(self) -> str:
-        """What `distaccum plan` is to be told of the link."""
+        """What `distaccum plan` is to be told of the link, so that it comes back to what was measured.
+
+        Its rates are nominal, of which its backend makes a part; its latency is that of one of a ring's hops.
+        """
         if self.link is None:
             return ""
+        part, hops = BACKENDS[self.backend].reduce, 2 * (len(self.hosts) - 1)
         pairs = self.link.pairs
         apart = [one for one in pairs if len({self.hosts[rank] for rank in one.ranks}) > 1]
         within = [one for one in pairs if one not in apart]
-        words = f"--link-gbit {min(one.slower for one in apart or pairs):.3g}"
+        words = f"--link-gbit {min(one.slower for one in apart or pairs) / part:.3g}"
         if apart and within:
-            words += f" --node-gbit {min(one.slower for one in within):.3g}"
-        return f"{words} --latency-us {max(one.microseconds for one in apart or pairs):.0f}"
+            words += f" --node-gbit {min(one.slower for one in within) / part:.3g}"
+        return f"{words} --latency-us {self.link.all_reduce_microseconds / hops:.3g} --backend {self.backend}"
 
     def as_dict(self) -> dict[str, Any]:
         return {"healthy": self.healthy, **dataclasses.asdict(self), "plan": self.plan}
@@ -123,12 +131,13 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
         link = measure(job.gather, job.device) if job.world > 1 else None
         findings += engines(job, all_engines)
         wrong = [one for one in findings if one.state == "wrong"]
-        for rank, told in enumerate(job.gather([dataclasses.asdict(one) for one in wrong])):
+        for rank, told in enumerate(job.gather([dataclasses.asdict(one) for one in wrong]) if job.whole else []):
             others = [one for one in (Finding(**one) for one in told) if one not in wrong]
             findings += [dataclasses.replace(one, name=f"{one.name}, rank {rank}") for one in others]
         abouts = list(dict.fromkeys(one.about for one in findings))
         every = sorted(findings, key=lambda one: abouts.index(one.about))
-        return Examination(tuple(every), tuple(one["host"] for one in job.ranks), link, job.rank)
+        backend = "gloo" if job.kind == "cpu" else "nccl"  # to which xccl is nearest
+        return Examination(tuple(every), tuple(one["host"] for one in job.ranks), link, job.rank, backend)
 
 
 # This machine
@@ -170,9 +179,11 @@ def packages() -> Iterator[Finding]:
     except importlib.metadata.PackageNotFoundError:
         return
     names = dict.fromkeys(name for name, _, extra in wanted if extra not in DEVELOPERS and name != "distaccum")
+    sizes = Counter(extra for _, _, extra in wanted)
     for name in names:
         bound = max((bound for other, bound, _ in wanted if other == name), key=_numbers)
-        extra = next(extra for other, _, extra in wanted if other == name and extra not in DEVELOPERS)
+        extras = [extra for other, _, extra in wanted if other == name and extra not in DEVELOPERS]
+        extra = min(extras, key=lambda one: sizes[one])  # which brings the least else
         cure = f"pip install 'distaccum[{extra}]'"
         try:
             version = importlib.metadata.version(name)
@@ -250,7 +261,7 @@ class Launch:
         about = "launcher"
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
         texts = {name: environment[name] for name in names if name in environment}
-        values = {name: int(text) for name, text in texts.items() if text.isdigit()}
+        values = {name: int(text) for name, text in texts.items() if _is_whole(text)}
         wrong = [f"{name}={text!r}, expected a whole number" for name, text in texts.items() if name not in values]
         rank, world = values.get("RANK"), values.get("WORLD_SIZE")
         for one, other in (("RANK", "WORLD_SIZE"), ("WORLD_SIZE", "RANK"), ("LOCAL_RANK", "RANK")):
@@ -265,13 +276,16 @@ class Launch:
             missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in environment]
             if missing:
                 wrong.append(f"RANK and WORLD_SIZE without {' and '.join(missing)}")
+        if not 1 <= values.get("MASTER_PORT", 1) <= 65535:
+            wrong.append(f"MASTER_PORT={values['MASTER_PORT']}, expected 1 to 65535")
         local = values.get("LOCAL_RANK", 0)
         if wrong:
             cure = "start with torchrun, or unset what is left of another launcher"
             return cls(0, 1, 0, tuple(Finding(about, "variables", one, "wrong", cure) for one in wrong))
         if rank is None or world is None:
-            tasks = {name: environment.get(name, "") for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")}
-            several = [f"{name}={text}" for name, text in tasks.items() if text.isdigit() and int(text) > 1]
+            # A batch script has SLURM_NTASKS too, before srun starts them.
+            tasks = {name: environment.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")}
+            several = [f"{name}={text}" for name, text in tasks.items() if _is_whole(text) and int(text) > 1]
             if several:
                 seen = f"{several[0]} and no RANK: each of these processes would train alone"
                 return cls(
@@ -282,12 +296,18 @@ class Launch:
         return cls(rank, world, local, (Finding(about, "variables", seen),))
 
 
+def _is_whole(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 10  # int() takes neither ² nor thousands of digits
+
+
 class Job:
     """The ranks that came, in a process group."""
 
     def __init__(self, launch: Launch, store: Any, timeout: float) -> None:
         self.rank, self.world = launch.rank, launch.world
         self._store, self._timeout, self._said = store, timeout, 0
+        self.whole = True  # nobody was lost
+        self._refuse_another_world()
         self.ranks: list[dict[str, Any]] = self.gather(_about_this_rank(launch), "did not come")
         self.kind = _common_kind(self.ranks)
         self.device = torch.device("cpu") if self.kind == "cpu" else torch.device(self.kind, launch.local_rank)
@@ -305,17 +325,39 @@ class Job:
             timeout=timedelta(seconds=timeout),
         )
 
-    def gather(self, value: Any, missing: str = "went away") -> list[Any]:
+    def _refuse_another_world(self) -> None:
+        """The first to come says how many they are; else each would wait for its own number of ranks."""
+        mine = f"WORLD_SIZE={self.world} on rank {self.rank}"
+        first = self._store.compare_set("world", "", mine).decode()
+        if first.split()[0] != mine.split()[0]:
+            why = f"{first}, {mine}; give all ranks the same"
+            self._store.set("refused", why)
+            raise DistaccumError(why)
+
+    def gather(self, value: Any, missing: str = "went away", patience: float = 1.0) -> list[Any]:
         """What all ranks say, in their order; by the store, which needs no group."""
+        try:
+            return self._gather(value, missing, patience * self._timeout)
+        except DistaccumError:
+            raise
+        except RuntimeError as error:  # of torch's store
+            raise DistaccumError(
+                f"rank {self.rank} of {self.world} lost the store at MASTER_ADDR ({str(error).splitlines()[0][:200]}); "
+                "look at the output of rank 0, which keeps it, or of torchrun"
+            ) from None
+
+    def _gather(self, value: Any, missing: str, seconds: float) -> list[Any]:
         self._said += 1
         keys = [f"{self._said}/{rank}" for rank in range(self.world)]
         self._store.set(keys[self.rank], json.dumps(value))
-        until = time.monotonic() + self._timeout
+        until = time.monotonic() + seconds
         while not self._store.check(keys):
+            if self._store.check(["refused"]):
+                raise DistaccumError(self._store.get("refused").decode())
             if time.monotonic() > until:
                 gone = ", ".join(str(rank) for rank, key in enumerate(keys) if not self._store.check([key]))
                 raise DistaccumError(
-                    f"rank {gone} of {self.world} {missing} within {self._timeout:g} seconds (this is rank {self.rank} "
+                    f"rank {gone} of {self.world} {missing} within {seconds:g} seconds (this is rank {self.rank} "
                     f"on {socket.gethostname()}); look at its own output, whether it was started, and whether it "
                     "reaches MASTER_ADDR; --timeout waits longer"
                 )
@@ -366,7 +408,8 @@ def joined(launch: Launch, timeout: float) -> Iterator[Job]:
         store = c10d.PrefixStore(f"distaccum doctor {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     job = Job(launch, store, timeout)
     yield job
-    job.leave()
+    if job.whole:
+        job.leave()
 
 
 def _refuse_unreachable(launch: Launch, address: str, port: int, timeout: float) -> None:
@@ -387,9 +430,9 @@ def _refuse_unreachable(launch: Launch, address: str, port: int, timeout: float)
 
 def _about_this_rank(launch: Launch) -> dict[str, Any]:
     versions = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
-    for finding in packages():
-        if finding.state != "absent":
-            versions[finding.name] = importlib.metadata.version(finding.name)
+    for name in OF_ENGINES:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[name] = importlib.metadata.version(name)
     kinds = [kind for kind in ("cuda", "xpu") if _has_own(kind, launch.local_rank)]
     return {"host": socket.gethostname(), "versions": versions, "kinds": kinds}
 
@@ -415,7 +458,10 @@ def engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
     """Whether a window of each gives the norm of the big batch's gradient here, under each of its policies."""
     about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
     failed = ""
-    for name, wrap, cannot in _trials(job, all_of_them):
+    trials = list(_trials(job, all_of_them))
+    told = job.gather({name: cannot and dataclasses.asdict(cannot) for name, _, cannot in trials})
+    for name, wrap, _ in trials:
+        cannot = _untried_on_any(name, told)  # who tried alone would wait for the others
         if cannot is not None:
             yield dataclasses.replace(cannot, about=about, name=name)
         elif failed:
@@ -425,12 +471,31 @@ def engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
                 seen, wrong = _tried(wrap, job), ""
             except Exception as error:
                 seen, wrong = "", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-            all_wrong = [one for one in job.gather(wrong) if one]
+            try:  # who waits within a collective gives up later than who failed before it
+                all_wrong = [one for one in job.gather(wrong, patience=1.5) if one]
+            except DistaccumError as error:
+                job.whole = False
+                yield Finding(about, name, "; ".join(filter(None, [wrong, str(error)])), "wrong")
+                return
             if all_wrong:
                 yield Finding(about, name, all_wrong[0], "wrong", "see Limits in the README, or another version of it")
                 failed = name if job.world > 1 else ""  # ranks may have parted within a collective
             else:
                 yield Finding(about, name, seen)
+
+
+def _untried_on_any(name: str, told: Sequence[Mapping[str, dict[str, Any] | None]]) -> Finding | None:
+    """Of what each rank has told, why this one is tried on none."""
+    unknown = dataclasses.asdict(Finding("", "", "not known", "absent"))
+    reasons = {rank: one.get(name, unknown) for rank, one in enumerate(told)}
+    cannot = {rank: Finding(**why) for rank, why in reasons.items() if why is not None}
+    if not cannot:
+        return None
+    first = next(iter(cannot.values()))
+    alike = [rank for rank, why in cannot.items() if why == first]
+    if len(alike) == len(told):
+        return first
+    return dataclasses.replace(first, seen=f"{first.seen} on rank {', '.join(map(str, alike))}")
 
 
 def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Wrap, Finding | None]]:
