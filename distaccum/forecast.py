@@ -777,24 +777,21 @@ def _table(forecast: Forecast) -> list[str]:
     parameters, link = given["parameters"], given["link"]
     what = f"{parameters:,} parameters, {_bytes(forecast.gradient_bytes)} of gradients, on {given['backend']}"
     lines = [f"sent by each rank ({what})"]
-    heads, cells = ["", "each micro-step", "once", "per update"], []
+    cells = [
+        [row["policy"], *(_bytes(row[f"bytes_{name}"]) for name in ("per_micro_step", "once", "per_update"))]
+        for row in rows
+    ]
+    lines += _aligned([["", "each micro-step", "once", "per update"], *cells])
     timed = any(row["line"] is not None for row in rows)
     if timed:
-        heads += ["s per update", "compute", "exposed", "hidden", "latency", "< 10% from", "< 5% from", "2x wins"]
-    for row in rows:
-        cell = [row["policy"], *(_bytes(row[f"bytes_{name}"]) for name in ("per_micro_step", "once", "per_update"))]
-        if timed:
-            timing, windows = row["timing"] or {}, row["window_for"]
-            names = ("update", "compute", "exposed", "hidden", "latency")
-            cell += [_seconds(timing.get(name)) for name in names]
+        names = ("update", "compute", "exposed", "hidden", "latency")
+        cells = [["", "s per update", *names[1:], "< 10% from", "< 5% from", "2x wins"]]
+        for row in rows:
+            timing, windows, wins = row["timing"] or {}, row["window_for"], row["next_doubling_wins"]
+            cell = [row["policy"], *(_seconds(timing.get(name)) for name in names)]
             cell += ["-" if windows is None else _window(windows[f"{level:.0%}"]) for level in LEVELS]
-            wins = row["next_doubling_wins"]
-            cell.append("-" if wins is None else f"{wins:.1%}")
-        cells.append(cell)
-    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
-    for cell in (heads, *cells):
-        padded = [f"{text:>{width}}" for text, width in zip(cell[1:], widths[1:], strict=True)]
-        lines.append(f"  {cell[0]:<{widths[0]}}  {'  '.join(padded)}".rstrip())
+            cells.append([*cell, "-" if wins is None else f"{wins:.1%}"])
+        lines += ["", "predicted", *_aligned(cells)]
     if timed:
         between, within = given["link_gbit"], given["node_gbit"]
         if given["nodes"] == 1:
@@ -804,13 +801,22 @@ def _table(forecast: Forecast) -> list[str]:
             rate += "" if within is None else f", {within:g} within one"
         of_rate = f"{link['reduce']:.0%} of the rate for reductions and {link['gather']:.0%} for gathers"
         lines += [
-            f"  predicted, {given['micro_step_seconds']:.4g} s per micro-step{rate}",
+            f"  {given['micro_step_seconds']:.4g} s per micro-step{rate}",
             f"  {link['latency'] * 1e6:g} us per hop, {of_rate}",
             f"  ({link['source']})",
             "  exposed: communication that ranks wait for; hidden: under a forward or backward; latency: the part of",
             "  both that is no bytes; < 10% from: the window length from which less than that is exposed, and more",
             "  accumulation stops helping; 2x wins: per sample, by a window twice as long",
         ]
+    return lines
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for name, *others in cells:
+        padded = "  ".join(f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
+        lines.append(f"  {name:<{widths[0]}}  {padded}".rstrip())
     return lines
 
 
