@@ -32,7 +32,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        return self._log.read_text()
+        return self._log.read_text() if self._log.exists() else ""  # killed before it said anything
 
     def poll(self) -> int | None:
         if self._status is None and (status := self._server.ask(wait=self.pid)) is not None:

@@ -366,7 +366,7 @@ def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "
     accumulator = Accumulator(
         model, SGD(model.parameters(), lr=0.0), reduction=reduction, measure_noise=True, sync=sync
     )
-    noise = accumulator._noise
+    noise = accumulator._noise.averages
     assert noise is not None
     splits = []
     for order in permutations(range(5), 4):
