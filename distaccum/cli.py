@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
@@ -69,22 +69,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], **words: str) -> Any:
+    """A subcommand's parser, with what all of them have."""
+    parser = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **words)
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=run)
+    return parser
+
+
 def _add_check(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "check",
+        _check,
         help="is the accumulated gradient of my model, batch and loss that of the big batch, and if not, why",
         description="Runs the batch at once and accumulated, and says how far the gradients are apart, and why.",
         epilog=CHECK,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that gives model, batch and loss_fn")
     parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples per micro-batch")
     parser.add_argument("--steps", type=int, metavar="N", help="micro-batches, in the place of their size")
     parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (default: mean)")
     parser.add_argument("--count", metavar="COUNT", help="samples (the default), tokens:KEY or tokens:KEY:shift")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    parser.set_defaults(run=_check)
 
 
 def _check(given: argparse.Namespace) -> int:
@@ -191,12 +198,13 @@ exit status: 0 planned, 2 it could not be
 
 
 def _add_plan(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "plan",
+        _plan,
         help="steps, cut, bytes, seconds and learning rate of a run that is not started yet",
         description="What a run will do: steps, the exact cut, an epoch's tail, bytes and seconds, and learning rate.",
         epilog=PLAN,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     count = {"metavar": "N"}
     parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
@@ -223,10 +231,7 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--optimizer", choices=get_args(Optimizer), help="sgd or adam (both are told)")
     parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
     parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (mean)")
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
     parser.add_argument("--plot", metavar="FILE", help="a picture (png, svg or pdf) of the seconds")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    parser.set_defaults(run=_plan)
 
 
 def _plan(given: argparse.Namespace) -> int:
@@ -260,18 +265,16 @@ exit status: 0 nothing is wrong, 1 something is, 2 it could not look (a rank did
 
 
 def _add_doctor(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "doctor",
+        _doctor,
         help="what this machine, environment and job can run, and how fast the link between the ranks is",
         description="Looks at software, devices and launcher, tries each engine, and measures the link between ranks.",
         epilog=DOCTOR,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for ranks (60)")
-    parser.add_argument("--json", action="store_true", help="print what was found as JSON")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    parser.set_defaults(run=_doctor)
 
 
 def _doctor(given: argparse.Namespace) -> int:
@@ -299,21 +302,19 @@ exit status: 0 told, and drawn where a file is named; 2 it could not be
 
 
 def _add_timeline(commands: Any) -> None:
-    parser = commands.add_parser(
+    parser = _command(
+        commands,
         "timeline",
+        _timeline,
         help="when each rank computed, when the link was busy, and who waited for whom, as a picture",
         description="Puts the traces of all ranks beside each other, as a table and as a picture.",
         epilog=TIMELINE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="that was given to Accumulator(trace=...)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--update", type=int, metavar="N", help="its index (default: the one of median length)")
     which.add_argument("--updates", metavar="A:B", help="all from A to B")
-    parser.add_argument("--json", action="store_true", help="print the table as JSON")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
-    parser.set_defaults(run=_timeline)
 
 
 def _timeline(given: argparse.Namespace) -> int:

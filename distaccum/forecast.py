@@ -22,6 +22,7 @@ from torch import nn
 
 from .batches import batch_length, cut_batch
 from .memory import Before, free, is_out_of_memory
+from .picture import blank, save
 from .shares import REDUCTIONS, Reduction, even_cut, steps_for, whole_number
 
 Backend = Literal["gloo", "nccl"]
@@ -856,28 +857,20 @@ STYLES = {  # colours that the colour-blind can tell apart, and dashes for those
 
 
 def _plot(forecast: Forecast, path: Path) -> None:
-    if path.suffix not in (".png", ".svg", ".pdf"):
-        raise ValueError(f"the picture {str(path)!r} has no ending that says its kind, expected .png, .svg or .pdf")
     rows = [row for row in forecast.policies if row["line"] is not None]
     if not rows:
         raise ValueError(
             "nothing to draw without seconds; give --ranks, --parameters, --link-gbit, --micro-step-seconds"
         )
-    try:
-        import matplotlib
-    except ImportError:
-        raise RuntimeError("the picture needs matplotlib: pip install distaccum[plot]") from None
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import LogLocator
-
     steps, compute = forecast.steps, forecast.given["micro_step_seconds"]
     bars = [row for row in rows if row["timing"] is not None]
     height = max(4.8, 1.8 + 0.36 * len(rows))
-    figure, panels = pyplot.subplots(
-        1, 2 if bars else 1, figsize=(12 if bars else 7, height), squeeze=False, layout="constrained"
-    )
+    figure = blank(path, 12 if bars else 7, height)
+    panels = figure.subplots(1, 2 if bars else 1, squeeze=False)
     left = panels[0, 0]
+
+    from matplotlib.ticker import LogLocator
+
     longest = max(LONGEST, 2 * (steps or 1))
     lengths = [2**power for power in range(longest.bit_length())]
     for row in (row for row in rows if row["policy"] in STYLES):
@@ -905,9 +898,7 @@ def _plot(forecast: Forecast, path: Path) -> None:
     shape = f"{_num(given['ranks'], 'rank')} on {_num(given['nodes'], 'node')}, {given['backend']}"
     rate = f", {given['link_gbit']:g} Gbit/s" if given["link_gbit"] is not None else ""
     figure.suptitle(f"Predicted: {shape}{rate}, {_bytes(forecast.gradient_bytes)} of gradients", fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _draw_bars(panel: Any, rows: Sequence[Mapping[str, Any]], steps: int | None) -> None:

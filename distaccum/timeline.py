@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import heapq
 import json
-import re
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from .picture import blank, save
 from .trace import DEVICE, HOST, VERSION
 
 COMPUTE = ("forward", "backward")
@@ -366,20 +366,13 @@ HATCH = "#D55E00"
 
 def draw(timeline: Timeline, path: Path, *, title: str | None = None, until: float | None = None) -> None:
     """`until`: milliseconds on the axis, so that two pictures have the same scale."""
-    if not re.fullmatch(r"\.(png|svg|pdf)", path.suffix):
-        raise ValueError(f"--out {path}, expected a .png, .svg or .pdf file")
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise ImportError("a picture takes matplotlib, which is not installed; pip install distaccum[plot]") from error
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-    from matplotlib.patches import Patch
-
     rows = timeline.rows
     several = len(rows) > 1
-    figure, axis = pyplot.subplots(figsize=(11, 1.9 + (0.85 if several else 0.6) * len(rows)), layout="constrained")
+    figure = blank(path, 11, 1.9 + (0.85 if several else 0.6) * len(rows))
+    axis = figure.subplots()
+
+    from matplotlib.patches import Patch
+
     width = until or timeline.length or 1.0
     used: set[str] = set()
     ticks, labels = [], []
@@ -415,9 +408,7 @@ def draw(timeline: Timeline, path: Path, *, title: str | None = None, until: flo
         if kind in used
     ]
     figure.legend(handles=looks, loc="outside lower center", ncols=4, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    save(figure, path)
 
 
 def _label(axis: Any, row: Row, place: int, begin: float, width: float) -> None:

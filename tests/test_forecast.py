@@ -354,7 +354,8 @@ def test_a_mistake_at_the_command_is_one_line_and_status_2(capsys, words, text):
 
 
 def test_a_missing_matplotlib_is_one_sentence_with_the_cure(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ("matplotlib", "matplotlib.figure"):  # which another test may have imported
+        monkeypatch.setitem(sys.modules, name, None)
     assert main(["plan", *RUN.split(), "--plot", "a.png"]) == 2
     assert "pip install distaccum[plot]" in capsys.readouterr().err
 

@@ -420,7 +420,10 @@ def test_timeline_gives_json_and_several_updates(traces, capsys):
         (("halves",), "halves has no trace of rank 1 of 2"),
         (("traces", "--update", "9"), "the traces hold updates 0 to 3, and not update 9"),
         (("traces", "--updates", "3:1"), "--updates 3:1, expected two indices such as 10:12"),
-        (("traces", "--out", "picture.bmp"), "--out picture.bmp, expected a .png, .svg or .pdf file"),
+        (
+            ("traces", "--out", "picture.bmp"),
+            "the picture 'picture.bmp' has no ending that says its kind, expected .png, .svg or .pdf",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(traces, tmp_path, monkeypatch, capsys, words, text):
