@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import islice
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -48,11 +47,21 @@ class Feed:
             return self._state
         return self._loader.state_dict()
 
+    def leave(self, *, drawn_ahead: bool) -> None:
+        """The epoch is broken off: `state` goes on to tell where, whatever else the loader is used for."""
+        self._state, self._iterator = self.at_start if drawn_ahead else self.state(), None
+
     def draw(self, number: int) -> list[Any]:
         """So many micro-batches, or what is left."""
         assert self._iterator is not None
-        drawn = [] if self.exhausted else list(islice(self._iterator, number))  # asked once more, some start anew
-        self.exhausted = len(drawn) < number
+        drawn: list[Any] = []
+        # By next() alone, and not once more after the end: some loaders start anew when asked for an iterator (as
+        # islice and zip ask theirs), or after they have ended.
+        while len(drawn) < number and not self.exhausted:
+            try:
+                drawn.append(next(self._iterator))
+            except StopIteration:
+                self.exhausted = True
         return drawn
 
 
