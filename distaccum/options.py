@@ -17,8 +17,15 @@ def several(name: str, value: Any, needs: str) -> list[Any]:
     """One or several things that have `needs`, as a list; None is none of them."""
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for one in values:
+        if type(one).__module__.startswith("torch.distributed.pipelining"):
+            raise TypeError(
+                f"{name} is a pipeline's {type(one).__name__}, whose schedule runs forward and backward of all "
+                "micro-batches itself, so that no window can; let the schedule accumulate, with its n_microbatches"
+            )
         if not hasattr(one, needs) or isinstance(one, type):
             raise TypeError(f"{name}={one!r} is a {type(one).__name__} without {needs}, expected a {name}")
+    if name != "model" and len({id(one) for one in values}) < len(values):
+        raise ValueError(f"{name} holds the same {type(values[0]).__name__} twice, which would step twice per update")
     if not values and (name == "model" or value is not None):
         raise ValueError(f"{name}={value!r}, expected a {name} or a sequence of them")
     return values
@@ -78,9 +85,11 @@ def positive(name: str, value: float | None) -> float | None:
     return value
 
 
-def dtype_of_sums(name: str, value: Any) -> torch.dtype | None:
-    """A floating dtype in which gradients add up, or are reduced."""
+def dtype_of_sums(value: Any) -> torch.dtype | None:
+    """A floating dtype in which gradients add up."""
     if value is not None and value not in (torch.float32, torch.float64):
-        raise ValueError(f"{name}={value!r}, expected torch.float32 or torch.float64, or None for the parameters' own")
+        raise ValueError(
+            f"accumulate_dtype={value!r}, expected torch.float32 or torch.float64, or None for the parameters' own"
+        )
     dtype: torch.dtype | None = value
     return dtype

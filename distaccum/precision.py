@@ -28,8 +28,11 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[Tensor]
     None of them where there was no gradient to look at.
     """
     found: list[Tensor] = []
+    sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
+    # It sums its flags over ranks, also of one whose shards have no gradient: all take part for each optimizer.
+    waits = sharded is not None and isinstance(scaler, sharded.ShardedGradScaler)
     for optimizer in optimizers:
-        if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
+        if not waits and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             continue  # the scaler would take it for unscaled until the next update() that had something to look at
         try:
             scaler.unscale_(optimizer)
@@ -69,6 +72,28 @@ def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
     if scale is not None and growth is not None:
         factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
         torch._amp_update_scale_(scale, growth, overflows.to(scale.device, torch.float32), *factors)
+
+
+def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
+    """Whether `loss` came out of `scaler.scale()`, or a sum, a quotient or a mean of what did.
+
+    By what its graph has saved. Private: the scale's tensor, which a scaler of another kind may not have, and what a
+    node keeps without unpacking it (torch 2.13; hooks on saved tensors, as of checkpointing, would run else).
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    waiting, seen = [loss.grad_fn], 0
+    while scale is not None and waiting and seen < 16:
+        node, seen = waiting.pop(0), seen + 1
+        name = "" if node is None else node.name()
+        if name == "MulBackward0":
+            kept: Any = getattr(node, "_raw_saved_other", None)
+            # Elsewhere than at the root, unpacking may be a checkpoint's, which would run a forward here.
+            other = kept.data if hasattr(kept, "data") else getattr(node, "_saved_other", None) if seen == 1 else None
+            if isinstance(other, Tensor) and other.device == scale.device and other.data_ptr() == scale.data_ptr():
+                return True
+        if name.startswith(("Mul", "Div", "Add", "Sum", "Mean", "Stack", "Unsqueeze", "ToCopy")):
+            waiting += [following for following, _ in node.next_functions]  # type: ignore[union-attr]  # see above
+    return False
 
 
 def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
@@ -252,7 +277,6 @@ class Sums:
         self._sums: dict[int, Sum] = {}
         self._dtype, self._kept = dtype, kept
         self.phase = Phase.OFF
-        self.rounds = True  # else who reduces takes the sums
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -268,7 +292,12 @@ class Sums:
                 )
             if id(p) not in self._sums and p.requires_grad and (wide := _wider(p, self._dtype)):
                 self._sums[id(p)] = Sum(p, wide)
+                p.register_hook(_before(this, id(p)))  # type: ignore[no-untyped-call]  # torch's
                 p.register_post_accumulate_grad_hook(_into(this))  # type: ignore[no-untyped-call]  # torch's
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a copy, which watches other parameters."""
+        return {**self.__dict__, "_sums": {}}
 
     def of(self, parameter: nn.Parameter) -> Sum | None:
         return self._sums.get(id(parameter))
@@ -288,22 +317,6 @@ class Sums:
             return come
         return one.grad + come if self.phase is Phase.PASS and come is not None else one.grad
 
-    def widened(self, bucket: Any, dtype: torch.dtype) -> Tensor:
-        """DDP's bucket with sums, where there are any, in place of gradients. They are let go."""
-        buffer = bucket.buffer()
-        wide: Tensor = buffer.to(dtype)
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            one = self._sums.get(id(parameter))
-            if self.phase is Phase.ROUND and one is not None and one.grad is not None:
-                # In the bucket DDP keeps a parameter's own order of dimensions (channels_last) where it has no gaps,
-                # which is where a new one of its kind has it too. `bucket.gradients()` do not show it.
-                is_dense = torch.empty_like(parameter, device="meta").stride() == parameter.stride()
-                strides = parameter.stride() if is_dense else gradient.stride()
-                offset = gradient.storage_offset() - buffer.storage_offset()
-                wide.as_strided(parameter.size(), strides, offset).copy_(one.grad)
-                one.grad = None
-        return wide
-
     def take(self, parameter: nn.Parameter) -> None:
         """A gradient has come."""
         one, gradient = self._sums[id(parameter)], parameter.grad
@@ -314,8 +327,11 @@ class Sums:
             self._let_go(parameter)
         elif self.phase is Phase.ROUND and one.grad is not None:
             _add(one, gradient)
-            if self.rounds:
-                self._round(one)
+            self._round(one)
+
+    def show(self, parameter: int) -> None:
+        """No gradient has come, and this backward reduces what .grad shows."""
+        self.round([self._sums[parameter].parameter])
 
     def take_all(self, but: Callable[[nn.Parameter], bool]) -> None:
         """Those that a PASS left."""
@@ -370,6 +386,16 @@ def _into(sums: weakref.ref[Sums]) -> Callable[[Tensor], None]:
 
     take.sums = sums  # type: ignore[attr-defined]  # by which others know it
     return take
+
+
+def _before(sums: weakref.ref[Sums], parameter: int) -> Callable[[Tensor | None], None]:
+    """A hook. A backward that reaches a parameter and gives it no gradient may not run `_into`'s, and runs DDP's."""
+
+    def show(gradient: Tensor | None) -> None:
+        if gradient is None and (known := sums()) is not None and known.phase is Phase.ROUND:
+            known.show(parameter)
+
+    return show
 
 
 @torch.no_grad()

@@ -21,6 +21,10 @@ class DistaccumError(RuntimeError):
     """A broken protocol: what was seen, what was expected, and the cure."""
 
 
+class LostRanksError(DistaccumError):
+    """Other ranks died or did not come, so that they cannot be told of anything."""
+
+
 def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
     """The factor that makes a micro-loss its part of the big batch's loss.
 

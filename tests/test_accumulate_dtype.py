@@ -17,6 +17,7 @@ from counting import Counting
 from engines import FSDP2_RUNS_ON_CPU, import_deepspeed, zero_config
 from problems import CASES, big_batch, error, gradient, make_net, micro_batches_of
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
@@ -332,14 +333,6 @@ def test_another_dtype_is_refused(value):
         Accumulator(model, steps=1, accumulate_dtype=value)
 
 
-def test_reduce_dtype_needs_ranks_and_sums():
-    model = Linear()
-    with pytest.raises(ValueError, match=r"reduce_dtype=torch.float32 with accumulate_dtype=None"):
-        Accumulator(model, steps=1, reduce_dtype=torch.float32)
-    with pytest.raises(ValueError, match=r"reduce_dtype with a plain module, expected DistributedDataParallel"):
-        Accumulator(model, steps=1, reduce_dtype=torch.float32, accumulate_dtype=torch.float32)
-
-
 def test_float32_parameters_can_add_up_in_float64():
     model = Alone(torch.float32)
     accumulator = Accumulator(
@@ -361,19 +354,17 @@ FORMS = {
 }
 
 
-def rounded(parts, reduce_dtype):
-    """Of each rank's exact sum: how DDP averages, in the parameters' dtype or in float32."""
-    if reduce_dtype is not None:
-        return sum(parts).to(torch.bfloat16)
+def rounded(parts):
+    """Of each rank's exact sum: how DDP averages, in the parameters' dtype."""
     return sum(part.to(torch.bfloat16).float() for part in parts).to(torch.bfloat16)
 
 
-def ddp_windows(form, lengths, windows, reduce_dtype, options, with_unused):
+def ddp_windows(form, lengths, windows, with_unused):
     """What each window gave on this rank, whether it was what was expected, and how many reductions it took."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Linear() if with_unused else Alone()
     ddp = DistributedDataParallel(model, **FORMS[form])
-    accumulator, _ = accumulate(ddp, [], reduce_dtype=reduce_dtype, **options)
+    accumulator, _ = accumulate(ddp, [])
     seen = []
     for index in range(windows):
         # `sometimes` is not used by the last micro-batches, and on rank 1 not at all.
@@ -383,31 +374,30 @@ def ddp_windows(form, lengths, windows, reduce_dtype, options, with_unused):
             window = run(accumulator.window(everyone[rank]), ddp)
             large = [size for _, size in count.take() if size >= SIZE]
         exact = [sums(one) if one else (torch.zeros(SIZE), None) for one in everyone]
-        firsts = rounded([first.double() for first, _ in exact], reduce_dtype)
+        firsts = rounded([first.double() for first, _ in exact])
         right = torch.equal(model.always.grad, firsts)
         if with_unused:
             others = [torch.zeros(SIZE).double() if other is None else other for _, other in exact]
-            right &= torch.equal(model.sometimes.grad, rounded(others, reduce_dtype))
+            right &= torch.equal(model.sometimes.grad, rounded(others))
         seen.append((right, len(large), model.always.grad.dtype))
         assert window.step().stepped
     return seen
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("form", [form for form in FORMS if "unused" not in form])
 @pytest.mark.parametrize("lengths", [(50, 50), (50, 30)], ids=["even", "uneven"])
-def test_ddp_reduces_the_rounded_sum_once(ranks, form, lengths, reduce_dtype):
-    for seen in ranks(2).run(ddp_windows, form, lengths, 3, reduce_dtype, {}, False):
+def test_ddp_reduces_the_rounded_sum_once(ranks, form, lengths):
+    for seen in ranks(2).run(ddp_windows, form, lengths, 3, False):
         first = 1 if form == "static" else 0  # whose first backward is reduced by itself, and rounded there
         assert [right for right, *_ in seen[first:]] == [True] * (3 - first)
         assert [large for _, large, _ in seen[1:]] == [1, 1]
         assert seen[0][2] == torch.bfloat16
 
 
-def reductions_of_each_backward(form, reduce_dtype):
+def reductions_of_each_backward(form):
     """Those of the window's second run, and what its end adds."""
     ddp = DistributedDataParallel(Alone(), **FORMS[form])
-    accumulator, _ = accumulate(ddp, [], reduce_dtype=reduce_dtype)
+    accumulator, _ = accumulate(ddp, [])
     run(accumulator.window(data(3)), ddp).step()
     large = []
     with Counting() as count:
@@ -418,25 +408,66 @@ def reductions_of_each_backward(form, reduce_dtype):
         return [*large, sum(size >= SIZE for _, size in count.take())]
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("form", FORMS)
-def test_ddp_reduces_in_the_last_backward_with_which_it_overlaps(ranks, form, reduce_dtype):
-    for large in ranks(2).run(reductions_of_each_backward, form, reduce_dtype):
+def test_ddp_reduces_in_the_last_backward_with_which_it_overlaps(ranks, form):
+    for large in ranks(2).run(reductions_of_each_backward, form):
         assert large == [0, 0, 1, 0]
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("form", ["unused", "unused, views"])
-def test_what_only_some_micro_batches_and_ranks_use_adds_up_in_float32(ranks, form, reduce_dtype):
-    for seen in ranks(2).run(ddp_windows, form, (40, 40), 3, reduce_dtype, {}, True):
+def test_what_only_some_micro_batches_and_ranks_use_adds_up_in_float32(ranks, form):
+    for seen in ranks(2).run(ddp_windows, form, (40, 40), 3, True):
         assert [right for right, *_ in seen] == [True] * 3
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("form", ["plain", "views", "unused"])
-def test_a_dry_rank_averages_sums_by_hand(ranks, form, reduce_dtype):
-    for seen in ranks(2).run(ddp_windows, form, (50, 0), 2, reduce_dtype, {}, False):
+def test_a_dry_rank_averages_sums_by_hand(ranks, form):
+    for seen in ranks(2).run(ddp_windows, form, (50, 0), 2, False):
         assert [right for right, *_ in seen] == [True] * 2
+
+
+class GivesNone(torch.autograd.Function):
+    """What a custom backward may do: no gradient for a weight that took part."""
+
+    @staticmethod
+    def forward(ctx, weight, row, gives):
+        ctx.row = row if gives else None
+        return (weight.float() * row).sum() if gives else row.new_zeros((), requires_grad=True)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None if ctx.row is None else (gradient * ctx.row).to(torch.bfloat16), None, None
+
+
+class Undefined(Linear):
+    def forward(self, rows, gives):
+        return GivesNone.apply(self.always, rows[0], gives) + (self.sometimes.float() * rows[0]).sum()
+
+
+def without_gradients(form, silent, sync):
+    """Of windows in which `always` gets no gradient in the last backward of the ranks in `silent`."""
+    rank = dist.get_rank()
+    model = Undefined()
+    ddp = DistributedDataParallel(model, **FORMS[form])
+    accumulator, _ = accumulate(ddp, [], sync=sync)
+    right = []
+    for _ in range(3):
+        # Small whole numbers: bfloat16 holds their sums.
+        everyone = [[torch.full((1, SIZE), float(n)) for n in numbers] for numbers in ((1, 2, 4), (8, 3, 5))]
+        for i, rows in enumerate(window := accumulator.window(everyone[rank])):
+            window.backward(ddp(rows, gives=i < 2 or rank not in silent))
+        left_out = sum(float(everyone[r][-1][0, 0]) for r in silent)
+        right.append(torch.equal(model.always.grad, torch.full_like(model.always, 23.0 - left_out)))
+        right.append(torch.equal(model.sometimes.grad, torch.full_like(model.sometimes, 23.0)))
+        window.step()
+    return right
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_last_backward_that_gives_a_weight_no_gradient_reduces_its_sum(ranks, form, sync):
+    for silent in [(0,), (0, 1)]:
+        assert ranks(2).run(without_gradients, form, silent, sync) == [[True] * 6] * 2, silent
 
 
 LAYOUTS = [
@@ -498,7 +529,7 @@ def test_reduced_on_each_micro_step_it_adds_up_in_float32_too(ranks, form):
         assert max(errors) <= 2.0**-8
 
 
-def in_another_order(kind, reduce_dtype):
+def in_another_order(kind):
     """Error of gradients that DDP keeps in another order of dimensions than the parameter's."""
     rank = dist.get_rank()
     torch.manual_seed(0)
@@ -509,9 +540,7 @@ def in_another_order(kind, reduce_dtype):
         net[2].weight = nn.Parameter(net[2].weight.detach().t().contiguous().t())
     exact = copy.deepcopy(net).double()
     ddp = DistributedDataParallel(net)
-    accumulator = Accumulator(
-        ddp, SGD(ddp.parameters(), lr=0.0), steps=3, accumulate_dtype=torch.float32, reduce_dtype=reduce_dtype
-    )
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3, accumulate_dtype=torch.float32)
     generator = torch.Generator().manual_seed(1)
     everyone = [[torch.randn(2, 3, 6, 6, generator=generator).bfloat16() for _ in range(3)] for _ in range(2)]
     window = accumulator.window(everyone[rank])
@@ -521,13 +550,12 @@ def in_another_order(kind, reduce_dtype):
     return error(gradient(net), gradient(exact))
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("kind", ["channels last", "transposed"])
-def test_parameters_in_another_order_of_dimensions(ranks, kind, reduce_dtype):
-    assert max(ranks(2).run(in_another_order, kind, reduce_dtype)) <= 0.02
+def test_parameters_in_another_order_of_dimensions(ranks, kind):
+    assert max(ranks(2).run(in_another_order, kind)) <= 0.02
 
 
-def resumed(form, reduce_dtype):
+def resumed(form):
     """`sometimes` is used before the pause alone."""
     rank = dist.get_rank()
     everyone = [data(6, rank=r, rows=lambda i: 1 + (i < 2)) for r in range(2)]
@@ -535,7 +563,7 @@ def resumed(form, reduce_dtype):
     for _ in range(2):
         model = Linear()
         ddp = DistributedDataParallel(model, **FORMS[form])
-        accumulator, _ = accumulate(ddp, [], reduce_dtype=reduce_dtype)
+        accumulator, _ = accumulate(ddp, [])
         if state is not None:
             accumulator.load_state_dict(state)
         window = accumulator.window(everyone[rank])
@@ -546,40 +574,86 @@ def resumed(form, reduce_dtype):
                 break
     exact = zip(*(sums(one) for one in everyone), strict=True)
     found = (model.always.grad, model.sometimes.grad)
-    return [torch.equal(g, rounded(parts, reduce_dtype)) for g, parts in zip(found, exact, strict=True)]
+    return [torch.equal(g, rounded(parts)) for g, parts in zip(found, exact, strict=True)]
 
 
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float32])
 @pytest.mark.parametrize("form", ["unused", "unused, views"])
-def test_what_was_used_before_a_pause_alone_is_reduced_after_it(ranks, form, reduce_dtype):
-    assert ranks(2).run(resumed, form, reduce_dtype) == [[True, True]] * 2
+def test_what_was_used_before_a_pause_alone_is_reduced_after_it(ranks, form):
+    assert ranks(2).run(resumed, form) == [[True, True]] * 2
 
 
-def taken(how):
+def resumed_under(sync, then, lengths):
+    """After each possible pause, with micro-batches of which bfloat16 holds all sums."""
+    rank, right = dist.get_rank(), []
+    everyone = [[torch.full((1, SIZE), 1.0 + i + 4 * r) for i in range(lengths[r])] for r in range(2)]
+    for pause in range(1, min(lengths)):
+        state = None
+        for how in (sync, then):
+            ddp = DistributedDataParallel(Alone())
+            accumulator, _ = accumulate(ddp, [], sync=how)
+            if state is not None:
+                accumulator.load_state_dict(state)
+            for rows in (window := accumulator.window(everyone[rank])):
+                window.backward(ddp(rows))
+                if state is None and window.num_done == pause:
+                    state = accumulator.state_dict()
+                    break
+        exact = sum(float(rows[0, 0]) for one in everyone for rows in one)
+        right.append(torch.equal(ddp.module.always.grad, torch.full((SIZE,), exact, dtype=torch.bfloat16)))
+    return right
+
+
+@pytest.mark.parametrize(("sync", "then"), [("every", "every"), ("last", "every"), ("every", "last")])
+def test_resumed_on_uneven_ranks_reductions_go_on_where_they_were(ranks, sync, then):
+    for lengths in [(3, 3), (4, 3), (2, 4)]:
+        assert all(all(right) for right in ranks(2).run(resumed_under, sync, then, lengths)), lengths
+
+
+def in_float32(_, bucket):
+    """Averages in float32: what a user registers who wants wide reductions."""
+    buffer = bucket.buffer()
+    wide = buffer.float().div_(dist.get_world_size())
+    work = dist.all_reduce(wide, async_op=True)
+    return work.get_future().then(lambda _: buffer.copy_(wide))
+
+
+HOOKS = {"float32": in_float32, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+
+
+def with_hook(name, dtype, sync):
+    """The gradient of windows with 5 micro-batches a rank, and with 3 and 2; how often each reduced."""
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(Alone())
-    if how == "hook":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    ddp = DistributedDataParallel(Alone(dtype))
+    ddp.register_comm_hook(None, HOOKS[name])
+    low = dtype == torch.bfloat16
+    accumulator = Accumulator(
+        ddp,
+        SGD(ddp.parameters(), lr=0.25),
+        reduction="sum",
+        sync=sync,
+        accumulate_dtype=torch.float32 if low else None,
+    )
+    seen = []
+    for lengths in ((5, 5), (5, 5), (3, 2)):
+        everyone = [data(n, rank=r) for r, n in enumerate(lengths)]
+        with Counting() as count:
+            run(window := accumulator.window(everyone[rank]), ddp)
+            large = sum(size >= SIZE for _, size in count.take())
+        parts = [sums(one)[0] for one in everyone]
+        seen.append((error(ddp.module.always.grad, sum(parts)), large))
+        window.step()
+    return seen
 
-        ddp.register_comm_hook(None, allreduce_hook)
-    accumulate(ddp, [], reduce_dtype=torch.float32)
-    accumulator, window = accumulate(ddp, data(10, rank), reduce_dtype=torch.float32)  # anew, on the same DDP
-    run(window, ddp)
-    right = torch.equal(ddp.module.always.grad, sums(data(10, 0) + data(10, 1))[0].to(torch.bfloat16))
-    window.step()
-    del accumulator, window
-    ddp(data(1, rank)[0]).backward()  # without any window: DDP's own mean
-    mean = (data(1, 0)[0][0] + data(1, 1)[0][0]).bfloat16() / 2
-    return right and torch.equal(ddp.module.always.grad, mean)
 
-
-def test_one_accumulator_after_another_reduces_in_float32(ranks):
-    assert ranks(2).run(taken, "anew") == [True, True]
-
-
-def test_reduce_dtype_beside_a_communication_hook_is_refused(ranks):
-    with pytest.raises(AssertionError, match="reduce_dtype with a communication hook on DDP"):
-        ranks(2).run(taken, "hook")
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("float32", torch.bfloat16), ("bf16", torch.float32), ("fp16", torch.float32)]
+)
+def test_a_communication_hook_of_the_users_reduces_in_its_own_dtype(ranks, name, dtype, sync):
+    # Multiples of 1/32 below 16: exact in float16, and in bfloat16 to 8 bits.
+    for seen in ranks(2).run(with_hook, name, dtype, sync):
+        assert max(wrong for wrong, _ in seen) <= (0 if name == "fp16" else 2.0**-8)
+        assert [large for _, large in seen] == ([1, 1, 1] if sync == "last" else [5, 5, 2])
 
 
 def fsdp2(policy, sync, model_dtype=torch.float32, accumulate_dtype=torch.float32):

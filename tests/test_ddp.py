@@ -249,6 +249,7 @@ def test_one_reduction_per_window_however_many_micro_steps(ranks, name):
             if dry:
                 assert sum(map(len, backwards)) == 0
                 assert len(reductions(after, 50)) == 1
+                after = [one for one in after if one[0] != "broadcast_"]  # a rank that runs no forward has those here
                 assert len(after) == 2, "what each rank has, and the reduction"
             else:
                 assert backwards == [[]] * (len(steps) - 1) + [["allreduce_"]]

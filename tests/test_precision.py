@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.accumulator import MOST_SKIPS
@@ -546,3 +547,108 @@ def test_another_user_of_the_scaler_is_heard_too():
         run_window(accumulator.window([{**b, "x": b["x"].float()} for b in BATCHES]), model).step()
         own.zero_grad()
     assert scaler.get_scale() == 2.0**9
+
+
+@pytest.mark.parametrize("count", [2.0**-18, 1.1e6, 2.0**26], ids=["overflows", "subnormal", "underflows"])
+def test_a_share_that_float16_cannot_hold_is_refused(count):
+    model = nn.Linear(1, 1, bias=False)
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=0.1), reduction="sum_to_mean", count=lambda _: count / 3
+    )
+    window = accumulator.window([torch.ones(1, 1)])
+    with pytest.raises(ValueError, match=r"loss in torch.float16, which rounds its share, .* in float32"):
+        for x in window:
+            window.backward(model(x).sum().half())
+    window = accumulator.window([torch.ones(1, 1)])
+    for x in window:
+        window.backward(model(x).sum())
+    assert model.weight.grad.item() == pytest.approx(3 / count, rel=1e-6)
+
+
+def test_a_scaler_lifts_a_share_that_float16_cannot_hold():
+    model = nn.Linear(1, 1, bias=False)
+    scaler = GradScaler("cpu", init_scale=2.0**20)
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=1.0), reduction="sum_to_mean", count=lambda _: 2.0**26, scaler=scaler
+    )
+    before = model.weight.item()
+    window = accumulator.window([torch.ones(1, 1)])
+    with pytest.warns(UserWarning, match="rounds its share"):
+        for x in window:
+            window.backward(model(x).sum().half())
+    assert window.step().stepped
+    assert before - model.weight.item() == pytest.approx(2.0**-26, abs=2.0**-24)
+
+
+@pytest.mark.parametrize("policy", ["ignore", "pool"])
+def test_looking_whether_a_loss_was_scaled_runs_no_checkpointed_forward(policy):
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.gain, self.calls = nn.BatchNorm1d(4), nn.Parameter(torch.ones(4)), 0
+
+        def forward(self, x):
+            self.calls += 1
+            return x + self.norm(x) * self.gain
+
+    def trained(scaler):
+        torch.manual_seed(0)
+        block, first = Block(), nn.Linear(4, 4)
+        model = nn.Sequential(first, block)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, scaler=scaler, batchnorm=policy)
+        for window in accumulator.windows([torch.randn(3, 4) for _ in range(4)]):
+            for x in window:
+                window.backward(checkpoint(block, first(x), use_reentrant=False).mean())
+            window.step()
+        return block
+
+    plain, scaled = trained(None), trained(GradScaler("cpu", init_scale=8.0))
+    assert plain.calls == scaled.calls == 8
+    assert torch.equal(plain.norm.running_mean, scaled.norm.running_mean)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda scaler, loss: scaler.scale(loss),
+        lambda scaler, loss: scaler.scale(loss) / 2,
+        lambda scaler, loss: scaler.scale(loss) + scaler.scale(loss),
+        lambda scaler, loss: scaler.scale(loss.reshape(1)).mean(),
+        lambda scaler, loss: scaler.scale(loss.half()),
+    ],
+    ids=["scaled", "divided", "added up", "a mean", "half"],
+)
+def test_a_loss_that_the_scaler_has_scaled_is_refused(scale):
+    model, scaler, accumulator = scaled()
+    run_window(accumulator.window(BATCHES), model).step()
+    window = accumulator.window(BATCHES)
+    with pytest.raises(ValueError, match=r"scaler.scale\(\) has multiplied"):
+        for micro_batch in window:
+            window.backward(scale(scaler, loss_of(model, micro_batch)))
+
+
+def test_a_loss_that_another_number_has_multiplied_is_none_of_the_scaler_s():
+    model, scaler, accumulator = scaled()
+    other = GradScaler("cpu", init_scale=2.0**10)
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        loss = loss_of(model, micro_batch)
+        window.backward(loss * torch.tensor(2.0**10) / 2.0**10 + other.scale(loss) / 2.0**10 - loss)
+    window.step()
+    assert scaler.get_scale() == 2.0**10
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["", "scaler"])
+def test_weights_that_were_not_finite_before_are_named_and_not_the_data(scaler):
+    model, _, accumulator = (
+        scaled() if scaler else (model := trunk(), None, Accumulator(model, SGD(model.parameters())))
+    )
+    with torch.no_grad():
+        model[0][2].bias[3] = math.nan
+    told = (
+        r"before its first backward already there were weights that are not finite, first in 0.2.bias\), on all "
+        r"ranks alike; nothing was stepped and the window is discarded. Go back to a checkpoint"
+    )
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(DistaccumError, match=told):
+        window.step()

@@ -4,16 +4,17 @@ DDP decides in forward whether its next backward reduces. Here every forward of 
 reduction off, and it is armed right before the backward that shall reduce, with the call that DDP's own
 forward makes. So it does not matter where the caller's forward stands, nor how many backwards follow it.
 
-Three kinds of window do not leave the reduction to DDP's last backward, and are averaged by hand after it (same
-result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a loss term out, and the first window
-of a static graph (whose first backward DDP must see, pytorch#143580).
+Four kinds of window do not leave the reduction to DDP's last backward, and are averaged by hand after it (same
+result, no overlap): a rank has no micro-batch, a rank's last micro-batch leaves a loss term out, the first window of a
+static graph (whose first backward DDP must see, pytorch#143580), and those of several DDPs of which one looks for
+unused parameters.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, final
 
 import torch
@@ -64,15 +65,16 @@ class DDPEngine(RanksEngine):
         self._zeroed: dict[int, Mark] = {}
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
         self._graph_is_torn = False
-        self._found: list[bool] = []  # flags as they were before the window
         self._armed: list[DistributedDataParallel] = []
         self._by_hand: list[nn.Parameter] = []
         self._reduces = False
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
+        # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
+        self._may_part = len(self.wrappers) > 1 and bool(self._searching)
         self._unreduced: list[DistributedDataParallel] = []  # those of them that saw a backward and did not reduce
         self._strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward that was none of a window's
         for wrapper in self.wrappers:
-            wrapper.register_forward_pre_hook(_noting(weakref.ref(self)))
+            wrapper.register_forward_pre_hook(_Noting(self))
         self._early = 0  # backwards to come in this window that reduce and are not the last
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
@@ -82,24 +84,14 @@ class DDPEngine(RanksEngine):
         kept = {id(p) for wrapper in stays for p in self._covered[wrapper].values()}
         self.sums = Sums(parameters, dtype, kept)
 
-    def reduce_in(self, dtype: torch.dtype) -> None:
-        assert self.sums is not None
-        for wrapper in self.wrappers:
-            states: list[Any] = [state for _, state in wrapper._comm_hooks]
-            if any(not isinstance(state, _WideReduction) for state in states):
-                raise ValueError(
-                    "reduce_dtype with a communication hook on DDP, of which there can be one; leave reduce_dtype out, "
-                    "and reduce in that dtype in the hook"
-                )
-            wide = states[0] if states else _WideReduction(self.group)  # of an Accumulator before this one
-            wide.sums, wide.dtype = weakref.ref(self.sums), dtype
-            if not states:
-                # A lambda: DDP takes no hook with annotations that are strings.
-                wrapper.register_comm_hook(wide, lambda state, bucket: state(bucket))
-        self.sums.rounds = False
-
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
+            if wrapper._join_config.enable:  # private, and where a Joinable keeps it
+                raise DistaccumError(
+                    "a window inside DDP's join(), whose collectives would meet the window's; remove join(): ranks may "
+                    "have different numbers of micro-batches without it. It stays on after its block: "
+                    "`with model.join(enable=False): pass` turns it off"
+                )
             frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
             if frozen and not wrapper.find_unused_parameters:
                 raise DistaccumError(
@@ -109,6 +101,14 @@ class DDPEngine(RanksEngine):
                 )
             if sum(p.requires_grad for p in wrapper.parameters()) > len(reduced) - len(frozen):
                 known = {id(parameter) for parameter in reduced.values()}
+                named = wrapper.module.named_parameters()
+                left_out = [name for name, p in named if p.requires_grad and _is_ignored(wrapper, name)]
+                if left_out:
+                    raise DistaccumError(
+                        f"{listed(left_out)} is trained and in _ddp_params_and_buffers_to_ignore, so DDP does not "
+                        "reduce it and ranks may hold copies of it or parts; let DDP reduce it, keep it outside of the "
+                        "wrapped module (it is then averaged over ranks), or freeze it"
+                    )
                 thawed = [n for n, p in wrapper.named_parameters() if p.requires_grad and id(p) not in known]
                 raise DistaccumError(
                     f"{listed(thawed)} is trained but was frozen or absent when DDP wrapped the model, which "
@@ -132,33 +132,42 @@ class DDPEngine(RanksEngine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         for wrapper in self._strays:
             if wrapper not in self._unseen_graphs:
+                _takers(wrapper).keeps_buckets |= wrapper._has_rebuilt_buckets
                 _disarm(wrapper)  # or its next backward would reduce, on the ranks that have one
         self._strays.clear()
         if self.sums is not None:
             self.sums.watch(parameters)
         own = {id(parameter) for reduced in self._covered.values() for parameter in reduced.values()}
-        self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
+        self._by_hand = [p for p in parameters if id(p) not in own]
+        if not all(p.requires_grad for p in self._by_hand):
+            # What is not in the models, as a parameter of the loss, may be frozen here and trained on another rank.
+            models = {id(parameter) for parameter in self.parameters()}
+            self._by_hand = [p for p in self._by_hand if p.requires_grad or id(p) not in models]
         whole = plan.whole if self.sync == "every" else plan.whole_last
         self._early = self.num_early(plan)
-        self._reduces = whole and not plan.some_rank_is_dry and not plan.by_hand and not self._unseen_graphs
+        self._reduces = (
+            whole and not plan.some_rank_is_dry and not plan.by_hand and not self._unseen_graphs and not self._may_part
+        )
         if not self._reduces:
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
             if self._zeroed:
                 # Who takes part must show: a zeroed view of a bucket looks like a gradient.
                 for parameter in self._by_hand:
                     parameter.grad = None
-        self._found = [wrapper.require_backward_grad_sync for wrapper in self.wrappers]
         for wrapper in self.wrappers:
-            wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
-            if plan.some_rank_is_dry or plan.guarded:
-                # A dry rank runs no forward, and one that fails in its first does not end it, so none may communicate:
-                # neither broadcast buffers nor agree on rebuilt buckets (once, in the forward after the first
-                # reduction). Private, as in Join.
-                if wrapper.reducer._rebuild_buckets():
-                    wrapper._has_rebuilt_buckets = True
-                if plan.guarded and wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's
-                    wrapper._sync_buffers()  # type: ignore[no-untyped-call]
-                wrapper.require_forward_param_sync = False
+            self._take(wrapper)
+            # A rank may run fewer forwards than others, none, or not end its first. So none may communicate: neither
+            # broadcast buffers nor agree on rebuilt buckets (once, after the first reduction). Private, as in Join.
+            if wrapper.reducer._rebuild_buckets():
+                wrapper._has_rebuilt_buckets = True
+            if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's
+                wrapper._sync_buffers()  # type: ignore[no-untyped-call]
+            in_forward = wrapper._check_sync_bufs_post_fwd()  # type: ignore[no-untyped-call]  # by a hook of the user's
+            wrapper.require_forward_param_sync = in_forward and not (plan.some_rank_is_dry or plan.guarded)
+
+    def num_laid_out(self) -> int:
+        # Private; where it is missing, no window is known to have done so.
+        return sum(bool(getattr(wrapper, "_has_rebuilt_buckets", False)) for wrapper in self.wrappers)
 
     def will_reduce(self, reduce: bool) -> bool:
         return bool(self._unseen_graphs) or (reduce and self._reduces)
@@ -182,10 +191,9 @@ class DDPEngine(RanksEngine):
 
     def _show_what_is_unreached(self, sums: Sums, losses: Sequence[Tensor]) -> None:
         """DDP reduces the .grad of what this backward does not reach too."""
-        if sums.rounds:
-            earlier = [p for wrapper in self._searching for p in self._covered[wrapper].values() if sums.holds(p)]
-            reached = leaves(losses) if earlier else {}
-            sums.round(p for p in earlier if id(p) not in reached)
+        earlier = [p for wrapper in self._searching for p in self._covered[wrapper].values() if sums.holds(p)]
+        reached = leaves(losses) if earlier else {}
+        sums.round(p for p in earlier if id(p) not in reached)
 
     def _backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
@@ -200,6 +208,7 @@ class DDPEngine(RanksEngine):
                     unseen.append(wrapper)  # was not in this backward (of another part, or model)
                 else:
                     wrapper.require_backward_grad_sync = False
+                wrapper.require_forward_param_sync = False
             self._armed, self._unseen_graphs = [], unseen
         elif reduce and self._reduces:
             before = [self._marks(wrapper) for wrapper in self.wrappers]
@@ -227,7 +236,7 @@ class DDPEngine(RanksEngine):
         ]
         if not earlier:
             return losses, seeds
-        if self.sums is not None and self.sums.rounds:
+        if self.sums is not None:
             self.sums.round(earlier)
         root = _Reach.apply(*earlier)
         return [*losses, root], [*seeds, torch.zeros_like(root)]
@@ -250,7 +259,7 @@ class DDPEngine(RanksEngine):
                     break
         self._armed = [w for w in self.wrappers if any(p.requires_grad for p in self._covered[w].values())]
         for wrapper in self._armed:
-            wrapper.require_backward_grad_sync = wrapper.require_forward_param_sync = True
+            wrapper.require_backward_grad_sync = True
             wrapper.reducer.prepare_for_backward(roots if wrapper in self._searching else [])
         return roots, seeds
 
@@ -264,6 +273,8 @@ class DDPEngine(RanksEngine):
             except RuntimeError as error:
                 raise DistaccumError(self._what_is_missing(wrapper, str(error))) from error
             wrapper.require_backward_grad_sync = False
+            if _takers(wrapper).keeps_buckets:
+                _disarm(wrapper)
             if wrapper not in self._searching and all(
                 _same(mark, now) for mark, now in zip(marks, self._marks(wrapper), strict=True)
             ):
@@ -288,18 +299,10 @@ class DDPEngine(RanksEngine):
         )
 
     def finish(self) -> None:
-        holders: Sequence[Any] = self._by_hand
-        if self.sums is not None and self.sums.rounds:
+        if self.sums is not None:
             self.sums.round()
-        elif self.sums is not None:
-            holders = self.sums.holders(holders)
-        if holders:
-            average_by_hand(holders, self.group, self.host_group, self.divisor, self._is_zeroed)
-        if self.sums is not None and not self.sums.rounds:
-            for parameter, holder in zip(self._by_hand, holders, strict=True):
-                if holder.grad is None:
-                    parameter.grad = None  # not the zeros of a bucket's view
-            self.sums.round()
+        if self._by_hand:
+            average_by_hand(self._by_hand, self.group, self.host_group, self.divisor, self._is_zeroed)
 
     def release(self) -> None:
         if self.sums is not None:
@@ -308,10 +311,27 @@ class DDPEngine(RanksEngine):
         # for used in the next window.
         for wrapper in {*self._armed, *self._unreduced}:
             _disarm(wrapper)
-        for wrapper, found in zip(self.wrappers, self._found, strict=False):
-            wrapper.require_backward_grad_sync = found
-            wrapper.require_forward_param_sync = True
-        self._armed, self._unreduced, self._by_hand, self._found = [], [], [], []
+        for wrapper in self.wrappers:
+            self._give_back(wrapper)
+        self._armed, self._unreduced, self._by_hand = [], [], []
+
+    def _take(self, wrapper: DistributedDataParallel) -> None:
+        """Its forwards do not arm it any more."""
+        takers = _takers(wrapper)
+        if not takers:
+            takers.found = wrapper.require_backward_grad_sync
+        elif wrapper in self._searching:
+            _disarm(wrapper)  # or what another accumulator's open window used would pass for used in this one
+        takers.append(self)
+        wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
+
+    def _give_back(self, wrapper: DistributedDataParallel) -> None:
+        takers = _takers(wrapper)
+        if self in takers:
+            takers.remove(self)
+            if not takers:
+                wrapper.require_backward_grad_sync = takers.found
+                wrapper.require_forward_param_sync = True
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
         holders = self.holders(parameters)
@@ -321,12 +341,19 @@ class DDPEngine(RanksEngine):
 
     def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
         put_gradients(self.holders(parameters), partial["gradients"])
+        self._early = max(0, self._early - partial["done"])
         if self._searching and self._reduces:  # DDP does not know who took part before the state was taken
             self._reduces = False
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return why_tensor_parallel(parameters)
+
+    def hides_parts(self) -> str | None:
+        # Private: how DDP notes what the plain tensor was cut from, when it is given a tensor-parallel module.
+        if any(hasattr(p, "_st_info") for wrapper in self.wrappers for p in wrapper.parameters()):
+            return "over tensor-parallel modules, whose parts it shows as plain tensors"
+        return None
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         if self.sums is not None:
@@ -380,13 +407,16 @@ def _refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
         )
 
 
+def _is_ignored(wrapper: DistributedDataParallel, name: str) -> bool:
+    return (name if "." in name else f".{name}") in wrapper.parameters_to_ignore  # as DDP writes what no submodule has
+
+
 def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in the order of its indices."""
-    ignored = wrapper.parameters_to_ignore
     reduced = {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in wrapper.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        if parameter.requires_grad and not _is_ignored(wrapper, name)
     }
     # DDP fixed its list when it wrapped, and shows of it only how many there are (private; without it, what
     # is frozen late is still found when a reduction stays unfinished).
@@ -400,35 +430,54 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     return reduced
 
 
-def _noting(engine: weakref.ref[DDPEngine]) -> Callable[[Any, Any], None]:
+class _Takers(list[DDPEngine]):
+    """The engines whose windows are open on a wrapper, of which windows may cross; kept on the wrapper itself.
+
+    A copy of the wrapper, or one that is loaded, has none.
+    """
+
+    found = True  # the wrapper's flag before the first of them
+    keeps_buckets = False  # as it has forgotten, on this rank alone, that it rebuilt them, and would ask the others
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def _takers(wrapper: DistributedDataParallel) -> _Takers:
+    takers: _Takers | None = wrapper.__dict__.get("_distaccum_takers")
+    if takers is None:
+        takers = wrapper.__dict__["_distaccum_takers"] = _Takers()
+    return takers
+
+
+class _Noting:
     """A hook, since DDP does not tell whether it is armed. It outlives the engine, and does nothing then."""
 
-    def note(wrapper: DistributedDataParallel, _: Any) -> None:
-        known = engine()
-        if known is not None and wrapper.require_backward_grad_sync and torch.is_grad_enabled():
-            known._strays.add(wrapper)
+    def __init__(self, engine: DDPEngine) -> None:
+        self._engine = weakref.ref(engine)
 
-    return note
+    def __call__(self, wrapper: DistributedDataParallel, _: Any) -> None:
+        engine = self._engine()
+        if engine is not None and wrapper.require_backward_grad_sync and torch.is_grad_enabled():
+            engine._strays.add(wrapper)
+
+    def __reduce__(self) -> Any:
+        """Of a copy of the wrapper: a hook that gives its arguments back, and loads without this package."""
+        engine = self._engine()
+        found = [] if engine is None else [_takers(w).found for w in engine.wrappers if engine in _takers(w)]
+        return (_Restoring, (found[0],)) if found else (getattr, ({}, "get"))
 
 
-class _WideReduction:
-    """A communication hook: averages the sums in a wide dtype, and rounds them into the bucket after that."""
+class _Restoring:
+    """A hook of a copy that was made in a window, where the wrapper's forwards do not arm it: the copy's shall."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self.sums: Callable[[], Sums | None] = lambda: None
-        self.dtype = torch.float32
+    def __init__(self, found: bool) -> None:
+        self._found: bool | None = found
 
-    def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        sums, buffer = self.sums(), bucket.buffer()
-        dtype = torch.promote_types(buffer.dtype, self.dtype)
-        if sums is None or buffer.dtype == dtype:
-            wide = buffer.to(dtype)
-        else:
-            wide = sums.widened(bucket, dtype)
-        work = dist.all_reduce(wide.div_(self._group.size()), group=self._group, async_op=True)
-        future: torch.futures.Future[Tensor] = work.get_future().then(lambda _: buffer.copy_(wide))
-        return future
+    def __call__(self, wrapper: DistributedDataParallel, _: Any) -> None:
+        if self._found is not None:
+            wrapper.require_backward_grad_sync, self._found = self._found, None
+            wrapper.require_forward_param_sync = True
 
 
 class _Reach(torch.autograd.Function):

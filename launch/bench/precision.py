@@ -90,9 +90,6 @@ ROWS: dict[str, tuple[Callable[[torch.dtype], Wrapped], int, torch.dtype, dict[s
     "plain, float16, accumulate_dtype=float32": (plain, 1, torch.float16, {"accumulate_dtype": WIDE}),
     "DDP, bfloat16": (ddp, 2, torch.bfloat16, {}),
     "DDP, bfloat16, accumulate_dtype=float32": (ddp, 2, torch.bfloat16, {"accumulate_dtype": WIDE}),
-    "DDP, bfloat16, the same and reduce_dtype=float32": (
-        ddp, 2, torch.bfloat16, {"accumulate_dtype": WIDE, "reduce_dtype": WIDE},
-    ),
     "DDP, bfloat16, accumulate_dtype=float32, sync='every'": (
         ddp, 2, torch.bfloat16, {"accumulate_dtype": WIDE, "sync": "every"},
     ),
