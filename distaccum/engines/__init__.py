@@ -16,6 +16,7 @@ __all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
 
 # Wrappers that nobody here knows and that would pass for a plain module, by the name of a class and of its package.
 UNKNOWN = {
+    ("DDP", "torch"): "DistributedDataParallel(module) in the place of composable replicate()",
     ("DataParallel", "torch"): "DistributedDataParallel, also for one process per GPU on one machine",
     ("_FabricModule", "lightning"): "the module before fabric.setup, wrapped in DistributedDataParallel or fully_shard",
     ("_FabricModule", "lightning_fabric"): "the module before fabric.setup, wrapped in one of those",
@@ -50,10 +51,29 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
         raise ValueError(
-            f"a plain module in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would "
-            f"drift apart; wrap it in DistributedDataParallel. There are engines for {_listed(engines)}"
+            f"{_what_is_plain(modules)} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks "
+            f"would drift apart; {_cure_of_plain(modules)}. There are engines for {_listed(engines)}"
         )
     return PlainEngine(models, sync)
+
+
+def _what_is_plain(modules: Sequence[nn.Module]) -> str:
+    return "a tensor-parallel module alone" if _is_tensor_parallel(modules) else "a plain module"
+
+
+def _cure_of_plain(modules: Sequence[nn.Module]) -> str:
+    if any(ancestor.__name__ == "LightningModule" for module in modules for ancestor in type(module).__mro__):
+        return "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
+    if _is_tensor_parallel(modules):
+        return (
+            "say which ranks have which data: fully_shard(module, mesh=mesh['data']) with "
+            "init_device_mesh(device, (1, ranks), mesh_dim_names=('data', 'tensor')), where all compute on the same"
+        )
+    return "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"
+
+
+def _is_tensor_parallel(modules: Sequence[nn.Module]) -> bool:
+    return any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters(recurse=False))
 
 
 def known_engines() -> list[type[Engine]]:

@@ -6,6 +6,7 @@ steps; a window tells it when.
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -55,15 +56,17 @@ class Engine(ABC):
     divisor: float = 1  # what the reduction divides by
     num_ranks: int = 1  # of the data-parallel group
     rank: int = 0  # in it
+    world_size: int = 1  # of the whole job, tensor-parallel ranks too
+    global_rank: int = 0  # in it
     in_step: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
     gradients_stay: bool = True  # in .grad of the parameters, from the last backward to step
     judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
     scales: bool = False  # whether the wrapper scales losses, and skips what overflows
     shows_partial: bool = False  # whether it has `partial`
     can_be_cast: bool = False  # whether parameters keep no other form, so that they may be cast and put back
+    gathers: bool = False  # parameters, inside of forward and backward
     hides_parameters: bool = False  # outside of forward, where they are parts that cannot be computed with
     steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
-    says_dtypes: str = "leave it out"  # where its user says in which dtypes it works
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -104,9 +107,9 @@ class Engine(ABC):
         """Gradients shall add up in `dtype` at least; raises where the wrapper adds them up in less."""
         raise ValueError(f"accumulate_dtype with {self.name}, which says nothing of it; leave it out")
 
-    def reduce_in(self, dtype: torch.dtype) -> None:
-        """What adds up in more than the parameters' dtype shall be reduced in `dtype`, and rounded after that."""
-        raise ValueError(f"reduce_dtype with {self.name}, expected DistributedDataParallel; {self.says_dtypes}")
+    def num_laid_out(self) -> int:
+        """Wrappers whose buckets have got their places, which makes one window longer than the others."""
+        return 0
 
     # A window
 
@@ -121,7 +124,7 @@ class Engine(ABC):
 
     @abstractmethod
     def sum_over_ranks(self, values: Tensor) -> Waitable | None:
-        """Starts to sum `values` in place over the ranks."""
+        """Starts to sum `values` in place over the ranks; None: they are summed already."""
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
@@ -168,6 +171,11 @@ class Engine(ABC):
         """
         return losses, seeds
 
+    def whole_loss(self, loss: Any) -> Tensor:
+        """A loss that is a DTensor, as the plain tensor that each of its ranks has of all of them."""
+        whole: Tensor = loss.full_tensor()
+        return whole
+
     def stand_in(self) -> None:
         """From here on this rank only keeps in step: what it uses is no part of the window."""
         return
@@ -208,7 +216,10 @@ class Engine(ABC):
         )
 
     def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        """Goes on with it, after `begin` and in the place of the backwards that made it; all ranks together."""
+        """Goes on with it, after `begin` and in the place of the backwards that made it; all ranks together.
+
+        `partial["done"]` is the number of this rank's micro-batches that went backward.
+        """
         raise DistaccumError(f"{self.name} cannot go on in mid-window; load a state from between two windows")
 
     def refuse_lost_ranks(self, error: RuntimeError) -> None:
@@ -218,6 +229,10 @@ class Engine(ABC):
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None where `leaves` show it."""
         return "whose engine does not say where a rank's own gradient is; give it hides_own() and leaves()"
+
+    def hides_parts(self) -> str | None:
+        """Where parameters that look whole are this rank's parts, so that no norm can be known; None: nowhere."""
+        return None
 
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
         """Where gradients of `parameters` add up on this rank; also within a backward that reduces, when one comes."""
@@ -275,12 +290,61 @@ def refuse_narrower_outside(parameters: Sequence[nn.Parameter], own: set[int], d
     refuse_narrower(named, dtype, "shard it too, or keep it in float32")
 
 
-def gradients_of(holders: Sequence[Any]) -> list[Tensor | None]:
+def on_host(gradient: Tensor | None, parameter: Any) -> Any:
+    """A copy on the host, of a DTensor this rank's part; with its placements where its parameter has others."""
+    if gradient is None:
+        return None
+    kept = local(gradient).detach().to("cpu", copy=True)
+    placements = getattr(gradient, "placements", None)
+    if placements is None or placements == parameter.placements:
+        return kept
+    return [kept, [_as_words(placement) for placement in placements]]
+
+
+def from_host(kept: Any, parameter: Any) -> Tensor:
+    """What `on_host` was given, on the device and the mesh of its parameter."""
+    if isinstance(kept, Tensor):
+        made = torch.empty_like(parameter, dtype=kept.dtype, memory_format=torch.preserve_format)
+        if local(made).shape != kept.shape:
+            raise ValueError(
+                f"the state has a gradient of shape {list(kept.shape)} for a parameter of shape "
+                f"{list(local(made).shape)}; give the same model and number of ranks"
+            )
+        local(made).copy_(kept)
+        return made
+    part, words = kept
+    if not hasattr(parameter, "placements"):
+        raise ValueError("the state has the gradient of a DTensor for a plain parameter; give the same model")
+    kinds: Any = sys.modules["torch.distributed.tensor"]
+    placements = [getattr(kinds, kind)(*arguments) for kind, *arguments in words]
+    gradient: Tensor = kinds.DTensor.from_local(
+        part.to(local(parameter).device),
+        parameter.device_mesh,
+        placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+    return gradient
+
+
+def _as_words(placement: Any) -> list[Any]:
+    kind = type(placement).__name__
+    if kind not in ("Shard", "Replicate", "Partial"):
+        raise DistaccumError(
+            f"state_dict() in mid-window with a gradient placed as {placement}, which cannot be kept; call it between "
+            "two windows, after window.step()"
+        )
+    arguments = {"Shard": "dim", "Partial": "reduce_op"}
+    return [kind, getattr(placement, arguments[kind])] if kind in arguments else [kind]
+
+
+def gradients_of(holders: Sequence[Any]) -> list[Any]:
     """Copies on the host; of a DTensor this rank's part."""
-    return [None if one.grad is None else local(one.grad).detach().to("cpu", copy=True) for one in holders]
+    return [on_host(one.grad, one.parameter if isinstance(one, Sum) else one) for one in holders]
 
 
-def put_gradients(holders: Sequence[Any], gradients: Sequence[Tensor | None]) -> None:
+def put_gradients(holders: Sequence[Any], gradients: Sequence[Any]) -> None:
     """Of parameters, or of the sums of their gradients."""
     if len(gradients) != len(holders):
         raise ValueError(
@@ -290,19 +354,13 @@ def put_gradients(holders: Sequence[Any], gradients: Sequence[Tensor | None]) ->
     for one, gradient in zip(holders, gradients, strict=True):
         parameter: Tensor = one.parameter if isinstance(one, Sum) else one
         wanted = getattr(one, "grad_dtype", None) or one.dtype
-        if gradient is not None and gradient.dtype != wanted:
+        seen = gradient[0] if isinstance(gradient, list) else gradient
+        if seen is not None and seen.dtype != wanted:
             raise ValueError(
-                f"the state has a gradient that adds up in {gradient.dtype} and here it would in {wanted}; give the "
+                f"the state has a gradient that adds up in {seen.dtype} and here it would in {wanted}; give the "
                 "same accumulate_dtype"
             )
-        if gradient is None or gradient.is_sparse:
-            one.grad = None if gradient is None else gradient.to(parameter.device)
-            continue
-        made = torch.empty_like(parameter, dtype=gradient.dtype, memory_format=torch.preserve_format)
-        if local(made).shape != gradient.shape:
-            raise ValueError(
-                f"the state has a gradient of shape {list(gradient.shape)} for a parameter of shape "
-                f"{list(local(made).shape)}; give the same model and number of ranks"
-            )
-        local(made).copy_(gradient)
-        one.grad = made
+        if seen is None or seen.is_sparse:
+            one.grad = None if seen is None else seen.to(parameter.device)
+        else:
+            one.grad = from_host(gradient, parameter)

@@ -27,9 +27,9 @@ from .ranks import RanksEngine, average_by_hand
 class FSDPEngine(RanksEngine):
     name = "FSDP1 (FullyShardedDataParallel)"
     in_step = True
+    gathers = True
     gradients_stay = False  # a rank has those that its shard holds
     hides_parameters = True
-    says_dtypes = "its MixedPrecision(reduce_dtype=...) says in which dtype it reduces"
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -54,6 +54,13 @@ class FSDPEngine(RanksEngine):
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
+        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        for parameter in self.parameters():
+            if id(parameter) not in own and hasattr(parameter, "to_local"):
+                raise ValueError(
+                    f"{self.name_of(parameter)} is a DTensor outside of FSDP1, whose norm does not count it as a part; "
+                    "use fully_shard, which does"
+                )
         self._found: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
@@ -127,6 +134,13 @@ class FSDPEngine(RanksEngine):
                 return "which flattens parameters together that the optimizer has a part of; give it all of them"
         own = {id(p) for handle in self._handles() for p in _managed(handle)}
         return why_tensor_parallel([p for p in parameters if id(p) not in own])
+
+    def hides_parts(self) -> str | None:
+        # Private: how FSDP1 notes what a part of its flat parameter was cut from, in a tensor-parallel module.
+        flat = [handle.flat_param for handle in self._handles()]
+        if any(cut is not None for one in flat for cut in getattr(one, "_param_extensions", None) or ()):
+            return "over tensor-parallel modules, whose parts it flattens into plain tensors"
+        return None
 
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
         wanted = {id(p) for p in parameters}

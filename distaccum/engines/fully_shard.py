@@ -30,7 +30,9 @@ from ..shares import DistaccumError, Plan, listed
 from .base import (
     Leaf,
     Sync,
+    from_host,
     gradients_of,
+    on_host,
     put_gradients,
     refuse_narrower,
     refuse_narrower_outside,
@@ -46,7 +48,7 @@ class FullyShardEngine(RanksEngine):
     name = "FSDP2 (fully_shard)"
     shows_partial = True
     in_step = True
-    says_dtypes = "its MixedPrecisionPolicy(reduce_dtype=...) says in which dtype it reduces"
+    gathers = True
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -75,6 +77,15 @@ class FullyShardEngine(RanksEngine):
         self._found: list[_Flags] = []
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
+        self._parts = self.refuse_unknown_parts([p for p in self.parameters() if id(p) not in self._own()])
+        if self._parts:  # whose forwards wait for all ranks; with "gathered" each would run as many as it has
+            self.policies = tuple(policy for policy in self.policies if policy != "gathered")
+            if sync == "gathered":
+                raise ValueError(
+                    f"sync='gathered' with {listed(list(map(self.name_of, self._parts)))}, cut over the data-parallel "
+                    "ranks outside of fully_shard: forwards wait for all ranks, and each rank would run as many as it "
+                    "has micro-batches; use 'last' or 'every'"
+                )
         self._reduces = True  # in backward; else by hand, after the last
         self._stands_in = False
         self._unused: list[Any] = []  # FSDP's parameters without a gradient in this window, on this rank
@@ -97,6 +108,9 @@ class FullyShardEngine(RanksEngine):
         gathered = {id(getattr(p, "_unsharded_param", None)) for group in self._groups for p in group.fsdp_params}
         return list({id(p): p for p in [*super().parameters(), *shards] if id(p) not in gathered}.values())
 
+    def _own(self) -> set[int]:
+        return {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
         low = {_adds_up_in(g, p, self.sync): _name(p) for g in self._groups for p in g.fsdp_params if _is_trained(p)}
         refuse_narrower(
@@ -108,15 +122,15 @@ class FullyShardEngine(RanksEngine):
                 ", and keep the parameters themselves in float32, in whose dtype shards add up" * (self.sync == "every")
             ),
         )
-        own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
-        refuse_narrower_outside(parameters, own, dtype)
+        refuse_narrower_outside(parameters, self._own(), dtype)
 
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
         self._policy = "gathered" if plan.by_hand and "gathered" in self.policies else self.sync
-        if not plan.whole and self._policy != "gathered" and len(self._groups) > 1 and self.num_ranks > 1:
+        communicates = len(self._groups) > 1 or bool(self._parts)  # within forward and backward, besides the root
+        if not plan.whole and self._policy != "gathered" and communicates and self.num_ranks > 1:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
                 "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
@@ -131,8 +145,9 @@ class FullyShardEngine(RanksEngine):
         return max(plan.kept) - 1 if self._policy == "every" else 0
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        own = self._own()
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
+        self.refuse_unknown_parts(self._by_hand)  # a loss's own too
         self._unused = [p for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
         self._reduces = not plan.by_hand and (plan.whole_last if self._policy in ("last", "gathered") else plan.whole)
         self._found = [_Flags.of(state, group) for state in self._states for group in _groups(state)]
@@ -144,6 +159,11 @@ class FullyShardEngine(RanksEngine):
                 # check came to torch, zeros of another dtype than their neighbours' were an error of their own
                 # (pytorch#196996), so there it is left to the user.
                 group.reduce_scatter_unused_params = True
+        may_be_uneven = plan.uneven or max(plan.kept) == 1  # streaming, only the first is known
+        if self._policy == "gathered" and may_be_uneven and not all(map(_always_reduces, self._groups)):
+            # A module that a micro-step enters twice ends twice in backward. The first time its gradients have not
+            # come, and FSDP2 reduces what earlier micro-steps left, on those ranks that had some.
+            self._reduces = False
         self._is_open, self._stands_in = True, False
         if plan.guarded and self._policy == "gathered":
             self._gather_parameters()
@@ -185,7 +205,7 @@ class FullyShardEngine(RanksEngine):
         return [one for one in gathered if one is not None]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        own = {id(p.sharded_param) for group in self._groups for p in group.fsdp_params}
+        own = self._own()
         gathered = [getattr(p, "_unsharded_param", None) for group in self._groups for p in group.fsdp_params]
         if any(getattr(p, "is_dtensor", False) for group in self._groups for p in group.fsdp_params):
             return why_tensor_parallel([*gathered, self._groups[0].fsdp_params[0].sharded_param])
@@ -231,8 +251,8 @@ class FullyShardEngine(RanksEngine):
         unused = {id(p) for p in self._unused}
         return {
             "gradients": gradients_of(parameters),
-            "unsharded": [_on_host(_unsharded_gradient(p)) for p in everyone],
-            "not yet over replicas": [_on_host(group._partial_reduce_output) for group in self._groups],
+            "unsharded": [on_host(_unsharded_gradient(p), getattr(p, "_unsharded_param", None)) for p in everyone],
+            "not yet over replicas": [on_host(group._partial_reduce_output, None) for group in self._groups],
             "places in it": [_layout(group).get(p) for group in self._groups for p in group.fsdp_params],
             "unused": [id(p) in unused for p in everyone],
         }
@@ -488,6 +508,11 @@ def _zeros_can_be_made(group: Any) -> bool:
     return all(p.mp_policy.reduce_dtype or p.sharded_param.grad_dtype is not None for p in group.fsdp_params)
 
 
+def _always_reduces(group: Any) -> bool:
+    """Zeros too, where there is no gradient."""
+    return bool(getattr(group, "reduce_scatter_unused_params", False))
+
+
 def _unsharded_gradient(parameter: Any) -> Tensor | None:
     kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)  # up to torch 2.13
     if kept is None:
@@ -505,13 +530,12 @@ def _standing(parameter: Any) -> Tensor | None:
     return kept + come
 
 
-def _put_unsharded_gradient(parameter: Any, gradient: Tensor | None) -> None:
+def _put_unsharded_gradient(parameter: Any, gradient: Any) -> None:
     """In mid-window, where torch keeps it: to 2.13 beside the parameter if it adds up in another dtype."""
     if gradient is None:
         return
     gathered = parameter._unsharded_param
-    made = torch.empty_like(gathered, dtype=gradient.dtype)
-    local(made).copy_(gradient)
+    made = from_host(gradient, gathered)
     if made.dtype != gathered.dtype and not hasattr(type(parameter), "unsharded_accumulated_grad"):
         parameter.unsharded_accumulated_grad = made
     else:
@@ -522,10 +546,6 @@ def _layout(group: Any) -> dict[Any, Any]:
     """Where parameters are in what waits for the all-reduce over replicas; before torch 2.15 it is not kept."""
     layout: dict[Any, Any] = getattr(group, "_partial_reduce_output_layout", {})
     return layout
-
-
-def _on_host(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else local(tensor).detach().to("cpu", copy=True)
 
 
 def _when_used(parameter: Any, seen: set[int]) -> Any:

@@ -1,0 +1,238 @@
+"""Parameters of which each rank holds a part of its own: beside fully_shard, FSDP1 and DDP."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, full
+from problems import error, gradient
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator
+
+pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+
+
+class Experts(nn.Module):
+    """Two rows for each of two ranks, of which every sample needs all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.inner = nn.Linear(4, 4)
+        self.table = nn.Parameter(torch.randn(4, 4))
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        table: Any = self.table
+        if hasattr(table, "redistribute"):  # backward sums over ranks, and each keeps its own rows
+            table = table.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return self.inner(x) @ table.T
+
+
+def wrapped(how: str, placement: Any) -> Experts:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+    net = Experts()
+    net.table = nn.Parameter(distribute_tensor(net.table.detach(), mesh, [placement]))
+    if how == "ignored_params":
+        return fully_shard(net, mesh=mesh, ignored_params={net.table})
+    if how == "a part":
+        fully_shard(net.inner, mesh=mesh)
+    else:
+        net.inner = FullyShardedDataParallel(net.inner, use_orig_params=True, device_id=torch.device("cpu"))
+    return net
+
+
+def batches_of(rank: int, turn: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(10 * turn + rank)
+    sizes = [[[2, 1, 3], [2]], [[1], [4, 1]], [[2, 3], []]][turn][rank]
+    return [torch.randn(size, 4, dtype=torch.float64, generator=generator) for size in sizes]
+
+
+def experts(how: str, sync: str) -> Any:
+    model = wrapped(how, Shard(0))
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync, max_norm=100.0)
+    seen = []
+    for turn in range(3):
+        window = accumulator.window(batches_of(dist.get_rank(), turn))
+        for x in window:
+            window.backward(model(x).square().mean())
+        plain = Experts()
+        plain(torch.cat(batches_of(0, turn) + batches_of(1, turn))).square().mean().backward()
+        exact = gradient(plain)
+        wrong = error(full(model.table.grad).flatten(), plain.table.grad.flatten())
+        update = window.step()
+        seen.append((wrong, abs(update.grad_norm - exact.norm().item())))
+    return seen
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("how", ["ignored_params", "a part"])
+def test_a_parameter_that_is_cut_over_data_parallel_ranks_is_exact_outside_of_fully_shard(ranks, how, sync):
+    for seen in ranks(2).run(experts, how, sync):
+        for wrong, norm in seen:
+            assert wrong <= 1e-10 and norm <= 1e-10
+
+
+def refused() -> list[str]:
+    said = []
+    for how, placement, sync in [
+        ("a part", Replicate(), "last"),
+        ("a part", Shard(0), "gathered"),
+        ("FSDP1", Shard(0), "last"),
+    ]:
+        model = wrapped(how, placement)
+        try:
+            Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_dtensor_outside_of_the_wrapper_whose_gradient_cannot_be_known_is_refused(ranks):
+    for replicated, gathered, fsdp1 in ranks(2).run(refused):
+        assert "table is a DTensor outside of FSDP2" in replicated and "Place it as Shard over all" in replicated
+        assert "with table, cut over the data-parallel ranks" in gathered
+        assert "table is a DTensor outside of FSDP1" in fsdp1 and "use fully_shard" in fsdp1
+
+
+class Wide(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.two(torch.tanh(self.one(x)))
+
+
+def loss_as_dtensor(kind: str) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
+
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    placement = Replicate() if kind == "replicated" else Shard(-1)
+    plan = {
+        "one": ColwiseParallel(output_layouts=Replicate()),
+        "two": ColwiseParallel(output_layouts=placement, use_local_output=False),
+    }
+    model = parallelize_module(Wide(), mesh["tensor"], plan)
+    fully_shard(model, mesh=mesh["data"])
+
+    def criterion(outputs: Any) -> Tensor:
+        if kind == "loss_parallel":
+            return nn.functional.cross_entropy(outputs, torch.arange(len(outputs)) % 4)
+        return outputs.square().mean()
+
+    data = [torch.randn(size, 4, dtype=torch.float64) for size in (2, 4)]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), max_norm=100.0)
+    window = accumulator.window(data)
+    with loss_parallel():
+        for x in window:
+            loss = criterion(model(x))
+            kinds = [str(placement) for placement in loss.placements]
+            window.backward(loss)
+    plain = Wide()
+    shares = [len(x) / 6 for x in data]
+    exact = sum(share * criterion(plain(x)) for share, x in zip(shares, data, strict=True))
+    exact.backward()
+    seen = torch.cat([full(p.grad).flatten() for p in model.parameters()])
+    update = window.step()
+    return kinds, error(seen, gradient(plain)), abs(update.loss - exact.item())
+
+
+@pytest.mark.parametrize(("kind", "placed"), [("loss_parallel", "R"), ("replicated", "R"), ("sharded", "P(avg)")])
+def test_a_loss_that_is_a_dtensor_is_taken_over_all_its_ranks(ranks, kind, placed):
+    for kinds, wrong, loss in ranks(2).run(loss_as_dtensor, kind):
+        assert kinds == [placed] and wrong <= 1e-10 and loss <= 1e-10
+
+
+def loss_over_data_ranks() -> str:
+    model = wrapped("a part", Shard(0))
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False))
+    window = accumulator.window([torch.ones(2, 4, dtype=torch.float64)])
+    try:
+        for x in window:
+            window.backward(DTensor.from_local(model(x), model.table.device_mesh, [Shard(0)]).square().mean())
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_loss_over_the_data_parallel_ranks_is_refused(ranks):
+    for said in ranks(2).run(loss_over_data_ranks):
+        assert "a DTensor over the data-parallel ranks [0, 1]" in said and "take the loss of local outputs" in said
+
+
+def looks_at_hidden_parts(how: str) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    net = parallelize_module(Wide(), mesh["tensor"], {"one": ColwiseParallel(), "two": RowwiseParallel()})
+    model: Any
+    if how == "DDP":
+        model = DistributedDataParallel(net, device_mesh=mesh["data"])
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it tells that one rank is not cut
+            model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
+    optimizer = SGD(model.parameters(), lr=0.0)
+    said = []
+    for options in ({}, {"max_norm": 1.0, "on_nonfinite": "ignore"}, {"measure_noise": True, "on_nonfinite": "ignore"}):
+        try:
+            Accumulator(model, optimizer, **options)
+            said.append("nothing")
+        except ValueError as error:
+            said.append(str(error))
+    accumulator = Accumulator(model, optimizer, on_nonfinite="ignore")
+    window = accumulator.window([torch.ones(2, 4, dtype=torch.float64)] * 2)
+    for x in window:
+        window.backward(model(x).square().mean())
+    return said, window.step().stepped
+
+
+@pytest.mark.parametrize("how", ["DDP", "FSDP1"])
+def test_what_looks_at_the_gradient_is_refused_where_parts_look_whole(ranks, how):
+    for (finite, norm, noise), stepped in ranks(2).run(looks_at_hidden_parts, how):
+        assert finite.startswith("on_nonfinite='raise' with") and "over tensor-parallel modules" in finite
+        assert norm.startswith("max_norm=1.0 with") and noise.startswith("measure_noise with")
+        assert all("leave these out, with on_nonfinite='ignore'" in said for said in (finite, norm, noise))
+        assert stepped
+
+
+def scaled_with_shards() -> Any:
+    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
+    parts = [list(model.parameters())[:2], list(model.parameters())[2:]]
+    scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
+    accumulator = Accumulator(model, [SGD(part, lr=0.1) for part in parts], scaler=scaler, on_nonfinite="skip")
+    seen = []
+    for turn in range(3):
+        window = accumulator.window([torch.randn(2, 8)] * 2)
+        for x in window:
+            window.backward(model(x).square().mean())
+        here = [[p.grad for p in part if p.grad is not None and p.grad.numel()] for part in parts]
+        if turn == 1 and here[1]:  # on the rank that has a gradient of the second optimizer
+            here[1][0].fill_(math.inf)
+        seen.append((all(here), window.step().stepped, scaler.get_scale()))
+    return seen
+
+
+def test_a_sharded_scaler_looks_at_an_optimizer_without_gradients_on_one_rank(ranks):
+    first, second = ranks(2).run(scaled_with_shards, seconds=30)
+    assert {has for has, _, _ in first + second} == {True, False}
+    assert [told[1:] for told in first] == [told[1:] for told in second] == [(True, 8.0), (False, 4.0), (True, 4.0)]
