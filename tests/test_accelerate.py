@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -69,9 +71,11 @@ def prepared(given: bool) -> Any:
         schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
         model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
         found = state_of(accelerator)
-        accumulator = Accumulator(
-            model, optimizer, scheduler=schedule, accelerator=accelerator if given else None, max_norm=100.0
-        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that Accelerate would step the schedule more often
+            accumulator = Accumulator(
+                model, optimizer, scheduler=schedule, accelerator=accelerator if given else None, max_norm=100.0
+            )
         for index, layout in enumerate(UNEVEN if world > 1 else UNEVEN[:1]):
             reference = make_net()
             del reference.router
@@ -96,6 +100,41 @@ def test_windows_are_exact_and_the_schedule_counts_updates(ranks, given):
     for seen in ranks(2).run(prepared, given):
         assert [lr for _, lr in seen] == [0.5, 0.25, 0.5 / 3]  # not one step per process
         assert max(wrong for wrong, _ in seen) <= 1e-10
+
+
+def said_of_a_schedule(split_batches: bool, is_prepared: bool = True, **options: Any) -> list[str]:
+    from accelerate import DataLoaderConfiguration
+
+    with accelerators() as make, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        accelerator = make(dataloader_config=DataLoaderConfiguration(split_batches=split_batches), **options)
+        net = make_net_without_router()
+        optimizer = SGD(net.parameters(), lr=0.5)
+        schedule: Any = LambdaLR(optimizer, lambda update: 1.0)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        schedule = accelerator.prepare(schedule) if is_prepared else schedule
+        said.clear()
+        Accumulator(net, optimizer, scheduler=schedule, accelerator=accelerator)
+    return [str(one.message) for one in said]
+
+
+def schedules() -> list[list[str]]:
+    unlinked = {"step_scheduler_with_optimizer": False}
+    return [
+        said_of_a_schedule(False),
+        said_of_a_schedule(True),
+        said_of_a_schedule(False, **unlinked),
+        said_of_a_schedule(False, is_prepared=False),
+    ]
+
+
+def test_a_schedule_that_accelerate_stepped_once_per_process_is_told_by_how_much_it_is_too_long(ranks):
+    (told, *silent), on_rank_1 = ranks(2).run(schedules)
+    assert len(told) == 1
+    assert "2 times per update" in told[0] and "divide the lengths that were meant for Accelerate" in told[0]
+    assert told[0].partition("(warm-up, total) ")[2].startswith("by 2")
+    assert not any(silent) and not any(on_rank_1)
+    assert said_of_a_schedule(False) == []
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
@@ -223,6 +262,61 @@ def test_evaluation_and_break_leave_the_singleton_as_found(ranks):
         assert counts == [12, 12, 4]
 
 
+def saved_by_accelerate(folder: str) -> Any:
+    def refused(save: Any) -> str:
+        try:
+            save(folder)
+        except DistaccumError as error:
+            return str(error)
+        return "nothing was raised"
+
+    class Loader(list):
+        def state_dict(self) -> dict[str, int]:
+            return {"at": 0}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            pass
+
+    with accelerators() as make:
+        accelerator = make()
+        net = make_net_without_router()
+        net, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=1.0))
+        accumulator = Accumulator(net, optimizer, steps=2, accelerator=accelerator)
+        accelerator.register_for_checkpointing(accumulator)
+        said = [refused(accelerator.save_state)]  # nothing of a rank's own
+        for loader in (batches(dist.get_rank(), [1, 2, 3, 4]), Loader(batches(dist.get_rank(), [1, 2]))):
+            for window in accumulator.windows(loader):
+                before = weights(net)
+                for i, batch in enumerate(window):
+                    window.backward(sample_loss(net, batch))
+                    if i == 0:
+                        said.append(refused(accelerator.save_state))
+                window.step()
+                said.append(refused(accelerator.save_state))
+        everything = [b for r in range(2) for b in batches(r, [1, 2])]
+        reference = make_net_without_router()
+        torch.nn.utils.vector_to_parameters(before, reference.parameters())
+        sample_loss(reference, {"x": torch.cat([b["x"] for b in everything])}).backward()
+        wrong = error(before - weights(net), gradient(reference))
+        accelerator.load_state(folder)
+        index = accumulator.index
+        del window, accumulator, loader
+        accelerator._custom_objects.clear()
+        return said, wrong, index, len(accelerator._save_model_state_pre_hook)
+
+
+def test_save_state_is_refused_where_it_would_keep_rank_0s_part_alone(ranks):
+    with tempfile.TemporaryDirectory() as folder:
+        for said, wrong, index, hooks in ranks(2).run(saved_by_accelerate, folder):
+            free, alone = "nothing was raised", "save accumulator.state_dict() on each rank, to a file of its own"
+            # Before all; in each window and after it; and the same of a loader that says where it stands.
+            assert [alone in one for one in said] == [False, True, False, True, False, True, True]
+            assert said[0] == free
+            assert wrong <= 1e-10, "the window went on"
+            assert index == 2, "what was saved last"
+            assert hooks == 0, "nothing is left of an Accumulator that is gone"
+
+
 def fsdp2_of_accelerate() -> Any:
     """Accelerate chooses FSDP for accelerators alone; told that this job has some, it does so on CPU too."""
     from accelerate import FullyShardedDataParallelPlugin, PartialState
@@ -283,7 +377,10 @@ def deepspeed_of_accelerate(stage: int) -> Any:
         optimizer = SGD(net.parameters(), lr=1.0)
         schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
         engine, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
-        accumulator = Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
+        with warnings.catch_warnings(record=True) as said:  # Accelerate steps a schedule of torch itself
+            warnings.simplefilter("always")
+            accumulator = Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
+        assert [str(one.message)[:30] for one in said] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)
         seen = []
         for index, layout in enumerate(UNEVEN[:2]):
             before, lr = zero_weights(engine), schedule.get_last_lr()[0]

@@ -429,3 +429,181 @@ def summed(stage: int) -> float:
 @pytest.mark.parametrize("stage", range(3))
 def test_an_engine_that_sums_over_ranks_is_exact(ranks, stage):
     assert max(ranks(2).run(summed, stage)) <= 1e-5
+
+
+class Branches(nn.Module):
+    """`two` and `three` are for some micro-batches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        hidden = self.one(x)
+        hidden = self.two(hidden) if "2" in used else hidden
+        return hidden + self.three(hidden) if "3" in used else hidden
+
+
+# What each micro-batch uses, by rank, and how a window that is not stepped ends.
+USES = [["23", ""], ["", "2"], ["3", "23", ""], ["", ""], ["23"], ["", "3"], ["2", "23"], ["", ""], ["2", "23"], [""]]
+ALIKE = [[used, used] for used in USES]
+ENDS = {4: "skip", 6: "break", 8: "discard"}
+ALONE = [[["2", ""], ["", ""]], [["", ""], ["", "3"]], [["2"], ["3"]], [["3", "2"], []]]
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def in_branches(
+    stage: int, sync: str, layouts: Any, ends: dict[int, str], *, max_norm: float | None = None, **config: Any
+) -> float:
+    """The worst error of the windows that are stepped."""
+    zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 10**4, **config.pop("zero", {})}
+    torch.manual_seed(0)
+    engine, _, _ = initialize(
+        Branches(), stage, gradient_clipping=max_norm or 0.0, zero_force_ds_cpu_optimizer=False,
+        zero_optimization=zero, **config,
+    )  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what adds up in float32 is not coalesced
+        accumulator = Accumulator(engine, sync=sync, max_norm=max_norm, on_nonfinite="skip")
+    worst, dtype = 0.0, next(engine.module.parameters()).dtype
+    for index, layout in enumerate(layouts):
+        masters, reference = read_masters(engine), Branches().double()
+        nn.utils.vector_to_parameters(zero_weights(engine).double(), reference.parameters())
+        seeded, end = torch.Generator().manual_seed(index), ends.get(index, "step")
+        batches = [[(torch.randn(2, 4, generator=seeded).to(dtype), used) for used in uses] for uses in layout]
+        window = accumulator.window(batches[dist.get_rank()])
+        for i, (x, used) in enumerate(window):
+            loss = engine(x, used).float().square().mean()
+            window.backward(loss if end == "step" else loss * float("nan"))
+            if end == "break" and i == 0:
+                break
+        if end in ("step", "skip"):
+            assert window.step().stepped == (end == "step")
+        window.discard()
+        if end != "step":
+            continue
+        flat = batches[0] + batches[1]
+        sum(reference(x.double(), used).square().mean() / len(flat) for x, used in flat).backward()
+        exact = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reference.parameters()]
+        )
+        exact *= min(1.0, (max_norm or float("inf")) / float(exact.norm()))
+        worst = max(worst, error(masters - read_masters(engine), exact))
+    engine.destroy()
+    return worst
+
+
+KEPT: dict[str, Any] = {
+    "3, last": (3, "last", {}),
+    "3, every": (3, "every", {}),
+    "3, every, offloaded": (3, "every", {"zero": OFFLOADED}),
+    "3, last, offloaded": (3, "last", {"zero": OFFLOADED}),
+    "2, every": (2, "every", {}),
+    "2, every, offloaded": (2, "every", {"zero": OFFLOADED}),
+    "2, every, offloaded, in float32": (2, "every", {"zero": OFFLOADED, **IN_FP32}),
+    "1, last, offloaded, in float32": (1, "last", {"zero": OFFLOADED, **IN_FP32}),
+    "3, every, unmanaged, offloaded": (3, "every", {"zero": OFFLOADED, **UNMANAGED}),
+}
+
+
+def branches_alike() -> dict[str, float]:
+    return {name: in_branches(stage, sync, ALIKE, ENDS, **config) for name, (stage, sync, config) in KEPT.items()}
+
+
+@pytest.mark.skipif(not UNMANAGED_IS_THERE, reason="needs finalize_gradient_accumulation_boundary")
+def test_nothing_of_an_earlier_window_is_stepped_with_a_module_that_this_one_does_not_use(ranks):
+    for seen in ranks(2).run(branches_alike):
+        wrong = {name: off for name, off in seen.items() if not off <= (4e-2 if "in float32" in name else 1e-5)}
+        assert not wrong
+
+
+BY_ONE: dict[str, Any] = {
+    "0": (0, {}),
+    "1": (1, {}),
+    "1, offloaded": (1, {"zero": OFFLOADED}),
+    "2": (2, {}),
+    "1, in float32": (1, IN_FP32),
+    "1, in float32, offloaded": (1, {"zero": OFFLOADED, **IN_FP32}),
+}
+
+
+def branches_alone() -> dict[Any, float]:
+    """A module that one rank uses alone, and a rank without a micro-batch; clipped too."""
+    return {
+        (name, max_norm): in_branches(stage, "last", ALONE, {}, max_norm=max_norm, **dict(config))
+        for name, (stage, config) in BY_ONE.items()
+        for max_norm in (None, 0.2)
+    }
+
+
+@pytest.mark.skipif(not COALESCES, reason="needs coalesce_grad_reduction")
+def test_a_module_that_one_rank_uses_alone_is_exact_where_a_window_reduces_once(ranks):
+    for seen in ranks(2).run(branches_alone):
+        wrong = {key: off for key, off in seen.items() if not off <= (4e-2 if "in float32" in key[0] else 1e-5)}
+        assert not wrong
+
+
+def alone_in_each_micro_step() -> list[str]:
+    return [
+        refused(in_branches, 2, "every", ALONE[i : i + 1], {}) for i in (0, 2)
+    ]  # buckets of other sizes, and as large
+
+
+def test_a_module_that_one_rank_uses_alone_is_refused_where_each_micro_step_reduces(ranks):
+    for smaller, as_large in ranks(2).run(alone_in_each_micro_step):
+        assert "rank 1 does not use two.bias in this micro-batch and another rank does (of two.bias, two.wei" in smaller
+        assert "rank 0 does not use three.bias in this micro-batch" in as_large
+        assert "use the same modules on all ranks, or sync='last'" in as_large
+
+
+def sparse_embedding(stage: int) -> Any:
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
+
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")  # of DeepSpeed's own
+    engine, _, _ = initialize(make(), stage)
+    accumulator = Accumulator(engine)
+    wrong = []
+    for sizes in ([2, 1], [1, 0], [0, 2]):
+        before, reference = zero_weights(engine), make().double()
+        nn.utils.vector_to_parameters(before.double(), reference.parameters())
+        batches = [[torch.tensor([[1, 2 + i, 3 + rank]]) for i in range(size)] for rank, size in enumerate(sizes)]
+        window = accumulator.window(batches[dist.get_rank()])
+        for batch in window:
+            window.backward(engine(batch).square().mean())
+        window.step()
+        reference(torch.cat(batches[0] + batches[1])).square().mean().backward()
+        exact = torch.cat([p.grad.to_dense().flatten() for p in reference.parameters()])
+        wrong.append(error(before.double() - zero_weights(engine).double(), exact))
+    return max(wrong)
+
+
+def test_a_sparse_embedding_is_exact_with_a_dry_rank_and_refused_where_gradients_are_partitioned(ranks):
+    assert max(ranks(2).run(sparse_embedding, 0)) <= 1e-5
+    for said in ranks(2).run(refused, sparse_embedding, 1):
+        assert "sparse=True under ZeRO stage 1" in said
+
+
+def moved_in_fp16(stage: int) -> float:
+    """By one window, against what the gradient of the same weights says."""
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed says no of CPUs
+    engine, _, _ = initialize(nn.Linear(4, 4), stage, fp16={"enabled": True, "initial_scale_power": 8})
+    before, reference, batch = zero_weights(engine).double(), nn.Linear(4, 4).double(), torch.ones(4, 4)
+    nn.utils.vector_to_parameters(before, reference.parameters())
+    window = Accumulator(engine).window([batch.half()])
+    for x in window:
+        window.backward(engine(x).float().square().mean())
+    window.step()
+    reference(batch.double()).square().mean().backward()
+    return error(before - zero_weights(engine).double(), gradient(reference))
+
+
+def test_fp16_is_refused_at_stage_0_where_the_loss_is_not_scaled_and_exact_up_to_fp16_elsewhere(ranks):
+    if DEEPSPEED >= (0, 18, 3):
+        for said in ranks(2).run(refused, moved_in_fp16, 0):
+            assert "divides the gradient by a loss scale that it did not multiply the loss by; use stage 1" in said
+    assert max(ranks(2).run(moved_in_fp16, 1)) <= 1e-2

@@ -9,11 +9,13 @@ prepared, those of another window too.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..shares import DistaccumError
@@ -30,6 +32,14 @@ class Accelerated:
         self.optimizers = [one.optimizer if one in self._wrappers else one for one in optimizers]
         self.schedulers = [
             one.scheduler if _is_of("scheduler", "AcceleratedScheduler", one) else one for one in schedulers
+        ]
+        self._stepped_by_process = [
+            one
+            for one in schedulers
+            if _is_of("scheduler", "AcceleratedScheduler", one)
+            and not _is_of("utils.deepspeed", "DeepSpeedSchedulerWrapper", one)  # whose engine steps once per update
+            and one.step_with_optimizer
+            and not one.split_batches
         ]
         theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
         if accelerator is not None:
@@ -56,12 +66,52 @@ class Accelerated:
                 "divide the loss a second time; leave it at 1, and do not enter accelerator.accumulate()"
             )
 
+    def longer_schedules(self) -> str | None:
+        """Why a schedule that was made for Accelerate is too long here, and the number to give."""
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        if not self._stepped_by_process or processes == 1:
+            return None
+        return (
+            f"Accelerate steps a prepared schedule {processes} times per update, once per process "
+            "(step_scheduler_with_optimizer, without split_batches), and window.step() steps it once: divide the "
+            f"lengths that were meant for Accelerate (warm-up, total) by {processes}. If they are in updates already, "
+            "say Accelerator(step_scheduler_with_optimizer=False), or leave the schedule out of prepare"
+        )
+
+    def refuse_to_save_one_part(self, own_parts: Callable[[], Sequence[Any]]) -> None:
+        """Where `save_state` would keep the main process's state alone, and each rank has a part of its own.
+
+        `own_parts` is the Accumulator's method that gives this rank's. Called on all ranks, when they save.
+        """
+        if self._accelerator is None or not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        accelerator, method = weakref.ref(self._accelerator), weakref.WeakMethod(own_parts)
+
+        def refuse(*_: object) -> None:
+            parts: Any = method()
+            # Private: what register_for_checkpointing was given. Where it has moved, only loading tells.
+            saved = getattr(accelerator(), "_custom_objects", ())
+            if parts is None or not any(one is parts.__self__ for one in saved):
+                return
+            if any(part is not None for part in parts()):
+                raise DistaccumError(
+                    "accelerator.save_state() keeps the Accumulator's state of the main process alone, and each rank "
+                    "has a part of its own (a window that is not over, or where its loader stands); leave the "
+                    "Accumulator out of register_for_checkpointing, and save accumulator.state_dict() on each rank, to "
+                    "a file of its own"
+                )
+
+        hook = self._accelerator.register_save_state_pre_hook(refuse)
+        weakref.finalize(own_parts.__self__, hook.remove)  # type: ignore[attr-defined]  # of a method
+
     def after_step(self, stepped: bool) -> None:
         for wrapper in self._wrappers:
             if hasattr(wrapper, "_is_overflow"):
                 # Private: what accelerator.optimizer_step_was_skipped and its schedulers read. Where it has moved
                 # they say what the last step of the wrapper said.
                 wrapper._is_overflow = not stepped
+            # Private, of torch's schedules: one that was made of the wrapper would warn that nothing was stepped.
+            wrapper._opt_called = getattr(wrapper, "_opt_called", False) or stepped
 
     @contextmanager
     def reading(self, loader: Any) -> Iterator[None]:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, final
 
@@ -30,7 +31,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..precision import total_norm
 from ..shares import DistaccumError, Plan, listed
 from .base import Sync, refuse_narrower
-from .ranks import RanksEngine
+from .ranks import RanksEngine, no_rows
+
+_FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer, from 0.19.4 on
 
 # How backwards are kept from reducing.
 Form = Literal["no_sync", "coalesced", "each"]
@@ -40,7 +43,6 @@ Form = Literal["no_sync", "coalesced", "each"]
 class DeepSpeedEngine(RanksEngine):
     name = "DeepSpeed"
     steps = True
-    says_dtypes = 'its config says in which dtype it reduces ("communication_data_type")'
     gradients_stay = False  # ZeRO keeps them in partitions of its own
 
     @classmethod
@@ -56,11 +58,18 @@ class DeepSpeedEngine(RanksEngine):
         engine: Any = engines[0]
         self._deepspeed = engine
         self._stage = int(engine.zero_optimization_stage())
-        self.hides_parameters = self._stage == 3
+        self.hides_parameters = self.gathers = self._stage == 3
         self._optimizer: Any = engine.optimizer
+        # Whose gradients are sparse: by module, then by the gradient seen last.
+        self._sparse = {
+            id(module.weight)
+            for module in engine.module.modules()
+            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
+        }
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         self._refuse_what_cannot_accumulate(models)
         self._form = self._choose_form(sync)
+        self._refuse_offload_without_a_boundary()
         if self._stage < 2:
             self.policies = ("last",)
         group: Any = engine.data_parallel_group or dist.group.WORLD
@@ -71,7 +80,6 @@ class DeepSpeedEngine(RanksEngine):
         self.scales = bool(engine.fp16_enabled())
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped
-        self._is_dry = False
         self._step_id: int | None = None
 
     # What the engine was made with
@@ -101,6 +109,30 @@ class DeepSpeedEngine(RanksEngine):
                 raise ValueError(f"DeepSpeed with {what} reduces in its own way, for which there is no engine here")
         if not getattr(engine, "enable_backward_allreduce", True):
             raise ValueError("DeepSpeed with its all-reduce turned off: nothing would reduce; turn it on")
+        if self._stage == 0 and engine.fp16_enabled() and hasattr(engine, "scale"):
+            raise ValueError(
+                "ZeRO stage 0 with fp16: this version of DeepSpeed divides the gradient by a loss scale that it did "
+                "not multiply the loss by; use stage 1, 2 or 3, or bf16"
+            )
+
+        if self._stage and self._sparse:
+            raise ValueError(
+                f"an embedding with sparse=True under ZeRO stage {self._stage}, which partitions gradients that are "
+                "dense; use stage 0, or sparse=False"
+            )
+
+    def _refuse_offload_without_a_boundary(self) -> None:
+        if self._form == "each" and self._offloads and not hasattr(self._optimizer, _FINALIZE):
+            raise ValueError(
+                f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, and this version of "
+                "DeepSpeed then forgets the gradient of a module that the last micro-batch does not use (0.19.4 does "
+                "not); use sync='last', or leave offload_optimizer out"
+            )
+
+    @property
+    def _offloads(self) -> bool:
+        """Whether optimizer states, and the gradients that they are stepped with, live on the host."""
+        return bool(getattr(self._optimizer, "cpu_offload", getattr(self._optimizer, "offload_optimizer", False)))
 
     def _choose_form(self, sync: Sync) -> Form:
         if self._stage == 1 and getattr(self._optimizer, "overlap_comm", False):
@@ -210,10 +242,12 @@ class DeepSpeedEngine(RanksEngine):
         return self._form == "each"
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._is_dry = plan.kept[self.rank] == 0
         for one in self._stepped_by_the_caller():
             one.step = _refuse_step  # on the instance, until the window is stepped or discarded
         self._holds, self._step_id = True, None
+        if self._stage == 3 or self._form == "each":
+            for partition in _kept_partitions(self._optimizer):
+                partition.zero_()
         if self._form == "coalesced":
             self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
 
@@ -230,9 +264,12 @@ class DeepSpeedEngine(RanksEngine):
             self._step_id = step_id
         # engine.backward has no room for a seed.
         weighted = [loss * seed for loss, seed in zip(losses, seeds, strict=True)]
-        loss = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
-        if self._is_managed and self._form == "each":
-            engine.set_gradient_accumulation_boundary(reduce)
+        loss: Any = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+        if self._form == "each":
+            if self._is_managed:
+                engine.set_gradient_accumulation_boundary(reduce and not self._offloads)
+            if self._stage == 2 and self.num_ranks > 1:
+                loss.register_hook(self._refuse_another_use)  # runs in backward, before anything is reduced
         with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
             engine.backward(loss)
 
@@ -251,9 +288,28 @@ class DeepSpeedEngine(RanksEngine):
             return f"whose {type(self._optimizer).__name__} keeps gradients elsewhere; use ZeRO stage 2 or 3"
         return None
 
+    def _refuse_another_use(self, _: Tensor) -> None:
+        """Ranks fill a bucket with what their own backward reaches, and take another's for the same."""
+        trained = (named for named in self._deepspeed.module.named_parameters() if named[1].requires_grad)
+        unused = [name for name, parameter in trained if not _is_reached(parameter)]
+        digests = self.gather([float(zlib.crc32(repr(unused).encode()))])
+        if all(digest == digests[0] for digest in digests):
+            return
+        by_rank = [set(names) for names in self.gather_objects(unused)]
+        differ = sorted(set.union(*by_rank) - set.intersection(*by_rank))
+        without = [str(rank) for rank, names in enumerate(by_rank) if differ[0] in names]
+        raise DistaccumError(
+            f"rank {', '.join(without)} does not use {differ[0]} in this micro-batch and another rank does (of "
+            f"{listed(differ)}), and ZeRO stage 2 reduces in each micro-step what a rank's own backward reaches; use "
+            "the same modules on all ranks" + (", or sync='last'" if self.sync == "every" else "")
+        )
+
     def finish(self) -> None:
         if self._stage < 3 and self._form in ("no_sync", "coalesced"):
             self._give_all_a_gradient()
+        if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does it in step
+            getattr(self._optimizer, _FINALIZE)()
+            self._deepspeed.set_gradient_accumulation_boundary(True)
         if self._form == "no_sync":
             self._deepspeed._is_gradient_accumulation_boundary = True  # private: an unmanaged engine refuses the setter
             self._deepspeed.allreduce_gradients()
@@ -269,17 +325,24 @@ class DeepSpeedEngine(RanksEngine):
 
     def _give_all_a_gradient(self) -> None:
         """Ranks reduce what they have, and must have alike; ZeRO takes what is missing for zeros as well."""
-        missing = [p for p in self.parameters() if p.requires_grad and p.grad is None]
-        update = getattr(self._optimizer, "update_hp_grads", None)  # of BF16_Optimizer, which keeps them elsewhere
-        if update is not None:
-            if not self._is_dry:
-                return
-        elif self._form == "no_sync" and hasattr(self._optimizer, "setup_buckets"):
-            self._optimizer.setup_buckets()  # private: backward makes them, and a dry rank had none
-        for parameter in missing:
-            parameter.grad = torch.zeros_like(parameter)
-        if update is not None:
-            update(clear_lp_grads=True)
+        optimizer = self._optimizer
+        marks = getattr(optimizer, "fp32_groups_has_gradients", None)
+        if marks is not None:  # BF16_Optimizer reduces all that it holds, and leaves what is not marked out of the norm
+            marks[:] = [[True] * len(group) for group in marks]
+            return
+        if self._form == "no_sync" and hasattr(optimizer, "setup_buckets"):
+            optimizer.setup_buckets()  # private: backward makes them, and a dry rank had none
+        # Private: where gradients add up in another dtype than that of the model.
+        held = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+        for parameter in self.parameters():
+            gradient = getattr(parameter, held, None)
+            if gradient is not None:
+                (self._sparse.add if gradient.is_sparse else self._sparse.discard)(id(parameter))
+            elif parameter.requires_grad:
+                is_sparse = id(parameter) in self._sparse
+                parameter.grad = no_rows(parameter) if is_sparse else torch.zeros_like(parameter)
+        if held == "grad_accum":
+            optimizer.fill_grad_accum_attribute()
 
     def release(self) -> None:
         # Private: no public call puts back None, which leaves the boundary to the engine, for which each step is one.
@@ -319,10 +382,31 @@ class DeepSpeedEngine(RanksEngine):
             engine.step()
         finally:
             engine.enable_backward_allreduce = found
-        self._holds = False
-        if engine.was_step_applied():
+        self._holds = not engine.was_step_applied()  # what it skips it does not forget everywhere
+        if not self._holds:
             return None
         return "the scaled gradients overflowed" if self.scales else "a gradient is not finite"
+
+
+def _is_reached(parameter: Tensor) -> bool:
+    """By the backward at hand. Private, as DeepSpeed itself asks; where it is missing, each is taken to be."""
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None:
+        return True
+    with torch.enable_grad():
+        return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]
+
+
+def _kept_partitions(optimizer: Any) -> Iterator[Tensor]:
+    """Gradients that stages 2 and 3 keep from one step to the next.
+
+    Private: only what a window's first backward reaches is overwritten, the rest is added to, or stepped as it is.
+    """
+    if (flat := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        yield flat
+    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # these and the next where it offloads
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
 
 
 def _refuse_step(*_: object, **__: object) -> None:
@@ -339,7 +423,10 @@ def _discard(engine: Any, stage: int) -> None:
     a version lacks is passed over: it keeps nothing there.
     """
     optimizer = engine.optimizer
+    torch.get_device_module(engine.device).synchronize()  # or what is under way would land after what is cleared here
     optimizer.zero_grad()
+    if hasattr(optimizer, "reset_cpu_buffers"):
+        optimizer.reset_cpu_buffers()  # of what it offloads: norms, and whether one overflowed
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
     for name, nothing in {"grads_in_ipg_bucket": [], "params_in_ipg_bucket": [], "elements_in_ipg_bucket": 0}.items():
         if name in vars(optimizer):  # 0.16
