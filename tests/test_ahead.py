@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import time
 
 import pytest
 import torch
@@ -207,7 +208,8 @@ def fails_in_step():
     run_window(next(windows), ddp).step()
     window = run_window(next(windows), ddp)
     if rank == 0:
-        return "waits for nobody"
+        window.step()
+        return "asks for no other window"
 
     def fail(*_):
         raise ArithmeticError
@@ -224,4 +226,50 @@ def fails_in_step():
 
 def test_a_rank_that_failed_in_its_step_does_not_wait_for_the_others(ranks):
     assert "rank 1 failed in the step of update 1" in ranks(2).run(fails_in_step)[1]
-    ranks(2).stop()  # one of them is in a collective
+    ranks(2).stop()  # one of them has left a plan without the other
+
+
+def left_with_a_late_rank():
+    """What was under way on rank 0 after each step, and when the loop was left, while rank 1 comes late."""
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
+    started, under_way = [], []
+    calls = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+
+    def noting(call):
+        def note(*args, **options):
+            started.append(call(*args, **options))
+            return started[-1]
+
+        return note
+
+    def look():
+        under_way.append(sum(not work.is_completed() for work in started if work is not None))
+
+    try:
+        for name, call in calls.items():
+            setattr(dist, name, noting(call))
+        for window in accumulator.windows(loader_of(16)):
+            for micro_batch in window:
+                window.backward(loss_of(ddp, micro_batch))
+            if dist.get_rank() and window.index == 1:
+                time.sleep(0.2)
+            window.step()  # whose loss nobody reads
+            if window.index == 1:
+                break
+        look()
+        window = accumulator.window([make_batch(2, seed=0)])
+        for micro_batch in window:
+            window.backward(loss_of(ddp, micro_batch))
+        if dist.get_rank():
+            time.sleep(0.2)
+        window.step()
+        look()
+    finally:
+        for name, call in calls.items():
+            setattr(dist, name, call)
+    return under_way, len(started) > 4
+
+
+def test_nothing_is_under_way_when_a_loop_is_left_or_a_window_stepped(ranks):
+    assert ranks(2).run(left_with_a_late_rank) == [([0, 0], True)] * 2

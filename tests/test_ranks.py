@@ -1,13 +1,19 @@
-"""The harness itself: a rank that fails, hangs or dies is seen at once, with its traceback."""
+"""The harness itself: what goes wrong on a rank is seen at once, and what was started ends with the test run."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from processes import marked
+from programs import Programs
 from ranks import RankError
 
 
@@ -52,3 +58,55 @@ def test_what_goes_wrong_on_a_rank_is_an_error_here(ranks, function, words):
     for word in words:
         assert word in str(caught.value)
     assert these.run(sum_of_ranks) == [1.0, 1.0], "started anew"
+
+
+NEEDS_PROC = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
+HERE = Path(__file__).parent
+INTERRUPTED = """
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+
+def test_it():
+    # Far from the terminal, behind a shell and a thread that waits for it.
+    subprocess.Popen(["bash", "-c", "sleep 1000 & sleep 1000"], start_new_session=True)
+    pool = ThreadPoolExecutor()
+    pool.submit(subprocess.run, ["bash", "-c", "trap 'touch trapped; exit' TERM; sleep 1000 & wait"])
+    time.sleep(1000)
+"""
+
+
+@NEEDS_PROC
+def test_a_test_run_that_is_interrupted_ends_what_it_started(tmp_path):
+    runs = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        folder = tmp_path / number.name
+        folder.mkdir()
+        (folder / "test_it.py").write_text(INTERRUPTED)
+        words = [sys.executable, "-m", "pytest", "-p", "processes", "-c", os.devnull, "--rootdir", folder, "test_it.py"]
+        path = {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent)])}
+        runs[number] = subprocess.Popen(
+            list(map(str, words)), cwd=folder, env={**os.environ, **path}, stdout=subprocess.PIPE, text=True
+        )
+    for number, run in runs.items():
+        until = time.monotonic() + 60
+        while len(marked(run.pid)) < 5:
+            assert run.poll() is None and time.monotonic() < until, marked(run.pid)
+            time.sleep(0.05)
+        run.send_signal(number)
+    for number, run in runs.items():
+        text, _ = run.communicate(timeout=60)
+        assert run.returncode == pytest.ExitCode.INTERRUPTED, text
+        assert not marked(run.pid)
+        assert (tmp_path / number.name / "trapped").exists(), "it was asked before it was killed"
+
+
+def test_programs_end_with_the_process_that_started_them(tmp_path):
+    code = f"import sys, time; sys.path.insert(0, {str(HERE)!r}); import programs; "
+    server = Programs(tmp_path, ("-c", code + "programs.answer({'sleep': lambda _: time.sleep(1000)})"))
+    program = server.start("sleep")
+    assert program.poll() is None
+    server.stop()
+    with pytest.raises(ProcessLookupError):
+        os.kill(program.pid, 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -12,14 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..precision import Sum, local
-from ..shares import DistaccumError, Plan
+from ..precision import local
+from ..shares import DistaccumError, LostRanksError, Plan
 from ..trace import gathering, span
 from ..update import Waitable
 from .base import Engine, Sync
 
 # What gloo, NCCL and the store under them say when a rank is gone or late.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
+# Modules whose functions run collectives: the caller's own code says such words from frames of its own.
+RUN_COLLECTIVES = (
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.nn.modules._functions",  # SyncBatchNorm
+    "torch.autograd",  # DDP's reduction is started by backward, in C++
+    "torch._ops",
+    "deepspeed",
+    "distaccum",
+)
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 
 
@@ -32,7 +44,10 @@ class RanksEngine(Engine):
         self.host_group = host_group(group)
         self.divisor = self.num_ranks = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
+        self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
         self._apart: dist.ProcessGroup | None = None
+        self._recent: deque[_Sent] = deque(maxlen=8)  # collectives of the host
+        weakref.finalize(self, _let_go, self._recent)  # when the engine is dropped, or before the interpreter ends
 
     def gather(self, row: list[float]) -> list[list[float]]:
         return self._gather(row, self.host_group)()
@@ -52,14 +67,14 @@ class RanksEngine(Engine):
         rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         waiting = gathering(self.trace)
         work = dist.all_gather(rows, mine, group=group, async_op=True)
+        self._recent.append((work, [mine, *rows]))
 
         def wait() -> list[list[float]]:
             try:
                 with waiting:
                     work.wait()
             except RuntimeError as error:
-                self.refuse_lost_ranks(error)
-                raise
+                raise self._lost_ranks(error) from error
             return [row.tolist() for row in rows]
 
         return wait
@@ -76,21 +91,70 @@ class RanksEngine(Engine):
         dist.all_gather_into_tensor(rows, padded, group=self.group_for(packed))
         return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
+    def whole_loss(self, loss: Any) -> Tensor:
+        ranks, placements = _lies_over(loss, self.group)
+        if ranks:
+            raise ValueError(
+                f"backward() got a loss that is a DTensor over the data-parallel ranks {ranks}, placed as "
+                f"{placements}, expected one of this rank's samples alone; take the loss of local outputs (to_local())"
+            )
+        return super().whole_loss(loss)
+
     def refuse_lost_ranks(self, error: RuntimeError) -> None:
-        if LOST.search(str(error)):
-            raise DistaccumError(
-                f"rank {self.rank} waited for the others in vain: one of them died, failed on its own, or did not come "
-                f"within the process group's timeout ({' '.join(str(error).split())[:200]}). The group cannot be used "
-                "any more; start all ranks again, from a checkpoint"
-            ) from error
+        if _is_of_a_collective(error):
+            raise self._lost_ranks(error) from error
+
+    def _lost_ranks(self, error: RuntimeError) -> LostRanksError:
+        return LostRanksError(
+            f"rank {self.rank} waited for the others in vain: one of them died, failed on its own, or did not come "
+            f"within the process group's timeout ({' '.join(str(error).split())[:200]}). The group cannot be used "
+            "any more; start all ranks again, from a checkpoint"
+        )
 
     def sum_over_ranks(self, values: Tensor) -> Waitable | None:
-        work: Waitable = dist.all_reduce(values, group=self.group_for(values), async_op=True)
-        return work if self.trace is None else self.trace.watched(work)
+        group = self.group_for(values)
+        kind = values.device.type
+        on_host = kind == "cpu" or f"{kind}:gloo" in dist.get_backend_config(group)
+        sent = values.clone() if on_host else values
+        work = dist.all_reduce(sent, group=group, async_op=True)
+        reduction: Waitable = work if self.trace is None else self.trace.watched(work)
+        if not on_host:
+            return reduction
+        # The host computes it and ranks are together here. Left under way, it would keep a job from ending that never
+        # reads its last loss.
+        self._recent.append((work, [sent]))
+        try:
+            reduction.wait()
+        except RuntimeError as error:
+            self.refuse_lost_ranks(error)
+            raise
+        values.copy_(sent)
+        return None
 
     def group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """Offloaded parameters leave numbers on the host, which the device's group cannot send."""
         return self.host_group if tensor.device.type == "cpu" else self.group
+
+    def refuse_unknown_parts(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Those of `parameters`, which no wrapper reduces, that are cut over the data-parallel ranks.
+
+        Raises where a DTensor lies over some of these ranks in another way: whether its gradient is of this rank's
+        samples or of all ranks' cannot be seen.
+        """
+        for parameter in parameters:
+            ranks, placements = _lies_over(parameter, self.group)
+            if ranks and not _is_part(parameter, self.group):
+                raise ValueError(
+                    f"{self.name_of(parameter)} is a DTensor outside of {self.name}, placed as {placements} over ranks "
+                    f"{ranks}, so it cannot be known whether its gradient is of this rank's samples or of all ranks'. "
+                    f"Place it as Shard over all data-parallel ranks {dist.get_process_group_ranks(self.group)}, or as "
+                    "a plain tensor on each of them"
+                )
+        return [parameter for parameter in parameters if _is_part(parameter, self.group)]
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        named = ((n, p) for model in self.models for n, p in model.named_parameters())
+        return next((n for n, p in named if p is parameter), f"a parameter of shape {list(parameter.shape)}")
 
     def refuse_synchronised_norms(self, plan: Plan) -> None:
         """Stand-ins, or a rank without any, would enter the statistics; and the longer ranks wait for ever."""
@@ -112,6 +176,38 @@ class RanksEngine(Engine):
                 f"the others to go on; rank {', '.join(map(str, dry))} has none from an earlier window to stand in "
                 "with. Give each rank a micro-batch in the first window"
             )
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether it was raised by a collective whose other ranks are gone. gloo's errors have no type of their own."""
+    if isinstance(error, DistaccumError):
+        return False  # it may quote one
+    if isinstance(error, dist.DistBackendError):  # NCCL's
+        return True
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    module = "" if place is None else str(place.tb_frame.f_globals.get("__name__", ""))
+    is_inside = any(module == known or module.startswith(f"{known}.") for known in RUN_COLLECTIVES)
+    is_inside = is_inside and not module.startswith("torch.distributed.rpc")  # the caller's, of no group
+    return is_inside and LOST.search(str(error)) is not None
+
+
+_Sent = tuple[Any, list[Tensor]]  # a collective, and its tensors, which nobody else has
+
+
+def _let_go(recent: deque[_Sent]) -> None:
+    """Lets go of collectives when gloo's threads have.
+
+    They do some time after a collective's end. The last who holds it frees its tensors, a thread under the
+    interpreter's lock; and a process group that ends waits for its threads, and may hold that lock. So collectives are
+    kept, and here their tensors outlive what a thread has of them. Private: how many hold a tensor.
+    """
+    until = time.monotonic() + 1
+    while recent:
+        tensors = recent.popleft()[1]  # the collective goes
+        while any(getattr(one, "_use_count", lambda: 1)() > 1 for one in tensors) and time.monotonic() < until:
+            time.sleep(1e-4)  # which gives the lock away
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -141,29 +237,33 @@ UNUSED, DENSE, SPARSE = range(3)
 
 
 def average_by_hand(
-    holders: Sequence[Any],
+    parameters: Sequence[nn.Parameter],
     group: dist.ProcessGroup,
     hosts: dist.ProcessGroup,
     divisor: float,
-    is_zeroed: Callable[[Any], bool] = lambda _: False,
+    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
 ) -> None:
     """Sums gradients over `group` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
 
-    `holders` are parameters, or the sums of their gradients. Costs one reduction per bucket, and one small collective
-    on the host: what each rank has.
+    Costs one reduction per bucket, and one small collective on the host: what each rank has. Of a parameter that is cut
+    over `group` backward has summed the gradient already.
     """
-    kinds = torch.tensor([_kind(one, is_zeroed) for one in holders], dtype=torch.uint8)
+    kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8)
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
     dense: list[Any] = []
-    for one, kind in zip(holders, kinds.tolist(), strict=True):
+    for one, kind in zip(parameters, kinds.tolist(), strict=True):
         if kind == UNUSED:
             one.grad = None
         elif kind == SPARSE:
             _average_sparse(one, group, divisor)
         else:
             if one.grad is None:
-                one.grad = torch.zeros_like(_parameter(one), dtype=one.dtype)
-            dense.append(one)
+                one.grad = torch.zeros_like(one)
+            _settle_placements(one)
+            if _is_part(one, group):
+                local(one.grad).div_(divisor)
+            else:
+                dense.append(one)
 
     flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
     for gradients in _in_buckets([local(one.grad) for one in dense]):
@@ -175,15 +275,38 @@ def average_by_hand(
         _land(*flying.popleft())
 
 
-def _parameter(holder: Any) -> Tensor:
-    parameter: Tensor = holder.parameter if isinstance(holder, Sum) else holder
-    return parameter
+def _lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
+    """The ranks over which a DTensor's dimensions that meet `group` spread it from here, and how; none else."""
+    mesh = getattr(parameter, "device_mesh", None)
+    here = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or here is None:
+        return [], ()
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    meeting = [i for i in range(mesh.ndim) if others & set(dist.get_process_group_ranks(mesh.get_group(i)))]
+    ranks: list[int] = (
+        mesh.mesh[tuple(slice(None) if i in meeting else c for i, c in enumerate(here))].flatten().tolist()
+    )
+    return ranks if meeting else [], tuple(parameter.placements[i] for i in meeting)
 
 
-def _kind(holder: Any, is_zeroed: Callable[[Any], bool]) -> int:
-    if holder.grad is None or is_zeroed(holder):
+def _is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
+    """Whether `parameter` is a DTensor that is cut over the whole of `group`: each rank has a part of its own."""
+    ranks, placements = _lies_over(parameter, group)
+    is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
+    return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
+
+
+def _settle_placements(parameter: Any) -> None:
+    """A DTensor's gradient may wait to be summed over tensor-parallel ranks; on another rank it would be zeros."""
+    gradient = parameter.grad
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _kind(parameter: nn.Parameter, is_zeroed: Callable[[nn.Parameter], bool]) -> int:
+    if parameter.grad is None or is_zeroed(parameter):
         return UNUSED
-    return SPARSE if holder.grad.is_sparse else DENSE
+    return SPARSE if parameter.grad.is_sparse else DENSE
 
 
 def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -206,14 +329,18 @@ def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
         gradient.copy_(piece.view(gradient.shape))
 
 
-def _average_sparse(holder: Any, group: dist.ProcessGroup, divisor: float) -> None:
+def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: float) -> None:
     """An embedding's gradient: rows that were looked up."""
-    gradient = holder.grad
+    gradient = parameter.grad
     if gradient is None:
-        parameter = _parameter(holder)
-        rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-        values = parameter.new_empty((0, *parameter.shape[1:]), dtype=holder.dtype)
-        gradient = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+        gradient = no_rows(parameter)
     gradient = (gradient / divisor).coalesce()
     dist.all_reduce(gradient, group=group)
-    holder.grad = gradient
+    parameter.grad = gradient
+
+
+def no_rows(parameter: Tensor) -> Tensor:
+    """An embedding's gradient where nothing was looked up."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
