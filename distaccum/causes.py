@@ -14,6 +14,7 @@ from .batches import cut_batch, map_tensors, tensors_in
 from .batchnorm import KINDS
 from .compare import Comparison, Measured, weighted_sum
 from .shares import listed
+from .state import set_seed
 
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 
@@ -29,20 +30,23 @@ class Diagnosis:
         if self._of.differ(self._of.bare(name, self._of.batch), self._of.bare(name, self._of.batch)):
             keeping = self._found(self._gives_another, ())
             where = f" in {_kinds(keeping)}" if keeping else ""
+            or_drawn = "" if keeping else ", or drawn by a generator of the loss's own"
             return [
                 "state: the gradient of the same batch is another one the second time, although buffers and random "
-                f"numbers were put back: something is kept between calls{where}"
+                f"numbers were put back: something is kept between calls{where}{or_drawn}"
             ]
         causes = []
         training = [(module, module.training) for _, module in self._of.modules]
         try:
             if self._is_random(name):
                 drawing = self._found(self._draws, DROPOUTS)
-                who = _kinds(drawing) if drawing else "the model or the loss"
-                causes.append(f"dropout: random numbers are drawn by {who}, and micro-batches draw others")
-                _set_training([module for _, module in drawing], False)
+                if drawing:
+                    causes.append(
+                        f"dropout: random numbers are drawn by {_kinds(drawing)}, and micro-batches draw others"
+                    )
+                    _set_training([module for _, module in drawing], False)
                 if self._is_random(name):
-                    _set_training([module for _, module in self._of.modules], False)
+                    causes += self._random_elsewhere(name, is_named=bool(drawing))
             mixing = self._found(self._mixes, KINDS)
             in_eval = self._mixing_in_eval([module for _, module in mixing])
             normalising = [(n, m) for n, m in mixing if m.training and id(m) not in in_eval]
@@ -52,7 +56,9 @@ class Diagnosis:
                     "and a micro-batch has fewer of them"
                 )
                 _set_training([module for _, module in normalising], False)
-            if self._is_random(name) or max(error for _, error in self._of.compare()) <= self._of.bound():
+            if self._is_random(name) or (
+                max(error for _, error in self._of.compare()) <= self._of.bound() and not self._of.unlike
+            ):
                 return causes
             changing = self._changing_modules(name)
             if changing:
@@ -63,10 +69,21 @@ class Diagnosis:
             others = [one for one in mixing if one not in normalising]
             for each in self._of.subject.reductions:
                 causes += self._cause_in_the_loss(each, others)
-            return causes or ["unknown: no cause was found; the error is beyond rounding"]
+            return list(dict.fromkeys(causes)) or ["unknown: no cause was found; the error is beyond rounding"]
         finally:
             for module, was in training:
                 module.training = was
+
+    def _random_elsewhere(self, name: str, *, is_named: bool) -> list[str]:
+        """What draws beside the modules that are known to: others, which are then in eval mode, or the loss."""
+        training = [(module, module.training) for _, module in self._of.modules]
+        _set_training([module for _, module in self._of.modules], False)
+        drawn = "random numbers are drawn by the model or the loss"
+        if self._is_random(name) and not self._of.engine.hides_parameters and not self._found(self._draws, ()):
+            for module, was in training:
+                module.training = was
+            drawn, is_named = "the loss draws random numbers, outside of the model's modules", False
+        return [] if is_named else [f"random: {drawn}, and micro-batches draw others"]
 
     def _is_random(self, name: str) -> bool:
         return self._of.differ(self._of.bare(name, self._of.batch, seed=1), self._of.bare(name, self._of.batch, seed=2))
@@ -85,6 +102,8 @@ class Diagnosis:
         """What the loss of the whole is, as a weighted sum of those of its parts."""
         if not self._of.count(name, self._of.batch):
             return []
+        if why := min(filter(None, self._of.unlike), default=""):
+            return [f"count: the loss of a micro-batch is nan: {why}"]
         sizes = _uneven(self._of.length)
         parts = list(cut_batch(self._of.batch, sizes, self._of.length))
         counts = [self._of.count(name, part) for part in parts]
@@ -97,6 +116,8 @@ class Diagnosis:
                 f"count: it gave {_tidy(counts)}{prefix} for parts of {sizes} samples, and the loss of one of them is "
                 "not finite: the criterion counts something else"
             ]
+        if self._of.unlike:
+            return ["loss: that of a micro-batch is not finite, and that of the whole batch is"]
         reduction = self._of.subject.reductions[name]
         total, at_once = sum(counts), self._of.count(name, self._of.batch)
         if total != at_once and reduction != "sum":
@@ -209,7 +230,7 @@ class Diagnosis:
         outputs = []
         for seed in seeds:
             self._of.before.put_back()
-            torch.manual_seed(seed)
+            set_seed(seed)
             outputs.append(_outputs(module, args, kwargs))
         return any(not torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 

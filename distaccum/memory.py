@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
-from .shares import DistaccumError
-from .state import random_devices, random_state, set_random_state
+from .shares import DistaccumError, LostRanksError
+from .state import random_devices, random_state, set_random_state, whole_number_in
 from .stepping import NonfiniteError
 from .update import Update
-from .window import Window
+from .window import Stage, Window
 
 # What allocators and libraries say that have no error of their own for it.
 MESSAGES = (
@@ -34,15 +34,20 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), is_out_of_memory(KeyError())
     (True, False)
     """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, torch.OutOfMemoryError | MemoryError):
-            return True
-        told = isinstance(seen, RuntimeError) and not isinstance(seen, DistaccumError)  # which may quote one
-        if told and any(message in str(seen) for message in MESSAGES):
-            return True
-        seen = seen.__cause__
-    return False
+    chain: dict[int, BaseException] = {}
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in chain:  # `raise error from error` is a circle
+        chain[id(cause)] = cause
+        cause = cause.__cause__
+    return any(
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or (
+            isinstance(one, RuntimeError)
+            and not isinstance(one, DistaccumError)  # which may quote one
+            and any(message in str(one) for message in MESSAGES)
+        )
+        for one in chain.values()
+    )
 
 
 def free() -> None:
@@ -130,12 +135,23 @@ class Fit:
         return {name: value for name, value in asdict(self).items() if name not in own}
 
     def load(self, state: Mapping[str, Any]) -> None:
+        """What `learned_sizes` gave."""
         self.proven, self.trials = [], []
-        for name, value in state.items():
-            if name != "size" or state["too_large"] is not None:  # else it is what was asked for then
-                setattr(self, name, value)
+        self.good, self.too_large = state["good"], state["too_large"]
+        self.since, self.wait = state["since"], state["wait"]
+        if self.too_large is not None:  # else the size is what was asked for then
+            self.size = state["size"]
         if self.most is not None:
             self.size = self.most if self.size is None else min(self.size, self.most)
+
+
+def learned_sizes(state: Mapping[str, Any]) -> dict[str, int | None]:
+    """What a fit's state holds, or an error that says what is wrong with it."""
+    at_least = {"good": 0, "since": 0, "wait": 1}
+    found: dict[str, int | None] = {name: whole_number_in(state, name, least) for name, least in at_least.items()}
+    for name in ("size", "too_large"):
+        found[name] = None if state.get(name, 0) is None else whole_number_in(state, name, 1)
+    return found
 
 
 OK, OUT_OF_MEMORY, FAILED = range(3)
@@ -184,7 +200,8 @@ class Before:
         modules = {id(module): module for model in self._models for module in model.modules()}.values()
         found = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False, remove_duplicate=False)]
         if [id(b) for *_, b in found] != [id(b) for *_, b in self._buffers]:
-            self._copies = [torch.empty_like(buffer) for *_, buffer in found]
+            with torch.inference_mode(False):  # else they could not be written to outside of it
+                self._copies = [torch.empty_like(buffer) for *_, buffer in found]
         self._buffers = found
         _copy(self._copies, [buffer for *_, buffer in found])
         self.random = random_state(random_devices(self._models))
@@ -199,9 +216,20 @@ class Before:
         set_random_state(self.random)
 
     def put_back_buffers(self) -> None:
-        _copy([buffer for *_, buffer in self._buffers], self._copies)
+        pairs = zip(self._buffers, self._copies, strict=True)
+        places = [_without_repeats(buffer, copy) for (*_, buffer), copy in pairs]
+        _copy([buffer for buffer, _ in places], [copy for _, copy in places])
         for module, name, buffer in self._buffers:
             module._buffers[name] = buffer  # the loss may have put another in its place
+
+
+def _without_repeats(buffer: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
+    """Both, where an expanded buffer has each element once: torch writes to no other."""
+    if buffer.layout is torch.strided:
+        for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
+            if stride == 0 and size > 1:
+                buffer, copy = buffer.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
+    return buffer, copy
 
 
 @torch.no_grad()
@@ -240,7 +268,8 @@ class Transaction:
                 self._undo(window, guard, error)
             except BaseException:
                 window.discard()
-                self._before.put_back()
+                if window._stage is not Stage.STEPPED:  # else Ctrl-C came after the weights moved
+                    self._before.put_back()
                 raise
             else:
                 self._fit.came_through(window._plan.largest, max(window._plan.kept), window._plan.widest)
@@ -253,6 +282,8 @@ class Transaction:
         largest, rank = window._plan.largest, self._engine.rank
         window.discard()
         self._before.put_back()
+        if isinstance(error, LostRanksError):
+            raise error
         if isinstance(error, RuntimeError):
             self._engine.refuse_lost_ranks(error)
         try:

@@ -7,6 +7,8 @@ import gc
 import math
 import random
 import weakref
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -153,7 +155,12 @@ def test_every_form_of_running_out_is_known_and_no_other_error():
     wrapped.__cause__ = torch.OutOfMemoryError()
     for told in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory")):
         assert is_out_of_memory(told)
-    for told in (RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
+    circle = KeyError("raise error from error")
+    circle.__cause__ = circle
+    longer = ValueError("of two")
+    longer.__cause__ = RuntimeError("and back")
+    longer.__cause__.__cause__ = longer
+    for told in (circle, longer, RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
         assert not is_out_of_memory(told)
 
 
@@ -243,6 +250,65 @@ def whole_weights(model: nn.Module) -> torch.Tensor:
     return torch.cat(
         [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten() for p in model.parameters()]
     )
+
+
+def error_that_sounds_like_a_lost_rank(where: str) -> list[str]:
+    """Of the caller's own, on rank 0, in a loss or in a backward that does not reduce."""
+    model = wrap("DDP")
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=3)
+    told = []
+    for text in ("the feature store timed out", "Connection closed by peer", "Broken pipe", "the job was aborted"):
+
+        def loss_fn(batch: Any, text: str = text) -> torch.Tensor:
+            outputs = model(batch["x"])
+            if dist.get_rank() == 0 and where == "loss":
+                raise RuntimeError(text)
+            if dist.get_rank() == 0:
+                outputs.register_hook(partial(raise_error, text))
+            return outputs.square().mean()
+
+        with pytest.raises(RuntimeError) as caught:
+            accumulator.update(make_batch(6, seed=0), loss_fn)
+        told.append(f"{type(caught.value).__name__}: {caught.value}")
+    assert accumulator.update(make_batch(6, seed=0), lambda batch: loss_of(model, batch)).stepped
+    return told
+
+
+def raise_error(text: str, _: torch.Tensor) -> None:
+    raise RuntimeError(text)
+
+
+@pytest.mark.parametrize("where", ["loss", "backward"])
+def test_an_error_of_the_caller_s_that_sounds_like_a_lost_rank_is_told_to_the_others(ranks, where):
+    zero, one = ranks(2).run(error_that_sounds_like_a_lost_rank, where)
+    assert [text.partition(":")[0] for text in zero] == ["RuntimeError"] * 4
+    assert all(text.startswith("DistaccumError: rank 0 failed in update 0") for text in one)
+
+
+def waits_in_vain(where: str) -> str:
+    """On rank 0, where rank 1 leaves; in a group of its own, which cannot be used after that."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+    is_gone = dist.get_rank() == 1
+    if is_gone and where == "planning":
+        return ""
+    try:
+        for window in accumulator.windows([torch.ones(2, 3)]):
+            for x in window:
+                loss = model(x).mean()
+                if is_gone:
+                    return ""
+                window.backward(loss)
+    except DistaccumError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["planning", "reducing backward"])
+def test_a_rank_that_is_gone_is_known_by_the_collective_that_failed(ranks, where):
+    zero, _ = ranks(2).run(waits_in_vain, where)
+    assert zero.startswith("rank 0 waited for the others in vain")
 
 
 EVERY_RANK = -1
@@ -521,6 +587,68 @@ def test_an_update_within_an_update_is_refused_and_costs_nothing():
     with pytest.raises(DistaccumError, match="another window was asked for while one is in its loop"):
         accumulator.update(make_batch(4, seed=0), loss_fn)
     assert torch.equal(weights(model), before) and torch.equal(torch.get_rng_state(), state)
+
+
+class Expanded(nn.Module):
+    """Buffers whose elements share memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2, dtype=torch.float64)
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float64).expand(2))
+        self.register_buffer("rows", torch.ones(2, dtype=torch.float64)[:, None].expand(2, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+@pytest.mark.parametrize("call", ["update", "check", "contrast"])
+def test_expanded_buffers_are_put_back(call):
+    torch.manual_seed(0)
+    model = Expanded()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=4)
+    x, fails = torch.randn(8, 3, dtype=torch.float64), call == "update"
+
+    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
+        nonlocal fails
+        loss = model(batch).square().mean()
+        if fails and len(batch) == 4:
+            fails = False
+            model.scale[:1].fill_(3.0)
+            model.rows[:, :1].fill_(4.0)
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return loss
+
+    expected = Expanded()
+    expected.linear.load_state_dict(model.linear.state_dict())
+    if call == "contrast":
+        accumulator.contrast(x, model, lambda rows: (rows @ rows.T).square().mean())
+        rows = expected(x)
+        (rows @ rows.T).square().mean().backward()
+    elif call == "update":
+        accumulator.update(x, loss_fn)
+        expected(x).square().mean().backward()
+    else:
+        assert accumulator.check(x, loss_fn).equivalent
+    SGD(expected.parameters(), lr=0.1).step()
+    assert error(weights(model), weights(expected)) <= 1e-12
+    assert model.scale.tolist() == [1.0, 1.0] and bool(model.rows.eq(1.0).all())
+
+
+def test_an_update_within_inference_mode_is_refused_and_breaks_no_later_one():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
+    scaler = torch.amp.GradScaler("cpu")
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2, scaler=scaler)
+    x = torch.randn(4, 3)
+    calls = (
+        lambda: accumulator.update(x, lambda batch: model(batch).square().mean()),
+        lambda: accumulator.contrast(x, model, lambda rows: (rows @ rows.T).square().mean()),
+    )
+    for call in calls:
+        with torch.inference_mode(), pytest.raises(DistaccumError, match=r"inside torch.inference_mode\(\)"):
+            call()
+    for call in calls:
+        assert call().stepped
 
 
 def test_a_failed_update_keeps_nothing_alive():
