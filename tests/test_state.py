@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import io
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engines import FSDP2_RUNS_ON_CPU, KINDS, fully_sharded
-from problems import make_batch, make_net_without_router, trunk, weights
+from problems import error, gradient, make_batch, make_net_without_router, trunk, weights
 from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
@@ -192,6 +198,134 @@ def test_the_state_is_loaded_without_running_code():
         assert torch.load(box, weights_only=True)["rank 0"] == state["rank 0"]
 
 
+class RunsCode:
+    def __reduce__(self) -> Any:
+        return exec, ("raise SystemExit('code of the state ran')",)
+
+
+def a_state(**change: Any) -> dict[str, Any]:
+    _, _, accumulator = measured()
+    accumulator._fit.ran_out(64)
+    state = {
+        **accumulator.state_dict(),
+        "index": 7,
+        "skipped": 3,
+        "watched_windows": 2,
+        "noise": [1.0, 2.0, 3.0],
+        **change,
+    }
+    return {name: value for name, value in state.items() if value is not KeyError}
+
+
+def packed(window: Any, loader: Any = None) -> bytes:
+    box = io.BytesIO()
+    torch.save({"window": window, "loader": loader}, box)
+    return box.getvalue()
+
+
+def measured() -> Any:
+    options = {"measure_noise": True, "micro_batch_size": "auto", "scaler": GradScaler("cpu", init_scale=8.0)}
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.01)
+    return model, optimizer, Accumulator(model, optimizer, **options)
+
+
+FIT = {"size": 4, "good": 2, "too_large": 8, "since": 0, "wait": 16}
+SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"watched_windows": KeyError}, "has no watched_windows; give what"),
+        ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
+        ({"index": -5}, "index=-5, expected a whole number of at least 0"),
+        ({"index": "3"}, "index='3', expected a whole number"),
+        ({"index": True}, "index=True, expected a whole number"),
+        ({"skipped": -1}, "skipped=-1, expected"),
+        ({"ranks": None}, "ranks=None, expected"),
+        ({"fit": None}, "fit=None, expected a dict"),
+        ({"fit": {"too_large": None, "is_proven": 3, "__class__": 1}}, "good=None, expected a whole number"),
+        ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),
+        ({"fit": {**FIT, "wait": 1.5}}, "wait=1.5, expected a whole number of at least 1"),
+        ({"fit": {name: value for name, value in FIT.items() if name != "too_large"}}, "too_large=None, expected"),
+        ({"noise": [1.0, 2.0]}, "expected three numbers"),
+        ({"noise": "abc"}, "expected three numbers"),
+        ({"scaler": {}}, "the state's scaler has scale=None"),
+        (
+            {"scaler": {**SCALER, "_growth_tracker": "x"}},
+            "the state's scaler has _growth_tracker='x', expected numbers",
+        ),
+        ({"scaler": [1]}, "expected a dict"),
+        ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
+        ({"rank 0": packed(None)[:-40]}, "cannot be read"),
+        ({"rank 0": packed(RunsCode())}, "cannot be read"),
+        ({"rank 0": packed({"done": 1})}, "cannot be read"),
+        ({"rank 0": 3}, "cannot be read"),
+        (
+            {"rank 0": packed({**dict.fromkeys(["index", "counts", "losses", "partial", "random"]), "done": -1})},
+            "done=-1",
+        ),
+    ],
+    ids=str,
+)
+def test_a_broken_state_is_told_in_a_sentence_and_nothing_of_it_is_loaded(change, message):
+    _, _, accumulator = measured()
+    before = accumulator.state_dict(), vars(accumulator._fit).copy()
+    with pytest.raises(ValueError, match=message) as told:
+        accumulator.load_state_dict(a_state(**change))
+    assert len(str(told.value)) < 300 and "weights_only" not in str(told.value)
+    assert (accumulator.state_dict(), vars(accumulator._fit)) == before
+
+
+def test_a_state_sets_what_it_knows_and_no_other_attribute():
+    _, _, accumulator = measured()
+    accumulator.load_state_dict(a_state(fit={**FIT, "is_proven": 3, "most": 1}, foreign=1))
+    assert accumulator.index == 7 and accumulator._fit.most is None and callable(accumulator._fit.is_proven)
+    assert accumulator.state_dict()["fit"] == FIT and accumulator.state_dict()["noise"] == [1.0, 2.0, 3.0]
+    for foreign in (None, [1], "state"):
+        with pytest.raises(TypeError, match=r"expected what state_dict\(\) gave"):
+            accumulator.load_state_dict(foreign)
+
+
+class TellsItsState:
+    def __init__(self, held: Any) -> None:
+        self.held, self.i = held, 0
+
+    def state_dict(self) -> Any:
+        return {"i": self.i, "held": self.held}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.i = state["i"]
+
+    def __iter__(self) -> Any:
+        while self.i < 8:
+            self.i += 1
+            yield torch.full((2, 3), float(self.i))
+
+
+@pytest.mark.parametrize(
+    ("held", "message"),
+    [
+        (numpy.arange(3), r"the loader's state_dict\(\) holds numpy\.\S+, and a state is loaded without.*tolist\(\)"),
+        (RunsCode(), r"the loader's state_dict\(\) holds exec,"),
+        (lambda: 1, r"the loader's state_dict\(\) cannot be saved"),
+    ],
+    ids=["numpy", "code", "lambda"],
+)
+def test_a_loader_s_state_that_cannot_be_loaded_is_refused_when_it_is_saved(held, message):
+    model = nn.Linear(3, 1)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.01), steps=2)
+    for window in accumulator.windows(TellsItsState(held)):
+        for x in window:
+            window.backward(model(x).square().mean())
+            with pytest.raises(DistaccumError, match=message) as told:
+                accumulator.state_dict()
+            assert "\n" not in str(told.value)
+            break
+        break
+
+
 def test_where_a_state_cannot_be_taken():
     model, _, accumulator = make("plain", "last")
     window = accumulator.window(micro_batches(2, 0))
@@ -207,6 +341,35 @@ def test_where_a_state_cannot_be_taken():
         state = state or accumulator.state_dict()
         with pytest.raises(DistaccumError, match="while a window is in its loop"):
             accumulator.load_state_dict(state)
+
+
+@pytest.mark.parametrize("wide", [None, torch.float64])
+def test_a_deep_copy_between_windows_is_whole_and_one_within_is_refused(wide):
+    model = nn.Linear(3, 1)
+    sgd = SGD(model.parameters(), lr=0.1)
+    made = model, sgd, Accumulator(model, sgd, steps=2, accumulate_dtype=wide)
+    batches = [torch.randn(2, 3) for _ in range(3)]
+    for x in (window := made[2].window(batches)):
+        with pytest.raises(
+            DistaccumError, match="copying or pickling an Accumulator with a window that is in its loop"
+        ):
+            copy.deepcopy(made)
+        window.backward(model(x).square().mean())
+    with pytest.raises(DistaccumError, match="a window that is complete but not stepped"):
+        copy.deepcopy(made)
+    assert window.step().stepped
+    before = copy.deepcopy(model)
+    before(torch.cat(batches)).square().mean().backward()
+
+    twin, optimizer, other = copy.deepcopy(made)
+    assert other.index == 1
+    for x in (window := other.window(batches)):
+        window.backward(twin(x).square().mean())
+        with pytest.raises(DistaccumError, match="before the window's own"):
+            optimizer.step()
+    assert error(gradient(twin), gradient(before)) <= 1e-6
+    window.step()
+    assert torch.equal(model.weight, before.weight) and not torch.equal(twin.weight, before.weight)
 
 
 def test_can_pause_while_every_rank_has_more(ranks):
@@ -296,6 +459,79 @@ def through_a_checkpoint(name: str, folder: str) -> Any:
     return same, expected[1:], losses
 
 
+# Beside tensor-parallel ranks
+
+
+class Parallel(nn.Module):
+    """Its gradients are placed as their parameters (a, b), and not (embedding, norm: to be summed)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.double()
+
+    def forward(self, tokens, part=slice(None)):
+        return self.b(torch.tanh(self.a(self.norm(self.embedding(tokens)[:, part]))))
+
+
+def merged_beside_tensor_parallel_ranks(sync: str) -> Any:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    data, tensor = mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank()
+    part = slice(2 * tensor, 2 * tensor + 2)  # of the sequence, that this rank's norm is given
+
+    def make() -> Any:
+        model = parallelize_module(
+            Parallel(),
+            mesh["tensor"],
+            {
+                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+                "norm": SequenceParallel(),
+                "a": ColwiseParallel(input_layouts=Shard(1)),
+                "b": RowwiseParallel(),
+            },
+        )
+        fully_shard(model, mesh=mesh["data"])
+        return model, Accumulator(model, SGD(model.parameters(), lr=0.1, foreach=False), sync=sync)
+
+    def run_on(made: Any, stop: bool) -> Any:
+        model, accumulator = made
+        generator = torch.Generator().manual_seed(data)
+        tokens = [torch.randint(0, 8, (2, 4), generator=generator) for _ in range(3)]
+        window = accumulator.window(tokens)
+        for i, one in enumerate(window):
+            window.backward(model(one, part).square().mean())
+            if stop and i == 1:
+                return accumulator.state_dict()
+        return [p.grad.to_local().clone() for p in model.parameters()]
+
+    expected = run_on(make(), stop=False)
+    state = run_on(make(), stop=True)
+    states: list[Any] = [None] * 4
+    dist.all_gather_object(states, state)
+    resumed = make()
+    resumed[1].load_state_dict({key: value for one in states for key, value in one.items()})
+    return [key for key in state if key.startswith("rank ")], all(map(torch.equal, expected, run_on(resumed, False)))
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+def test_states_of_tensor_parallel_ranks_in_one_dict_go_on_bit_for_bit(ranks, sync):
+    seen = ranks(4).run(merged_beside_tensor_parallel_ranks, sync)
+    assert seen == [([f"rank {rank}"], True) for rank in range(4)]
+
+
 # Loaders that can tell their state
 
 
@@ -340,6 +576,74 @@ def test_a_stateful_loader_goes_on_where_it_stopped(workers, at):
             model = again
         runs.append([*seen, *weights(model).tolist()])
     assert runs[0] == runs[1]  # no sample lost or repeated, and the same weights
+
+
+class Standing:
+    """Tells where it stands, and starts anew with each iter() that no state was loaded for."""
+
+    def __init__(self, length: int = 8) -> None:
+        self.place, self.length, self.loaded = 0, length, False
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self.place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.loaded = state["place"], True
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.place, self.loaded = self.place if self.loaded else 0, False
+        while self.place < self.length:
+            self.place += 1
+            yield torch.full((1, 1), float(self.place))
+
+
+def one_weight(lookahead: bool = True) -> tuple[nn.Module, Accumulator]:
+    model = nn.Linear(1, 1, bias=False)
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, lookahead=lookahead)
+
+
+def first_after(state: dict[str, Any]) -> float:
+    """The first sample of a new process that loads `state`."""
+    _, accumulator = one_weight()
+    accumulator.load_state_dict(state)
+    assert accumulator.state_dict() == state
+    return float(next(iter(next(accumulator.windows(Standing())))))
+
+
+@pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
+@pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "by an error", "not begun"])
+def test_a_state_taken_after_the_loop_was_left_knows_where_its_loader_stood(leave: str, lookahead: bool) -> None:
+    model, accumulator = one_weight(lookahead)
+    loader, left = Standing(), None
+    with contextlib.suppress(KeyError):
+        for window in accumulator.windows(loader):
+            left = window if leave in ("before its step", "not begun") else None
+            if leave == "not begun" and accumulator.index == 1:
+                break
+            for i, x in enumerate(window):
+                window.backward(model(x).mean())
+                if leave in ("in the window", "by an error") and (accumulator.index, i) == (1, 1):
+                    break
+            if leave == "by an error" and accumulator.index == 1:
+                raise KeyError
+            if leave in ("in the window", "before its step") and accumulator.index == 1:
+                break
+            window.step()
+            if leave == "at its edge" and accumulator.index == 2:
+                break
+    if left is not None and leave == "before its step":
+        left.step()
+    next(iter(loader))  # which moves the loader, and not what the state says
+    assert first_after(accumulator.state_dict()) == (3 if leave == "not begun" else 5)
+    for window in accumulator.windows(Standing(3)):  # another epoch begins anew, and ends
+        assert float(next(iter(window))) in (1, 3)
+        window.discard()
+    model, accumulator = one_weight()
+    for window in accumulator.windows(Standing(3)):
+        for x in window:
+            window.backward(model(x).mean())
+        window.step()
+    assert first_after(accumulator.state_dict()) == 1  # an epoch that ended is over
 
 
 def test_another_loader_than_the_state_s_is_told():
