@@ -7,10 +7,12 @@ import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 
@@ -94,6 +96,7 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
     >>> [part["x"].tolist() for part in cut_batch({"x": torch.arange(3), "lr": 0.1}, [1, 2], length=3)]
     [[0], [1, 2]]
     """
+    _refuse_what_has_no_rows(batch, length)
     if not _has_columns(batch, length):
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
     for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
@@ -106,7 +109,25 @@ def _cut(item: Any, start: int, stop: int, length: int) -> Any:
         return item[start:stop] if along else item
     if isinstance(item, list | tuple) and _is_column(item, length):
         return item[start:stop]
-    return rebuilt(item, lambda child, _: _cut(child, start, stop, length))
+    return _remade(item, lambda child, _: _cut(child, start, stop, length))
+
+
+def _refuse_what_has_no_rows(item: Any, length: int) -> None:
+    """Samples that cannot be taken out one after the other."""
+    kind = ""
+    if isinstance(item, PackedSequence):
+        kind = "a PackedSequence, whose samples are interleaved"
+    elif isinstance(item, Tensor) and item.is_nested:
+        kind = "a nested tensor, whose samples differ in length"
+    elif isinstance(item, Tensor) and item.layout is not torch.strided and item.shape[0] == length:
+        kind = f"a sparse tensor ({item.layout})"
+    if kind:
+        raise TypeError(
+            f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "
+            "cut it yourself: accumulator.window(micro_batches)"
+        )
+    for child in _children(item):
+        _refuse_what_has_no_rows(child, length)
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -137,7 +158,7 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int]) -> Any:
     def joined(_: Any, key: Any) -> Any:
         return join_batches([_child(batch, key) for batch in batches], lengths)
 
-    return rebuilt(first, joined)
+    return _remade(first, joined)
 
 
 def _child(item: Any, key: Any) -> Any:
@@ -164,6 +185,53 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
         made = [change(value, i) for i, value in enumerate(item)]
         return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
     return item
+
+
+def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """As `rebuilt`, of other samples: what a dataclass derives from them, and is no column of them, is derived anew."""
+    copied = rebuilt(item, change)
+    if not dataclasses.is_dataclass(item) or isinstance(item, Mapping | type):
+        return copied
+    fields = dataclasses.fields(item)
+    derived = [field.name for field in fields if not field.init]
+    for name in getattr(copied, "__dict__", {}).keys() - {field.name for field in fields}:
+        if isinstance(getattr(type(item), name, None), cached_property):
+            del copied.__dict__[name]
+        else:
+            copied.__dict__[name] = change(copied.__dict__[name], name)
+            derived.append(name)
+    given = {field.name: getattr(copied, field.name) for field in fields if field.init}
+    cut = [name for name, value in given.items() if value is not getattr(item, name)]
+    left = [name for name in derived if hasattr(item, name) and getattr(copied, name) is getattr(item, name)]
+    if not hasattr(item, "__post_init__") or not (left or len(cut) < len(given)):
+        return copied
+    kind, cure = type(item).__name__, "cut it yourself: accumulator.window(micro_batches)"
+    try:
+        made = dataclasses.replace(item, **given)
+    except Exception as error:
+        if not left:
+            return copied  # it takes the whole batch alone, as a check of it would
+        raise TypeError(
+            f"a {kind} of a part of its samples cannot be made ({type(error).__name__}: {error}), and it derives "
+            f"{', '.join(left)} from them; {cure}"
+        ) from error
+    left += [name for name in given if name not in cut and not _is_same(getattr(made, name), given[name])]
+    again = [name for name in cut if not _is_same(getattr(made, name), given[name])]
+    if left and again:
+        raise TypeError(
+            f"{kind}.__post_init__ changes {', '.join(again)}, which it did to the whole batch already, and derives "
+            f"{', '.join(left)}: what those of a part are cannot be known; derive them in properties, or {cure}"
+        )
+    for name in left:
+        if hasattr(made, name):
+            object.__setattr__(copied, name, getattr(made, name))
+    return copied
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other or (isinstance(one, list | tuple | str) and type(one) is type(other) and bool(one == other))
 
 
 def _has_columns(item: Any, length: int) -> bool:

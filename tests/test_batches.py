@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.batches import join_batches
 from distaccum.shares import cut_evenly
 
 Pair = namedtuple("Pair", "image label")
@@ -113,6 +115,129 @@ def test_every_kind_of_nesting_is_cut_along_the_batch_dimension():
         assert type(second[kind]) is type(batch[kind])
         assert second[kind]["x"].tolist() == [2, 3, 4]
     assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+
+
+@dataclasses.dataclass
+class Derived:
+    x: torch.Tensor
+    n: int = dataclasses.field(init=False)
+    total: int = 0
+    mask: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        self.n = self.total = self.twice = len(self.x)
+        self.mask = self.x > 0 if self.mask is None else self.mask
+
+    @functools.cached_property
+    def length(self) -> int:
+        return len(self.x)
+
+
+@dataclasses.dataclass
+class Cached:
+    x: torch.Tensor
+
+    @functools.cached_property
+    def length(self) -> int:
+        return len(self.x)
+
+
+@dataclasses.dataclass
+class Scaled:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        self.x = self.x / 2
+
+
+@dataclasses.dataclass
+class ScaledAndDerived(Scaled):
+    mean: torch.Tensor = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.mean = self.x.mean()
+
+
+@dataclasses.dataclass
+class WholeAlone:
+    x: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if len(self.x) != 5:
+            raise ValueError("five are wanted")
+
+
+@dataclasses.dataclass
+class WholeAloneAndDerived(WholeAlone):
+    n: int = dataclasses.field(init=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.n = len(self.x)
+
+
+def test_what_a_dataclass_derives_from_its_fields_is_that_of_each_part():
+    x = torch.arange(5.0)
+    whole = Derived(x)
+    assert whole.length == 5
+    for part, size in zip(split({"data": whole, "y": x}, steps=2), (2, 3), strict=True):
+        data = part["data"]
+        assert (data.n, data.total, data.twice, data.length) == (size, size, size, size)
+        assert torch.equal(data.mask, data.x > 0) and data.x.data_ptr() in (x.data_ptr(), x[2:].data_ptr())
+    assert (whole.n, whole.total, whole.twice, whole.length) == (5, 5, 5, 5)
+    cached = Cached(x)
+    assert [cached.length, *(part.length for part in split(cached, steps=2))] == [5, 2, 3]
+    joined = join_batches([Derived(x), Derived(x[:2])], [5, 2])
+    assert (joined.n, joined.twice, len(joined.mask)) == (7, 7, 7)
+
+
+def test_a_dataclass_that_changes_its_fields_is_cut_as_it_stands_or_refused():
+    x = torch.arange(5.0)
+    assert torch.equal(torch.cat([part.x for part in split(Scaled(x), steps=2)]), x / 2)
+    assert torch.equal(torch.cat([part.x for part in split(WholeAlone(x), steps=2)]), x)
+    with pytest.raises(TypeError, match=r"ScaledAndDerived.__post_init__ changes x, which it did .*window\(micro_b"):
+        split(ScaledAndDerived(x), steps=2)
+    with pytest.raises(TypeError, match=r"a WholeAloneAndDerived of a part of its samples cannot be made \(ValueError"):
+        split(WholeAloneAndDerived(x), steps=2)
+
+
+@dataclasses.dataclass
+class WithColumns:
+    x: torch.Tensor
+    names: list
+    noisy: torch.Tensor = dataclasses.field(init=False)
+    length: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.x, self.names = self.x.clone(), list(self.names)
+        self.noisy = self.x + torch.randn(len(self.x))
+        self.length = len(self.x)
+        self._kept = None
+
+
+def test_a_column_that_a_dataclass_derived_or_was_given_later_is_cut_and_not_made_anew():
+    whole = WithColumns(torch.arange(5.0), list("abcde"))
+    whole.weights = torch.arange(5.0) * 2
+    parts = split(whole, steps=2)
+    assert [part.length for part in parts] == [2, 3] and [part._kept for part in parts] == [None, None]
+    for name in ("x", "noisy", "weights"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
+    assert [part.names for part in parts] == [["a", "b"], ["c", "d", "e"]]
+
+
+def test_samples_that_cannot_be_taken_out_are_refused():
+    rows = [torch.ones(n, 3) for n in (2, 4, 1, 3, 5)]
+    kinds = {
+        "PackedSequence": nn.utils.rnn.pack_sequence(rows, enforce_sorted=False),
+        "nested tensor": torch.nested.nested_tensor(rows, layout=torch.jagged),
+        "sparse tensor": torch.eye(5).to_sparse(),
+    }
+    for kind, value in kinds.items():
+        with pytest.raises(TypeError, match=f"the batch holds a {kind}.*: it cannot be cut; give a list of samples"):
+            split({"x": torch.ones(5, 2), "more": [value]}, steps=2)
+    shared = torch.eye(7).to_sparse()
+    assert all(part["graph"] is shared for part in split({"x": torch.ones(5), "graph": shared}, 5, steps=2))
 
 
 def test_a_tie_is_an_error_that_says_how_to_break_it():
