@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
-from .shares import listed
+from .shares import DistaccumError, listed
 
 KINDS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 Model = TypeVar("Model", bound=nn.Module)
@@ -88,6 +88,21 @@ class _Layer:
     module: Any
     seen: list[_Seen] = field(default_factory=list)  # one; of a SyncBatchNorm one per forward
     kept: tuple[Any, ...] = ()  # the module's own buffers and momentum, while it runs forward
+    # What a forward that runs no hooks would move: a buffer, its version, and its value as the window began.
+    before: tuple[Tensor, int, Tensor] | None = None
+
+    def mark(self) -> None:
+        tracked = self.module.num_batches_tracked
+        buffer = self.module.running_mean if tracked is None else tracked
+        self.before = buffer, buffer._version, buffer.clone()
+
+    @property
+    def was_moved(self) -> bool:
+        """Whether a forward in training was not seen. Reads on the host only where it may be so."""
+        if self.seen or not self.module.training or self.before is None:
+            return False
+        buffer, version, value = self.before
+        return buffer._version != version and not torch.equal(buffer, value)
 
     @property
     def is_synchronised(self) -> bool:
@@ -125,7 +140,7 @@ class Pool:
         self._layers = [
             _Layer(layer) for model in models for _, layer in batchnorms(model) if layer.running_mean is not None
         ]
-        compiled = [m for model in models for m in model.modules() if getattr(m, "_compiled_call_impl", None)]
+        self._hooks: list[Any] = []
         known = nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward
         other = [type(layer.module).__name__ for layer in self._layers if type(layer.module).forward not in known]
         if other:
@@ -133,32 +148,44 @@ class Pool:
                 f"batchnorm='pool' with {listed(other)}, whose forward is not torch's and may read the statistics that "
                 "are lent to it; accept each micro-batch's statistics with batchnorm='ignore'"
             )
-        if self._layers and (compiled or any(hasattr(model, "_orig_mod") for model in models)):
-            raise ValueError(
-                "batchnorm='pool' with torch.compile, which does not run the hooks that read the statistics; leave the "
-                "model uncompiled, or accept each micro-batch's statistics with batchnorm='ignore'"
-            )
+        pooled = {id(layer.module) for layer in self._layers}
+        for name, module in (named for model in models for named in model.named_modules()):
+            if _is_compiled(module) and any(id(inner) in pooled for inner in module.modules()):
+                raise ValueError(f"batchnorm='pool' and torch.compile of {name or 'the model'}, {NO_HOOKS}")
 
     @contextmanager
     def watching(self, counts: Callable[[], bool]) -> Iterator[None]:
         """Forwards within leave the statistics alone, and are kept for `commit` where `counts`."""
-        for layer in self._layers:
-            layer.seen = []
-        before = [layer.module.register_forward_pre_hook(partial(_lend, layer)) for layer in self._layers]
-        after = [
-            # First of all hooks: another accumulator's lent before this one.
-            layer.module.register_forward_hook(
-                partial(_take_back, layer, counts), always_call=True, with_kwargs=True, prepend=True
-            )
-            for layer in self._layers
-        ]
+        self._remove_hooks()  # that Ctrl-C left, in the lines below
         try:
+            for layer in self._layers:
+                layer.seen = []
+                layer.mark()
+                self._hooks.append(layer.module.register_forward_pre_hook(_Hook(partial(_lend, layer))))
+                # First of all hooks: another accumulator's lent before this one.
+                take_back = _Hook(partial(_take_back, layer, counts))
+                self._hooks.append(
+                    layer.module.register_forward_hook(take_back, always_call=True, with_kwargs=True, prepend=True)
+                )
             yield
         finally:
-            for hook in (*before, *after):
-                hook.remove()
+            self._remove_hooks()
             for layer in self._layers:
                 _give_back(layer)  # where Ctrl-C came in its forward
+
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
+
+    def refuse_unseen(self) -> None:
+        """A compiled function that calls the model cannot be known before it runs."""
+        if any(layer.was_moved for layer in self._layers):
+            raise DistaccumError(
+                "batchnorm='pool', and a forward in training moved the running statistics of a layer and was not seen: "
+                f"a compiled function called it, {NO_HOOKS}. The window is discarded; what this forward did to the "
+                "statistics stays"
+            )
 
     def commit(self) -> None:
         """The window was stepped. On all ranks; one collective."""
@@ -194,6 +221,40 @@ class Pool:
         for layer, seen in zip(self._layers, state or [[]] * len(self._layers), strict=True):
             device = layer.module.running_mean.device
             layer.seen = [_Seen(*(number.to(device) for number in numbers)) for numbers in seen]
+
+
+# torch.compile neither guards on them nor runs those that came after it traced (skip_nnmodule_hook_guards).
+NO_HOOKS = (
+    "which does not run the hooks that read the statistics; leave what holds batch normalisation uncompiled, or accept "
+    "each micro-batch's statistics with batchnorm='ignore'"
+)
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module), module.compile(), or a compiled forward."""
+    return (
+        "_orig_mod" in module._modules
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )
+
+
+class _Hook:
+    """On this module, in this window: a copy of the module gets one that does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if torch.compiler.is_compiling():
+            # What traces this runs the layer uncompiled then (or ends, with fullgraph=True): older versions of torch
+            # would keep this window's hook in what they compiled.
+            raise DistaccumError(f"batchnorm='pool' and torch.compile of what calls the model, {NO_HOOKS}")
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> Any:
+        return _Hook, ()
 
 
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from torch.utils.checkpoint import checkpoint
 
-from distaccum import Accumulator
+from distaccum import Accumulator, DistaccumError
 from distaccum.batchnorm import freeze, to_groupnorm
 
 SHAPES = {nn.BatchNorm1d: (4,), nn.BatchNorm2d: (4, 3, 2), nn.BatchNorm3d: (4, 2, 1, 3)}
@@ -171,11 +173,85 @@ def test_a_window_goes_on_with_what_it_saw():
     assert apart(*ends) == 0
 
 
-def test_what_cannot_be_watched_is_refused():
+class Outer(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+def compiled(where: str) -> nn.Module:
     model = Normalised()
-    model.compile()
-    with pytest.raises(ValueError, match=r"with torch\.compile, which does not run"):
-        pooled(model)
+    inner = model.out if where == "beside" else model.layer if where == "the layer" else model
+    if where == "its forward":
+        model.forward = torch.compile(model.forward, backend="eager")  # type: ignore[method-assign]
+    elif where in ("below, in place", "the layer", "beside"):
+        inner.compile(backend="eager")
+    elif where == "above, in place":
+        outer = Outer(model)
+        outer.compile(backend="eager")
+        return outer
+    else:
+        inner = torch.compile(model, backend="eager")
+    return Outer(inner if where == "below" else model) if where != "top" else inner
+
+
+@pytest.mark.parametrize(
+    "where", ["top", "below", "below, in place", "above, in place", "the layer", "its forward", "beside"]
+)
+def test_a_compiled_module_that_holds_a_layer_is_refused(where):
+    if where == "beside":
+        assert pooled(compiled(where))
+        return
+    with pytest.raises(
+        ValueError, match=r"torch\.compile of (inner|inner.layer|the model), which does not run the hooks"
+    ):
+        pooled(compiled(where))
+
+
+def calls(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+@pytest.mark.filterwarnings("ignore")  # of what torch meets as it traces a window
+@pytest.mark.parametrize("is_warm", [False, True])
+def test_a_compiled_function_that_calls_the_model_is_noticed_or_right(is_warm):
+    torch._dynamo.reset()
+    model, whole = Normalised(), Normalised()
+    call = torch.compile(partial(calls, model), backend="eager")
+    accumulator, batch, before = pooled(model, micro_batch_size=3), samples(9, 1), buffers(model)
+    if is_warm:
+        call(batch[:3])
+        model.load_state_dict({**model.state_dict(), **before})
+        with pytest.raises(DistaccumError, match=r"was not seen: a compiled function called it, which does not run"):
+            accumulator.update(batch, call)
+        assert apart(buffers(model), before) == 0 and accumulator.index == 0
+    else:
+        accumulator.update(batch, call)
+        whole(batch)
+        assert apart(buffers(model), buffers(whole)) <= 1e-14
+
+
+def test_a_copy_of_the_model_in_mid_window_has_statistics_of_its_own():
+    model, batch = Normalised(), samples(6, 1)
+    accumulator, whole, expected = pooled(model, micro_batch_size=3), Normalised(), Normalised()
+    window = accumulator.split(batch)
+    for i, x in enumerate(window):
+        window.backward(model(x))
+        if i == 0:
+            copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    window.step()
+    whole(batch)
+    expected(batch)
+    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    for one in copies:
+        one(batch)
+        assert apart(buffers(one), buffers(expected)) == 0
+
+
+def test_what_cannot_be_watched_is_refused():
     assert pooled(nn.Linear(2, 2)) and pooled(nn.BatchNorm1d(2, track_running_stats=False))
 
 
