@@ -51,6 +51,12 @@ class Contrast:
         self._random: dict[str, Any] = {}  # as it is after the loss
 
     def run(self) -> None:
+        try:
+            self._run()
+        finally:  # which would keep this, and the representations with it, in a circle
+            self._window._prelude = None
+
+    def _run(self) -> None:
         window = self._window
         window._prelude = self._take_the_loss
         for micro_batch in window:
@@ -112,7 +118,6 @@ class Contrast:
             with torch.enable_grad():
                 loss = self._loss_fn(*everyone.tensors)
             gradients, of_parameters = self._differentiate(loss, everyone.tensors, scale)
-            window._loss = loss.detach()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -132,9 +137,10 @@ class Contrast:
     def _differentiate(
         self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """By representation and by parameter; what has none is left out."""
+        """By representation and by parameter; what has none is left out. The window's record gets the loss."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
+        self._window._loss = loss.detach().clone()  # before a hook of backward's can change it in place
         parameters = [p for p in self._window._parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
@@ -205,7 +211,7 @@ class _Carry(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
         ctx.gradients, ctx.dtypes = gradients, [tensor.dtype for tensor in tensors]
-        return gradients[0].new_zeros(())
+        return gradients[0].new_zeros((), dtype=gradients[0].dtype.to_real())
 
     @staticmethod
     def backward(ctx: Any, *seeds: Tensor) -> tuple[Tensor | None, ...]:
@@ -329,7 +335,7 @@ def _differences(before: Sequence[Tensor], now: Sequence[Tensor]) -> Iterator[Te
     for one, other in zip(before, now, strict=True):
         if _has_gradient(one) and one.numel():
             largest = one.abs().max().nan_to_num(1.0, 1.0).clamp(min=torch.finfo(one.dtype).tiny)
-            yield (other.detach() - one).abs().max() / largest / TOLERANCES.get(one.dtype, 5e-2)
+            yield (other.detach() - one).abs().max() / largest / TOLERANCES.get(one.dtype.to_real(), 5e-2)
 
 
 def _has_gradient(tensor: Tensor) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import gc
 import random
 import weakref
@@ -263,6 +265,65 @@ def test_labels_go_round_and_get_no_gradient():
     assert error(before - weights(model), gradient(exact)) <= 1e-12
 
 
+def complex_representations(order: tuple[int, ...]) -> float:
+    """The gradient's error; representations are real, complex and conjugate views, in this order."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    torch.manual_seed(3)
+    model = nn.Linear(3, 4, dtype=torch.float64)
+    exact = copy.deepcopy(model)
+    xs = [torch.randn(5 - r, 3, dtype=torch.float64) for r in range(world)]
+
+    def encode(net: nn.Module, x: Tensor) -> tuple[Tensor, ...]:
+        rows = net(x)
+        z = torch.complex(rows[:, :2], rows[:, 2:])
+        return tuple((rows, z, z.conj())[i] for i in order)
+
+    def loss_fn(*given: Tensor) -> Tensor:
+        z = next(one for one in given if one.is_complex())
+        return (z @ z.T).abs().square().mean() + sum(one.imag.pow(3).sum() for one in given if one.is_complex())
+
+    loss_fn(*encode(exact, torch.cat(xs))).backward()
+    wrapped = model if world == 1 else DistributedDataParallel(model)
+    accumulator = Accumulator(wrapped, SGD(model.parameters(), lr=1.0), micro_batch_size=2)
+    before = weights(model)
+    accumulator.contrast(xs[rank], lambda x: encode(wrapped, x), loss_fn)
+    return error(before - weights(model), gradient(exact))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (1,), (2, 1)])
+def test_complex_representations_are_exact(order):
+    assert complex_representations(order) <= 1e-12
+
+
+def test_a_contrast_keeps_no_representation_alive_also_where_it_fails():
+    batch, alive = pairs(12, seed=1), []
+    model = Towers()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+
+    def encode(part: Pair) -> tuple[Tensor, Tensor]:
+        both = model(part)
+        alive.append(weakref.ref(both[0]))
+        if len(alive) == 10:  # of the second call, in the second pass
+            raise KeyError("a bug")
+        return both
+
+    def loss_fn(*both: Tensor) -> Tensor:
+        alive.append(weakref.ref(both[0]))
+        return clip(model, *both)
+
+    gc.disable()
+    try:
+        accumulator.contrast(batch, encode, loss_fn)
+        assert len(alive) == 9 and all(one() is None for one in alive)
+        alive.clear()
+        alive += [lambda: None] * 4
+        with contextlib.suppress(KeyError):
+            accumulator.contrast(batch, encode, loss_fn)
+        assert len(alive) == 10 and all(one() is None for one in alive)
+    finally:
+        gc.enable()
+
+
 def test_several_encoders_with_an_optimizer_each():
     exact, batch = Towers(), pairs(7, seed=1)
     clip(exact, *exact(batch)).backward()
@@ -409,6 +470,11 @@ def test_all_ranks_draw_the_same_for_the_loss(ranks):
     for rank, after in enumerate((after_one, after_other)):
         torch.manual_seed(rank)
         assert after == [float(torch.rand(())) for _ in range(3)]
+
+
+def test_complex_representations_of_two_ranks(ranks):
+    for order in ((0, 1), (2, 1)):
+        assert max(ranks(2).run(complex_representations, order)) <= 1e-12
 
 
 def losses_that_differ() -> str:
@@ -584,3 +650,20 @@ def accelerated() -> float:
 
 def test_with_accelerate(ranks):
     assert ranks(1).run(accelerated)[0] <= 1e-12
+
+
+def test_what_the_caller_does_to_the_loss_in_place_is_no_part_of_the_record():
+    model = nn.Linear(3, 2, dtype=torch.float64)
+    batch, kept = torch.randn(6, 3, dtype=torch.float64), []
+
+    def loss_fn(representations):
+        loss = (representations @ representations.T).square().mean()
+        kept.append(loss.detach())
+        # A hook runs in backward, when the record has its number.
+        loss.register_hook(lambda _: kept[-1].zero_())
+        return loss
+
+    with torch.no_grad():
+        exact = float((model(batch) @ model(batch).T).square().mean())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    assert accumulator.contrast(batch, model, loss_fn).loss == pytest.approx(exact, rel=1e-12)
