@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -26,8 +27,8 @@ from .contrast import Contrast, Encode
 from .engines import Engine, Sync, choose_engine
 from .engines.accelerate import Accelerated
 from .feed import Feed, Stream
-from .memory import PROOFS, Before, Fit, Guard, Transaction
-from .noise import Noise
+from .memory import PROOFS, Before, Fit, Guard, Transaction, learned_sizes
+from .noise import Noise, averages_in
 from .options import WHOLE, by_name, choice, dtype_of_sums, positive, several, wanted_sizes
 from .planning import Ahead, Draw, Drawn, Offered, count_all, look_up
 from .precision import local, refuse_mixed
@@ -45,7 +46,7 @@ from .shares import (
     steps_for,
     tidy,
 )
-from .state import Unfinished, pack, random_devices, unpack
+from .state import Unfinished, pack, random_devices, refuse_broken_scaler, unpack, whole_number_in
 from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
 from .trace import NOTHING, Trace, span
 from .update import Update
@@ -77,8 +78,7 @@ class Accumulator:
     update, or `batch_size` samples over all ranks of which one forward holds `micro_batch_size`; `steps` and
     `batch_size` may be callables of the update's index. `max_norm=inf` measures the norm and clips nothing.
     `accumulate_dtype=torch.float32` adds gradients of bfloat16 and float16 parameters up in float32 and rounds them
-    once, before DDP reduces them in their own dtype; with `reduce_dtype=torch.float32` too, after it reduced twice the
-    bytes.
+    once, before DDP reduces them in their own dtype.
     `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
     at its end, and the gradient is corrected there.
     `measure_noise=True` gives each update the gradient noise scale, smoothed, in the unit of its count.
@@ -101,7 +101,6 @@ class Accumulator:
         accelerator: Any = None,
         sync: Sync = "last",
         accumulate_dtype: torch.dtype | None = None,
-        reduce_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
@@ -154,6 +153,19 @@ class Accumulator:
                 f"on_nonfinite='ignore' with {self._engine.name}, which looks at each gradient and skips what is not "
                 "finite; say 'raise' or 'skip'"
             )
+        looks = {
+            f"max_norm={max_norm}": max_norm is not None,
+            f"on_nonfinite={on_nonfinite!r}": on_nonfinite != "ignore",
+            "scaler": self._scaler is not None,
+            "measure_noise": measure_noise,
+        }
+        why = self._engine.hides_parts()
+        if why is not None and any(looks.values()):
+            raise ValueError(
+                f"{', '.join(look for look, is_wanted in looks.items() if is_wanted)} with {self._engine.name} {why}: "
+                "each rank would look at its own part of the gradient, and ranks would decide apart. Use fully_shard "
+                "over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
+            )
         self._noise: Noise | None = None
         if measure_noise:
             stepped = partial(_stepped, self._engine, self._optimizers)
@@ -169,7 +181,11 @@ class Accumulator:
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
             )
-        self._choose_dtypes(accumulate_dtype, reduce_dtype)
+        for parameter in _unstepped(self._trained, self._stepper.owned()):
+            _User.on(parameter).accumulators.add(self)
+        sums = dtype_of_sums(accumulate_dtype)
+        if sums is not None:
+            self._engine.accumulate_in(sums, self._parameters())
         self._batchnorms = [named for model in self._models for named in batchnorms(model)]
         self._pool = Pool(self._models, self._engine) if batchnorm == "pool" else None
         self._index = 0
@@ -183,22 +199,14 @@ class Accumulator:
         self._unfinished = False
         self._spare: Spare | None = None  # of a window whose gradient was finite
         self._window: weakref.ref[Window] | None = None
+        self._forgotten: int | None = None  # the index of one that was dropped between its loop and its step
         for one in [*self._optimizers, *self._engine.guarded()]:
             _guard(one, self)
+        self._accelerated.refuse_to_save_one_part(self._unfinished_window)
+        if too_long := self._accelerated.longer_schedules():
+            self._warn("schedule", too_long)
         if trace is not None:
             self._engine.trace = Trace(trace, self._engine, self._trained[0].device)
-
-    def _choose_dtypes(self, accumulate: torch.dtype | None, reduce: torch.dtype | None) -> None:
-        sums = dtype_of_sums("accumulate_dtype", accumulate)
-        if sums is not None:
-            self._engine.accumulate_in(sums, self._parameters())
-        wide = dtype_of_sums("reduce_dtype", reduce)
-        if wide is not None:
-            if wide != sums:
-                raise ValueError(
-                    f"reduce_dtype={wide} with accumulate_dtype={sums}, expected the same: what is reduced are the sums"
-                )
-            self._engine.reduce_in(wide)
 
     @property
     def index(self) -> int:
@@ -246,6 +254,7 @@ class Accumulator:
             return Drawn([] if first is None else [first[0]], steps=steps, exhausted=feed.exhausted, stream=stream)
 
         ahead = self._ahead = Ahead(feed, draw)
+        was_left = False
         try:
             with self._accelerated.reading(loader):
                 while True:
@@ -257,13 +266,19 @@ class Accumulator:
                         yield window
                     except GeneratorExit:
                         window._let_go()
+                        window._ahead = None
+                        was_left = tells_state  # a state_dict() that comes now says where
+                        if window._stream is None or window._stage is Stage.COMPLETE:  # else it draws on
+                            feed.leave(drawn_ahead=ahead.offered is not None)
                         raise
                     if window._plan.exhausted:
                         window._make_way()  # else a step() forgotten on the last window would pass in silence
                         return
         finally:
-            self._feed = None if self._feed is feed else self._feed
+            ahead.drop_rows()
             self._ahead = None if self._ahead is ahead else self._ahead
+            if self._feed is feed and not was_left:
+                self._feed = None
 
     def _plan_from(self, ahead: Ahead) -> Window:
         """The next window of a loader, which may be drawn already, and known to the other ranks."""
@@ -415,6 +430,14 @@ class Accumulator:
         return window
 
     def _make_way(self) -> None:
+        if self._forgotten is not None:
+            self._warn(
+                "forgotten",
+                f"the window of update {self._forgotten} was dropped between its loop and its step(), so its gradients "
+                "are thrown away and nothing was learned of them; call window.step() after the loop, or discard() to "
+                "give a window up",
+            )
+            self._forgotten = None
         standing = self._standing()
         if standing is not None:
             standing._make_way()
@@ -529,12 +552,18 @@ class Accumulator:
         *,
         as_sum: bool,
     ) -> Measured:
+        num = 0
+
         def draw(_: int) -> Drawn:
+            nonlocal num
             if micro_batches is not None:
-                return Drawn(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
-            drawn = self._cut(batch)
-            total = sum(drawn.lengths or [])
-            return drawn if len(drawn.micro_batches) > 1 or total < 2 else self._cut(batch, parts=2)
+                drawn = Drawn(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
+            else:
+                drawn = self._cut(batch)
+                if len(drawn.micro_batches) < 2 <= sum(drawn.lengths or []):
+                    drawn = self._cut(batch, parts=2)
+            num = len(drawn.micro_batches)
+            return drawn
 
         window = self._plan(draw, as_sum=as_sum, by_hand=as_sum)
         window._is_trial = True
@@ -546,7 +575,7 @@ class Accumulator:
                 reduction.wait()
             scale = 1.0 if self._scaler is None else 1 / self._scaler.get_scale()
             gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in parameters]
-            return Measured(gradients, float(terms.sum()) / window._divisor, window._plan.kept)
+            return Measured(gradients, float(terms.sum()) / window._divisor, window._plan.kept, num - len(window))
         finally:
             window.discard()
 
@@ -558,14 +587,33 @@ class Accumulator:
     # One update
 
     def _begin(self, window: Window) -> None:
+        if torch.is_inference_mode_enabled():
+            # What is made in it (a scale, DDP's buckets) could not be written to outside of it.
+            raise DistaccumError(
+                "a window inside torch.inference_mode(), where nothing is trained; leave that mode first"
+            )
         if self._engine.stale(window._parameters):
+            known = self._unfinished or self._are_of_another_window(window._parameters)
             self._engine.clear(window._parameters)
-            if not self._unfinished:  # else they are of a window that was dropped between its loop and its step
+            if not known:  # else they are of a window that was dropped between its loop and its step
                 self._warn("stale", "gradients that stood before the window were cleared: they are not part of it")
         self._unfinished = True
         if self._scaler is not None:
             windows_on(self._scaler).add(window)
         self._engine.begin(window._plan, window._parameters)
+
+    def _are_of_another_window(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients stand only where another accumulator's open window passes through and does not step."""
+        users = [getattr(p, "_distaccum_user", None) for p in parameters if self._engine.stale([p])]
+        return all(
+            isinstance(user, _User) and any(one is not self and one._has_open_window for one in user.accumulators)
+            for user in users
+        )
+
+    @property
+    def _has_open_window(self) -> bool:
+        window = self._standing()
+        return window is not None and window._is_open
 
     def _complete(self, window: Window) -> None:
         if window._guard is not None and not self._engine.will_reduce(True):
@@ -615,6 +663,22 @@ class Accumulator:
             )
 
     def _commit(self, window: Window) -> Update:
+        self._stepper.has_stepped, schedules = False, list(self._schedulers)
+        try:
+            return self._step_and_count(window, schedules)
+        except BaseException:
+            if self._stepper.has_stepped:
+                # Ctrl-C, or a rank that was lost: what counts the weights' steps goes with them.
+                self._index = window.index + 1
+                window._close()
+                self._unfinished = False
+                if self._scaler is not None:
+                    self._scaler.update(self._scaler.get_scale())  # it keeps to which optimizers it was shown
+                while schedules:
+                    schedules.pop(0).step()
+            raise
+
+    def _step_and_count(self, window: Window, schedules: list[LRScheduler]) -> Update:
         if window._plan.nothing:
             reason: str | None = f"no {' and no '.join(window._names)} in any micro-batch of any rank"
             terms, reduction, norm = None, None, None
@@ -628,7 +692,7 @@ class Accumulator:
                     window._ahead.has_failed = not isinstance(error, NonfiniteError)  # which all ranks raise
                 raise
             if reason is not None and window._ahead is not None:
-                window._ahead.rows = None  # what was told in them counted on a step
+                window._ahead.drop_rows()  # what was told in them counted on a step
             if reason is None and self._pool is not None:
                 self._pool.commit()
             if reason is None and self._engine.in_step:
@@ -641,8 +705,8 @@ class Accumulator:
             window._trace.end("stepped" if reason is None else reason)
         self._accelerated.after_step(reason is None)
         if reason is None:
-            for schedule in self._schedulers:
-                schedule.step()
+            while schedules:
+                schedules.pop(0).step()
         elif self._skipped >= MOST_SKIPS:
             skipped, self._skipped = self._skipped, 0
             raise DistaccumError(
@@ -674,6 +738,8 @@ class Accumulator:
     def state_dict(self) -> dict[str, Any]:
         """Where this is: the update's index, what was learned, the scaler, and the loader where it can tell.
 
+        The loader's place is that of the `windows` at hand, or of the last that was left by `break` or an error.
+
         Between two micro-batches of a window (after `window.backward`) also what this rank needs to go on there: all
         ranks take it after as many micro-batches, and `window.can_pause` says whether they can. Save every rank's; what
         is under `rank 0`, `rank 1`, ... is that rank's own.
@@ -686,9 +752,9 @@ class Accumulator:
             "fit": self._fit.state(),
             "noise": None if self._noise is None else self._noise.averages.state(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
-            "ranks": self._engine.num_ranks,
+            "ranks": self._engine.world_size,
             "in_window": unfinished is not None,
-            f"rank {self._engine.rank}": pack(unfinished, loader),
+            f"rank {self._engine.global_rank}": pack(unfinished, loader),
         }
 
     def _unfinished_window(self) -> tuple[Unfinished | None, Any]:
@@ -709,8 +775,10 @@ class Accumulator:
         """Goes on where `state_dict` was taken; from mid-window on as many ranks, on which the next window must be the
         same: give `windows` the loader from that window's first micro-batch on. Those done are drawn and not yielded.
         """
-        missing = sorted({"index", "scaler", "skipped", "fit", "ranks", "in_window"} - set(state))
-        if missing:
+        if not isinstance(state, Mapping):
+            raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
+        known = {"index", "scaler", "skipped", "watched_windows", "fit", "ranks", "in_window"}
+        if missing := sorted(known - set(state)):
             raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
         if (state["scaler"] is None) != (self._scaler is None):
             has, wants = ("no", "one") if state["scaler"] is None else ("a", "none")
@@ -718,31 +786,63 @@ class Accumulator:
         window = self._standing()
         if window is not None and window._is_open:
             raise DistaccumError(f"load_state_dict() while a window is {window._describe()}; finish it or discard() it")
-        ranks = self._engine.num_ranks
+        # Everything is read before anything is set.
+        numbers = {name: whole_number_in(state, name, 0) for name in ("index", "skipped", "watched_windows", "ranks")}
+        for name in ("fit", "scaler"):
+            if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
+                raise ValueError(
+                    f"the state has {name}={state[name]!r}, expected a dict; give what state_dict() gave, of this "
+                    "version"
+                )
+        learned, averages = learned_sizes(state["fit"]), averages_in(state.get("noise"))
+        if self._scaler is not None:
+            refuse_broken_scaler(state["scaler"], self._scaler)
+        ranks = self._engine.world_size
         if state["in_window"] and state["ranks"] != ranks:
             raise DistaccumError(
                 f"the state was taken in mid-window on {state['ranks']} ranks and this job has {ranks}, expected as "
                 "many: each has its own part of the gradient. Start as many, or load a state from between two windows"
             )
-        mine = state.get(f"rank {self._engine.rank}") if state["ranks"] == ranks else None
-        if state["in_window"] and not mine:
+        mine = state.get(f"rank {self._engine.global_rank}") if state["ranks"] == ranks else None
+        of_another = state["ranks"] == ranks and f"rank {self._engine.global_rank}" not in state
+        if (state["in_window"] and not mine) or (
+            of_another and any(state.get(f"rank {rank}") for rank in range(ranks))  # where its loader stood
+        ):
+            taken = "in mid-window" if state["in_window"] else "on another rank"
             raise DistaccumError(
-                f"the state was taken in mid-window and has no part for rank {self._engine.rank}; save and load the "
-                "state_dict() of every rank"
+                f"the state was taken {taken} and has no part for rank {self._engine.global_rank}; save "
+                "and load the state_dict() of every rank"
             )
         if state["ranks"] != ranks and any(state.get(f"rank {rank}") for rank in range(state["ranks"])):
             self._warn(
                 "ranks",
                 f"the state is of {state['ranks']} ranks and this job has {ranks}: where loaders were is left out",
             )
-        self._loaded = unpack(mine)
-        self._index, self._skipped = int(state["index"]), int(state["skipped"])
-        self._stepper.watched_windows = int(state["watched_windows"])
-        self._fit.load(state["fit"])
+        self._loaded, self._forgotten = unpack(mine), None
+        self._feed = None if self._ahead is None else self._feed  # not where an epoch was left before
+        self._index, self._skipped = numbers["index"], numbers["skipped"]
+        self._stepper.watched_windows = numbers["watched_windows"]
+        self._fit.load(learned)
         if self._noise is not None:
-            self._noise.averages.load(state.get("noise"))
+            self._noise.averages.load(averages)
         if self._scaler is not None:
             self._scaler.load_state_dict(state["scaler"])
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a deep copy, with its model and optimizer in one: `copy.deepcopy((model, optimizer, accumulator))`."""
+        window = self._standing()
+        if window is not None and not window._is_over:
+            raise DistaccumError(
+                f"copying or pickling an Accumulator with a window that is {window._describe()}, of which a copy "
+                "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
+                "model and optimizer and give it load_state_dict(accumulator.state_dict())"
+            )
+        return {**self.__dict__, "_window": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        for one in [*self._optimizers, *self._engine.guarded()]:
+            _guard(one, self)
 
     # What stands around
 
@@ -786,6 +886,29 @@ class Accumulator:
         if key not in self._warned and self._engine.rank == 0:
             warnings.warn(message, stacklevel=4)
         self._warned.add(key)
+
+
+class _User:
+    """Kept on parameters that accumulators' windows reach and do not step. A saved one has an empty dict there."""
+
+    def __init__(self) -> None:
+        self.accumulators: weakref.WeakSet[Accumulator] = weakref.WeakSet()
+
+    @classmethod
+    def on(cls, parameter: Any) -> _User:
+        found = getattr(parameter, "_distaccum_user", None)
+        if not isinstance(found, cls):
+            found = parameter._distaccum_user = cls()
+        return found
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # which `torch.load` takes with `weights_only`
+
+
+def _unstepped(trained: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter]) -> list[Any]:
+    """Those of a model, as a critic's in its generator's windows, that another accumulator steps."""
+    known = {*map(id, stepped)}
+    return [p for p in trained if p.requires_grad and id(p) not in known] if known else []
 
 
 def _stepped(engine: Engine, optimizers: Sequence[Optimizer]) -> list[nn.Parameter]:

@@ -211,9 +211,22 @@ class Averages:
         self.fold()
         return [self._square, self._trace, self._weight]
 
-    def load(self, state: Sequence[float] | None) -> None:
+    def load(self, state: Sequence[float]) -> None:
         self.fold()
-        self._square, self._trace, self._weight = map(float, state or (0.0, 0.0, 0.0))
+        self._square, self._trace, self._weight = state
+
+
+def averages_in(state: Any) -> Sequence[float]:
+    """What an average's state holds, or an error that says what stands there."""
+    if state is None:
+        return (0.0, 0.0, 0.0)
+    try:
+        square, trace, weight = map(float, state)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the state has noise={state!r}, expected three numbers; give what state_dict() gave, of this version"
+        ) from None
+    return square, trace, weight
 
 
 class Noise:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,17 +20,22 @@ SHOWN = 3  # parameters that each rank names, and then how many more
 class Found:
     told: str  # the same on all ranks
     is_placed: bool  # in a micro-batch; else every loss is finite and nobody looked between them
+    cure: str = "Look for it in the data or lower the learning rate"
 
 
 def find_nonfinite(window: Window, engine: Engine) -> Found:
     """What all ranks find together; all of them call it. Reads every gradient, and costs a small collective."""
     names = names_of(engine.models)
     bad = [i for i, p in enumerate(window._parameters) if p.grad is not None and not _is_finite(p.grad)]
+    # Nothing has been stepped since, so these were so before the first backward.
+    weights = [i for i, p in enumerate(window._parameters) if not _is_finite(p)]
     loss = window._first_nonfinite_loss()
     place, value = (-1, 0.0) if loss is None else loss
     looked = -1 if loss is not None else window._first_nonfinite_look()
-    shown = [float(i) for i in bad[:SHOWN]] + [-1.0] * (SHOWN - len(bad[:SHOWN]))
-    rows = engine.gather([float(place), value, float(looked), float(len(bad)), *shown])
+    rows = engine.gather([float(place), value, float(looked), *_listing(bad), *_listing(weights)])
+    if first := _named([row[4 + SHOWN :] for row in rows], window, names):
+        told = f"before its first backward already there were weights that are not finite, first in {first}"
+        return Found(told, True, "Go back to a checkpoint, or look at how they were initialised or loaded")
 
     places = []
     for rank, (in_loss, value, in_look, *_) in enumerate(rows):
@@ -42,13 +47,26 @@ def find_nonfinite(window: Window, engine: Engine) -> Found:
     if not places and window._loss is not None and not _is_finite(window._loss):
         places.append(f"the loss over all pairs is {float(window._loss)}, of representations that are all finite")
     looked_for = "update() finds out in which" if window._looks is None else "the one that reduces, or in the reduction"
-    told = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
-    first = sorted({int(i) for row in rows for i in row[4:] if i >= 0})
-    if first:
-        more = max(int(row[3]) for row in rows) - len(first)
-        listing = listed([names.get(id(window._parameters[i]), f"parameter {i}") for i in first])
-        told.append(f"first in {listing}" + (f" and {more} more" if more > 0 and "more" not in listing else ""))
-    return Found("; ".join(told), bool(places))
+    parts = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
+    if listing := _named([row[3 : 4 + SHOWN] for row in rows], window, names):
+        parts.append(f"first in {listing}")
+    return Found("; ".join(parts), bool(places))
+
+
+def _listing(places: Sequence[int]) -> list[float]:
+    """How many, and the first of them, as a row of fixed length."""
+    shown = places[:SHOWN]
+    return [float(len(places)), *map(float, shown), *[-1.0] * (SHOWN - len(shown))]
+
+
+def _named(rows: Sequence[Sequence[float]], window: Window, names: Mapping[int, str]) -> str:
+    """The parameters of all ranks' listings."""
+    first = sorted({int(i) for row in rows for i in row[1:] if i >= 0})
+    if not first:
+        return ""
+    more = max(int(row[0]) for row in rows) - len(first)
+    listing = listed([names.get(id(window._parameters[i]), f"parameter {i}") for i in first])
+    return listing + (f" and {more} more" if more > 0 and "more" not in listing else "")
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
@@ -61,6 +79,6 @@ def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
 
 
 def _is_finite(gradient: Tensor) -> bool:
-    here = local(gradient)
+    here = local(gradient.detach())
     values = here.coalesce().values() if here.is_sparse else here
     return bool(torch.isfinite(values).all())

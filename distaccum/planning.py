@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
@@ -69,6 +70,13 @@ class Ahead:
     has_failed: bool = False  # the step before it, on this rank
     offered: Offered | None = None
     rows: Callable[[], list[list[float]]] | None = None  # waits for all ranks'; None: they do not hold any more
+
+    def drop_rows(self) -> None:
+        """They do not hold any more, and their collective is not left under way: other ranks have entered it too."""
+        rows, self.rows = self.rows, None
+        if rows is not None:
+            with suppress(RuntimeError):  # a rank is gone, which the next collective says
+                rows()
 
 
 def look_up(

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +69,7 @@ class Stepper:
         self._max_norm, self._on_nonfinite = max_norm, on_nonfinite
         self.steps = bool(optimizers) or engine.steps  # else the caller does
         self.is_stepping = False
+        self.has_stepped = False  # the window that is committed
         self.watched_windows = 0  # to come
 
     def owned(self) -> list[nn.Parameter]:
@@ -160,6 +161,7 @@ class Stepper:
             try:
                 with divided(self._optimizers, gradient.by):
                     reason = self._engine.step(self._optimizers)
+                    self.has_stepped = reason is None
             except BaseException:
                 window.discard()  # some weights may have changed: not to be stepped again
                 raise
@@ -210,8 +212,7 @@ class Stepper:
         window.discard()
         raise NonfiniteError(
             f"the {what} of this window is not finite ({found.told}), on all ranks alike; nothing was stepped and the "
-            "window is discarded. Look for it in the data or lower the learning rate; on_nonfinite='skip' skips such "
-            "updates",
+            f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates",
             found.is_placed,
         )
 
@@ -220,7 +221,16 @@ def owned_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def windows_on(scaler: GradScaler) -> weakref.WeakSet[Window]:
+class _Windows(weakref.WeakSet[Window]):
+    """Of one scaler. A copy of the scaler, or one that is loaded, has none."""
+
+    def __reduce__(self) -> Any:
+        return type(None), ()
+
+
+def windows_on(scaler: GradScaler) -> _Windows:
     """Kept on the scaler itself, which is what accumulators share."""
-    windows: weakref.WeakSet[Window] = scaler.__dict__.setdefault("_distaccum_windows", weakref.WeakSet())
+    windows: _Windows | None = scaler.__dict__.get("_distaccum_windows")
+    if windows is None:
+        windows = scaler.__dict__["_distaccum_windows"] = _Windows()
     return windows

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .picture import blank, save
+from .table import table, width, wrapped
 from .trace import DEVICE, HOST, VERSION
 
 COMPUTE = ("forward", "backward")
@@ -70,6 +71,7 @@ class Timeline:
     end: float
     rows: list[Row]
     micro_batches: tuple[int, ...]  # by rank
+    notes: tuple[str, ...] = ()  # on what these updates do not show
 
     @property
     def length(self) -> float:
@@ -81,6 +83,7 @@ class Timeline:
             "updates": [self.first, self.last],
             "milliseconds": self.length,
             "ranks": [{"rank": row.rank, "micro_batches": n, **self._of(row)} for row, n in self._numbered()],
+            "notes": list(self.notes),
         }
 
     def _of(self, row: Row) -> dict[str, Any]:
@@ -120,10 +123,11 @@ class Timeline:
 
     def __str__(self) -> str:
         found = self.as_dict()
-        lines = [self.title, " " * 8 + "".join(f"{name:>18}" for name in COLUMNS)]
+        cells = [["", *COLUMNS]]
         for row in found["ranks"]:
-            cells = (f"{row['milliseconds'][name]:9.1f} ms {row['percent'][name]:4.0f}%" for name in COLUMNS)
-            lines.append(f"{'rank ' + str(row['rank']):8}" + "".join(f"{cell:>18}" for cell in cells))
+            spent = (f"{row['milliseconds'][name]:.1f} ms {row['percent'][name]:3.0f}%" for name in COLUMNS)
+            cells.append([f"rank {row['rank']}", *spent])
+        lines = [self.title, *table(cells, width())]
         for row in found["ranks"]:
             told = [f"{value:.1f} ms for rank {rank}" for rank, value in row["waited_for"].items() if value >= 0.05]
             waited = f"waited {', '.join(told)}" if told else "waited for nobody"
@@ -131,7 +135,7 @@ class Timeline:
                 hidden = row["link_busy_under_compute"]
                 busy = f"its link was busy for {row['link_busy']:.1f} ms, {hidden:.1f} of them under compute"
                 lines.append(f"rank {row['rank']} {waited}; {busy}")
-        return "\n".join(lines)
+        return "\n".join(wrapped([*lines, *self.notes], width()))
 
 
 # Reading
@@ -146,7 +150,7 @@ def read(folder: Path) -> list[Trace]:
         others = sorted(path.name for path in folder.glob("rank*.json"))
         seen = f"only {', '.join(others[:4])}" if others else "no trace"
         raise ValueError(f"{folder} has {seen}, expected rank0.json and one for each rank; copy them to one folder")
-    zeroth = _read_one(first)
+    zeroth = _read_one(first, 0)
     ranks = int(zeroth.about["ranks"])
     missing = [rank for rank in range(1, ranks) if not (folder / f"rank{rank}.json").exists()]
     if missing:
@@ -154,10 +158,19 @@ def read(folder: Path) -> list[Trace]:
             f"{folder} has no trace of rank {', '.join(map(str, missing))} of {ranks}; each node writes those of its "
             "own ranks, so copy them to one folder"
         )
-    return aligned([zeroth, *(_read_one(folder / f"rank{rank}.json") for rank in range(1, ranks))])
+    traces = [zeroth]
+    for rank in range(1, ranks):
+        path = folder / f"rank{rank}.json"
+        traces.append(_read_one(path, rank))
+        if (seen := traces[-1].about["ranks"]) != ranks:
+            raise ValueError(
+                f"{path} is of a job of {seen} ranks, and rank0.json of one of {ranks}; expected one job's, so copy "
+                "its files to one folder"
+            )
+    return aligned(traces)
 
 
-def _read_one(path: Path) -> Trace:
+def _read_one(path: Path, expected: int) -> Trace:
     try:
         found = json.loads(path.read_text())
         about = found["otherData"]
@@ -176,6 +189,11 @@ def _read_one(path: Path) -> Trace:
     if version != VERSION:
         raise ValueError(
             f"{path} is a trace of version {version}, expected {VERSION}; draw it with the distaccum that wrote it"
+        )
+    if rank != expected:
+        raise ValueError(
+            f"{path} is the trace of rank {rank}, expected rank {expected}'s; copy the files of all nodes under the "
+            "names that they were written with"
         )
     return Trace(rank, about, spans)
 
@@ -206,7 +224,7 @@ def _by_the_wall(trace: Trace) -> float:
 
 def _shifted(about: Mapping[str, Any], shift: float) -> dict[str, Any]:
     """Times among the arguments too, in milliseconds."""
-    times = {name: about[name] / 1000 + shift for name in ("arrived", "computed") if name in about}
+    times = {name: about[name] / 1000 + shift for name in ("arrived", "computed", "sent") if name in about}
     return {**about, **times}
 
 
@@ -214,7 +232,10 @@ def _shifted(about: Mapping[str, Any], shift: float) -> dict[str, Any]:
 
 
 def typical(traces: Sequence[Trace]) -> int:
-    """The update of median length among those that all ranks stepped at once; the first, which warms up, if alone."""
+    """The update of median length among those that all ranks stepped at once.
+
+    The first, which warms up, and those in which DDP lays out its buckets are taken where there is no other.
+    """
     lengths: dict[int, list[float]] = defaultdict(list)
     undone = {one.update for trace in traces for one in trace.spans if one.name == "undone window"}
     for trace in traces:
@@ -224,10 +245,17 @@ def typical(traces: Sequence[Trace]) -> int:
     whole = sorted((max(found), update) for update, found in lengths.items() if len(found) == len(traces))
     if len(whole) > 1:
         whole = [one for one in whole if one[1] != min(update for _, update in whole)]
+    laying_out = _laying_out(traces)
+    whole = [one for one in whole if one[1] not in laying_out] or whole
     whole = [one for one in whole if one[1] not in undone] or whole
     if not whole:
         raise ValueError("the traces hold no update that all ranks stepped; --update names one that is not whole")
     return whole[(len(whole) - 1) // 2][1]
+
+
+def _laying_out(traces: Sequence[Trace]) -> set[int]:
+    """Updates in which DDP gives its buckets the order that backward has: in the forward after its first reduction."""
+    return {one.update for trace in traces for one in trace.spans if one.about.get("lays_out")}
 
 
 def cut(traces: Sequence[Trace], first: int, last: int) -> Timeline:
@@ -243,13 +271,14 @@ def cut(traces: Sequence[Trace], first: int, last: int) -> Timeline:
     inside = [one for one in every if "record" not in str(one.about.get("on"))] or every
     begin, end = min(one.begin for one in inside), max(one.end for one in inside)
     spans = {trace.rank: [one for one in trace.spans if one.end > begin and one.begin < end] for trace in traces}
-    arrivals, starts = _by_collective(spans)
+    # Of all updates: a rank that is ahead waits here for what another does after the end.
+    arrivals, starts, sent = _by_collective(traces)
     rows = []
     for rank, found in spans.items():
         row = Row(rank)
         painted: list[tuple[int, Piece]] = []
         for one in found:
-            _paint(one, row, painted, arrivals, starts)
+            _paint(one, row, painted, arrivals, starts, sent)
         row.pieces = [_within(piece, begin, end) for piece in _on_top(painted)]
         row.pieces = [piece for piece in row.pieces if piece.length > 0]
         row.link = [piece for piece in (_within(p, begin, end) for p in row.link) if piece.length > 0]
@@ -264,30 +293,47 @@ def cut(traces: Sequence[Trace], first: int, last: int) -> Timeline:
         )
         for found in spans.values()
     )
-    return Timeline(min(chosen), max(chosen), begin, end, rows, numbers)
+    return Timeline(min(chosen), max(chosen), begin, end, rows, numbers, tuple(_notes(traces, chosen)))
+
+
+def _notes(traces: Sequence[Trace], chosen: set[int]) -> Iterable[str]:
+    engines = sorted({trace.about["engine"] for trace in traces if trace.about.get("gathers")})
+    if engines and len(traces) > 1:
+        yield (
+            f"parameters are gathered inside of forward and backward by {', '.join(engines)}: that is part of compute "
+            "here, and of a link's busy time only what reduces is seen"
+        )
+    for update in sorted(_laying_out(traces) & chosen):
+        yield f"DDP lays out its buckets in update {update}, once: others are shorter"
 
 
 Gathers = Mapping[int, Mapping[int, float]]  # by number and rank: when it came
 Reductions = Mapping[tuple[int, int, int], Mapping[int, float]]  # likewise, by update, attempt and number
+Records = Mapping[int, Mapping[int, float]]  # likewise, by update
 
 
-def _by_collective(spans: Mapping[int, Sequence[Span]]) -> tuple[Gathers, Reductions]:
+def _by_collective(traces: Sequence[Trace]) -> tuple[Gathers, Reductions, Records]:
     arrivals: dict[int, dict[int, float]] = defaultdict(dict)
     starts: dict[tuple[int, int, int], dict[int, float]] = defaultdict(dict)
-    for rank, found in spans.items():
-        for one in found:
+    sent: dict[int, dict[int, float]] = defaultdict(dict)
+    for trace in traces:
+        for one in trace.spans:
             if "gather" in one.about:
-                arrivals[one.about["gather"]][rank] = one.about["arrived"]
+                arrivals[one.about["gather"]][trace.rank] = one.about["arrived"]
             elif one.name == "reduction":
-                starts[_key(one)][rank] = one.begin
-    return arrivals, starts
+                starts[_key(one)][trace.rank] = one.begin
+            elif "sent" in one.about:
+                sent[one.update][trace.rank] = one.about["sent"]
+    return arrivals, starts, sent
 
 
 def _key(reduction: Span) -> tuple[int, int, int]:
     return reduction.update, reduction.about.get("attempt", 0), reduction.about["number"]
 
 
-def _paint(one: Span, row: Row, painted: list[tuple[int, Piece]], arrivals: Gathers, starts: Reductions) -> None:
+def _paint(
+    one: Span, row: Row, painted: list[tuple[int, Piece]], arrivals: Gathers, starts: Reductions, sent: Records
+) -> None:
     """Later layers hide what is under them."""
     place = one.about.get("micro_batch")
     if one.name == "undone window":
@@ -304,11 +350,12 @@ def _paint(one: Span, row: Row, painted: list[tuple[int, Piece]], arrivals: Gath
         if "computed" in one.about or one.about.get("by_hand"):
             painted.append((3, Piece("reduction", computed, one.end)))
     elif one.name == "waiting":
-        who, since = _last(arrivals.get(one.about.get("gather", -1), {}))
+        is_record = "record" in str(one.about.get("on"))
+        who, since = _last(sent.get(one.update, {}) if is_record else arrivals.get(one.about.get("gather", -1), {}))
         told = who is not None  # what comes after the last rank's arrival is the collective itself
         until = one.begin if who == row.rank else min(max(since, one.begin), one.end) if told else one.end
         painted.append((4, Piece("waiting", one.begin, until, who)))
-        painted.append((3, Piece("plan", until, one.end)))
+        painted.append((3, Piece("waiting" if is_record else "plan", until, one.end)))
     elif one.name in KINDS:
         painted.append((2 if one.name in COMPUTE else 1, Piece(one.name, one.begin, one.end, place)))
 
@@ -362,6 +409,7 @@ LOOKS: dict[str, tuple[str, str, str]] = {
     "link busy": ("#000000", "", "link busy"),
 }
 HATCH = "#D55E00"
+NOTE = 110  # letters of a note in a line
 
 
 def draw(timeline: Timeline, path: Path, *, title: str | None = None, until: float | None = None) -> None:
@@ -398,7 +446,8 @@ def draw(timeline: Timeline, path: Path, *, title: str | None = None, until: flo
     axis.set_yticks(ticks, labels)
     axis.set_ylim(len(rows) - 0.3, -0.5)
     axis.set_xlim(0, width)
-    axis.set_xlabel("milliseconds since the update began" if timeline.first == timeline.last else "milliseconds")
+    measured = "milliseconds since the update began" if timeline.first == timeline.last else "milliseconds"
+    axis.set_xlabel("\n".join([measured, *wrapped(timeline.notes, NOTE)]))
     axis.set_title(title or timeline.title)
     axis.grid(axis="x", alpha=0.3)
     axis.set_axisbelow(True)

@@ -82,6 +82,8 @@ class Trace:
         self._update, self._attempt, self._is_undone = -1, 0, False
         self._here: dict[str, Any] = {}  # for the arguments of each span
         self._planned = 0  # when the window's plan began
+        self._laid_out = 0  # wrappers' buckets, by then
+        self._sent: float | None = None  # when this rank's part of the record was
         self._end_as: str | None = None  # what became of the window, which ends when the open spans do
         self._about: dict[str, Any] = {}  # the micro-batch
         self._part = 0
@@ -101,6 +103,7 @@ class Trace:
             self._update, self._is_undone, self._planned, self._reductions = update, False, now(), 0
             self._here = {"update": update, **({"attempt": self._attempt} if self._attempt else {})}
             self._about, self._part, self._end_as = {}, 0, None
+            self._laid_out = self._engine.num_laid_out()
         with self.span("plan", update=update, **({"ahead": True} if ahead else {})):
             yield
 
@@ -177,7 +180,10 @@ class Trace:
         self._about = {}
         self._is_undone = outcome == "undone"
         name = "undone window" if self._is_undone else "window"
-        self._spans.append((name, self._planned, now(), {**self._here, "outcome": outcome}, None))
+        about = {**self._here, "outcome": outcome}
+        if self._engine.num_laid_out() > self._laid_out:
+            about["lays_out"] = True
+        self._spans.append((name, self._planned, now(), about, None))
         if self._is_undone or len(self._spans) >= MOST_KEPT or now() - self._written > SECONDS_KEPT * 1e9:
             self.write()
 
@@ -196,6 +202,8 @@ class Trace:
             self._depth -= 1
             end = self._device.mark() if self._device and begun is not None else None
             here = {**self._here, **about}
+            if name == "step" and self._sent is not None:
+                here["sent"], self._sent = self._sent, None
             self._spans.append((name, began, now(), here, None if end is None else (begun, end)))
             if self._end_as is not None and not self._depth:
                 outcome, self._end_as = self._end_as, None
@@ -206,7 +214,8 @@ class Trace:
         return self.span("waiting", gather=number, arrived=now() / 1000)
 
     def watched(self, work: Waitable) -> Waitable:
-        """The same; what waits for it is seen."""
+        """The same; what waits for it is seen, and when it was sent."""
+        self._sent = now() / 1000
         return _Watched(work, self)
 
     def write(self) -> None:
@@ -381,6 +390,7 @@ def _head(engine: Engine, device: torch.device) -> dict[str, Any]:
         "ranks": engine.num_ranks,
         "engine": engine.name,
         "sync": engine.sync,
+        "gathers": engine.gathers,
         "host": platform.node(),
         "boot": boot.read_text().strip() if boot.exists() else platform.node(),
         "anchor": {"perf_counter_ns": now(), "time_ns": time.time_ns()},

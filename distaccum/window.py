@@ -19,7 +19,7 @@ from .batches import rebuilt
 from .batchnorm import Pool
 from .engines import Engine
 from .noise import Noise, Small
-from .precision import HALF, total_norm
+from .precision import HALF, is_scaled_by, total_norm
 from .shares import DistaccumError, Plan, Reduction, share_of
 from .state import Losses, Unfinished, random_state, set_random_state
 from .trace import span
@@ -62,6 +62,8 @@ class Spare:
 
 Term = tuple[Tensor, _Weight]
 
+MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
+
 DONE, WAITING, TORN = range(3)  # the backward of the micro-batch at hand (or of a part of it): TORN did not end
 
 
@@ -85,6 +87,8 @@ class Stream(Protocol):
 
 class Owner(Protocol):
     """The accumulator, as its windows see it."""
+
+    _forgotten: int | None  # of a window that was dropped unstepped, its index
 
     def _begin(self, window: Window) -> None: ...
     def _complete(self, window: Window) -> None: ...
@@ -190,6 +194,7 @@ class Window:
         self._weights: dict[str, dict[float, _Weight]] = {name: {} for name in self._names}  # by share
         self._marks: list[_Mark] = []
         self._may_go = False  # without an error, when another window is asked for
+        self._was_asked_to_step = False
         self._device = parameters[0].device
         self._wide = torch.float32 if self._device.type == "mps" else torch.float64  # which Apple's GPUs lack
 
@@ -257,6 +262,8 @@ class Window:
             self._check_gradients()
             if self._unfinished is not None:  # taken after the last micro-batch
                 set_random_state(self._unfinished.random)
+            if self._pool is not None:
+                self._pool.refuse_unseen()
             if not self._plan.nothing:
                 self._owner._complete(self)
                 self._engine.release()
@@ -340,7 +347,7 @@ class Window:
 
     def _take_up(self, unfinished: Unfinished) -> None:
         """Goes on where the state of this window was taken."""
-        self._engine.put_partial(self._parameters, unfinished.partial)
+        self._engine.put_partial(self._parameters, {**unfinished.partial, "done": unfinished.done})
         for place, name, share, loss in unfinished.losses:
             weight = self._weight(name, loss.to(self._device), share)
             weight.losses.append(loss.to(self._device))
@@ -470,16 +477,19 @@ class Window:
         if self._stream is not None and not self._more_parts:
             self._draw_ahead(self._stream)
         reduce = self._is_reducing()
+        # The record's own numbers: what the caller does to the loss in place, also in a hook, is no part of it.
         if named or self._several:
             terms = self._by_name(loss, named)
+            numbers = [one.detach().clone() for one, _ in terms]
             self._run([one for one, _ in terms], [weight.seed for _, weight in terms], reduce)
         else:
             terms = [self._weighted(self._names[0], loss, self._shares[self._position][0] or 0.0)]
             one, weight = terms[0]
+            numbers = [one.detach().clone()]
             self._run((one,), (weight.seed,), reduce)
         if self._position < self._num:
-            for one, weight in terms:
-                weight.losses.append(one.detach())
+            for number, (_, weight) in zip(numbers, terms, strict=True):
+                weight.losses.append(number)
                 weight.places.append(self._position)
         self._settle(reduce)
 
@@ -565,12 +575,26 @@ class Window:
         """The loss, ready for backward, and what weighs it."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
             refuse_loss(loss)
+        if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
+            loss = self._engine.whole_loss(loss)
         weight = self._weights[name].get(share)
         if weight is None or weight.dtype is not loss.dtype or weight.device != loss.get_device():
             if loss.is_complex():
                 refuse_loss(loss)
+            if self._scaler is not None and is_scaled_by(self._scaler, loss):
+                raise ValueError(
+                    "backward() got a loss that scaler.scale() has multiplied, and the window scales it too; give it "
+                    "the loss itself: window.backward(loss)"
+                )
             if loss.dtype in HALF:
-                if torch.tensor(share, dtype=loss.dtype).item() != share:
+                rounded = torch.tensor(share, dtype=loss.dtype).item()
+                if self._scaler is None and abs(rounded - share) > MOST_ROUNDING * share:
+                    raise ValueError(
+                        f"backward() got a loss in {loss.dtype}, which rounds its share, {share:.6g}, to "
+                        f"{rounded:.6g}, and the gradient with it; compute it in float32: "
+                        "criterion(outputs.float(), ...)"
+                    )
+                if rounded != share:
                     self._owner._warn(
                         "half",
                         f"a loss in {loss.dtype} rounds its share, {share:.6g}, to that dtype on the way back (up to "
@@ -617,6 +641,7 @@ class Window:
             raise DistaccumError(
                 f"step() on a window that is {self._describe()}; step once, after the loop over its micro-batches"
             )
+        self._was_asked_to_step = True
         return self._owner._commit(self)
 
     def discard(self) -> None:
@@ -635,9 +660,20 @@ class Window:
                 self._trace.end("undone")
         self._forget()
 
+    def __del__(self) -> None:
+        """Dropped between its loop and its step(): nobody else would know."""
+        if getattr(self, "_stage", None) is Stage.COMPLETE and not (
+            self._may_go or self._was_asked_to_step or self._plan.nothing
+        ):
+            self._owner._forgotten = self.index
+
     @property
     def _is_open(self) -> bool:
         return self._stage in (Stage.RUNNING, Stage.COMPLETE)
+
+    @property
+    def _is_over(self) -> bool:
+        return self._stage in (Stage.STEPPED, Stage.LEFT)
 
     def _let_go(self) -> None:
         """Nobody will ask whether this window was stepped: it still can be, and goes when another comes."""

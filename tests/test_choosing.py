@@ -88,6 +88,35 @@ def unknown_policy() -> str:
     return message_of(model, optimizer, sync="replicas")
 
 
+class LightningModule(nn.Linear):
+    """By its name, as Lightning's own."""
+
+
+def plain_for_a_reason() -> list[str]:
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    composed, lightning = replicate(nn.Linear(2, 2)), LightningModule(2, 2)
+    parallel = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    said = [message_of(net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)]
+    stage = PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
+    for part in (stage, ScheduleGPipe(stage, 2)):
+        with pytest.raises(TypeError, match="whose schedule runs forward and backward") as raised:
+            Accumulator(part)  # type: ignore[arg-type]  # no module
+        said.append(str(raised.value))
+    return said
+
+
+def test_what_looks_plain_in_a_job_gets_its_own_cure(ranks):
+    for composed, lightning, parallel, stage, schedule in ranks(2).run(plain_for_a_reason):
+        assert "replicate.DDP, which has no engine here; use DistributedDataParallel(module)" in composed
+        assert "give the Accumulator trainer.strategy.model" in lightning
+        assert "a tensor-parallel module alone in a job of 2 ranks" in parallel and "mesh=mesh['data']" in parallel
+        assert "a pipeline's PipelineStage" in stage and "a pipeline's ScheduleGPipe" in schedule
+
+
 def test_what_is_refused_in_a_job(ranks):
     for said in ranks(2).run(plain_in_a_job):
         assert "a plain module in a job of 2 ranks" in said and "FSDP2" in said

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import json
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator
 from distaccum.cli import main
-from distaccum.timeline import cut, read, typical
+from distaccum.timeline import COLUMNS, cut, draw, read, typical
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 SLEEP = 0.06
@@ -213,6 +214,10 @@ def test_every_engine_is_traced_and_sends_no_more_for_it(ranks, tmp_path):
             stands_in = [one for one in named(raw, "backward") if one["args"].get("stand_in")]
             assert len(stands_in) == (trace.rank == 1 and name.startswith("FSDP"))
         assert cut(traces, 0, 2).length > 0
+        gathers = "parameters are gathered inside of forward" in " ".join(str(cut(traces, 0, 2)).split())
+        assert gathers == name.startswith("FSDP")
+    draw(cut(read(tmp_path / "FSDP1 last"), 0, 2), tmp_path / "picture.svg")
+    assert "parameters are gathered inside of forward" in (tmp_path / "picture.svg").read_text()
 
 
 def one_sleeps(folder: str, sync: str, where: str) -> None:
@@ -229,7 +234,19 @@ def one_sleeps(folder: str, sync: str, where: str) -> None:
             if where == "forward" and window.index == 1 and i == 1 and dist.get_rank() == 1:
                 time.sleep(SLEEP)
             window.backward(loss_of(model, batch))
-        window.step()
+        if where in ("step", "loss") and window.index == 1 and dist.get_rank() == 1:
+            time.sleep(SLEEP)
+        update = window.step()
+        assert where != "loss" or update.loss > 0  # reading it waits for all ranks
+
+
+@pytest.mark.parametrize("where", ["step", "loss"])
+def test_a_wait_that_ends_after_the_update_has_the_name_of_the_rank_that_is_late(ranks, tmp_path, where):
+    ranks(2).run(one_sleeps, str(tmp_path), "last", where)
+    timeline = cut(read(tmp_path), 1, 1)
+    early, late = timeline.as_dict()["ranks"]
+    assert early["waited_for"].get("1", 0) >= 1000 * SLEEP / 2, timeline
+    assert late["waited_for"].get("0", 0) <= 1000 * SLEEP / 2, timeline
 
 
 @pytest.mark.parametrize(("sync", "where"), [("last", "forward"), ("every", "forward"), ("last", "draw")])
@@ -300,6 +317,19 @@ def test_a_reduction_that_only_one_rank_shows_keeps_its_place(ranks, tmp_path):
     found["traceEvents"].append({**one, "ts": end(one), "dur": 200.0, "args": about})
     (tmp_path / "rank0.json").write_text(json.dumps(found))
     assert cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"] <= before + 0.2 + NOISE
+
+
+def test_a_window_in_which_ddp_lays_out_its_buckets_is_not_typical(ranks, tmp_path):
+    ranks(2).run(one_sleeps, str(tmp_path), "last", "nowhere")
+    traces = read(tmp_path)  # it does so in the forward after its first reduction
+    assert [bool(one["args"].get("lays_out")) for one in named(spans(tmp_path), "window")] == [False, True, False]
+    for trace in traces:  # longer than that one: the shorter of two would be taken
+        trace.spans[:] = [
+            replace(one, end=one.end + 1000) if (one.name, one.update) == ("window", 2) else one for one in trace.spans
+        ]
+    assert typical(traces) == 2
+    assert "DDP lays out its buckets in update 1, once" in str(cut(traces, 1, 1)).replace("\n", " ")
+    assert not cut(traces, 2, 2).as_dict()["notes"]
 
 
 # Folders
@@ -400,6 +430,15 @@ def test_timeline_tells_a_typical_update_and_draws_it(traces, tmp_path, capsys):
     assert 0 < update < 4
 
 
+def test_what_is_printed_fits_the_terminal(traces, monkeypatch):
+    found = cut(read(traces), 1, 2)
+    for columns, parts in ((30, 6), (60, 2), (120, 1)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = str(found)
+        assert max(map(len, text.splitlines())) <= columns and text.count("  rank 0  ") == parts, text
+        assert all(name in text for name in COLUMNS)
+
+
 def test_timeline_gives_json_and_several_updates(traces, capsys):
     assert main(["timeline", str(traces), "--updates", "1:2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -418,6 +457,8 @@ def test_timeline_gives_json_and_several_updates(traces, capsys):
         (("broken",), "rank0.json is not a whole trace (JSONDecodeError: "),
         (("foreign",), "rank0.json is not a whole trace (KeyError: 'otherData')"),
         (("halves",), "halves has no trace of rank 1 of 2"),
+        (("swapped",), "swapped/rank1.json is the trace of rank 0, expected rank 1's"),
+        (("mixed",), "mixed/rank1.json is of a job of 3 ranks, and rank0.json of one of 2; expected one job's"),
         (("traces", "--update", "9"), "the traces hold updates 0 to 3, and not update 9"),
         (("traces", "--updates", "3:1"), "--updates 3:1, expected two indices such as 10:12"),
         (
@@ -431,6 +472,10 @@ def test_a_mistake_is_one_line_and_status_2(traces, tmp_path, monkeypatch, capsy
     files = {"others/rank1.json": "{}", "broken/rank0.json": '{"otherData": {', "foreign/rank0.json": "{}"}
     one = json.loads((traces / "rank0.json").read_text())
     one["otherData"]["ranks"] = 2
+    files["swapped/rank0.json"] = files["swapped/rank1.json"] = files["mixed/rank0.json"] = json.dumps(one)
+    one["otherData"] |= {"ranks": 3, "rank": 1}
+    files["mixed/rank1.json"] = json.dumps(one)
+    one["otherData"] |= {"ranks": 2, "rank": 0}
     for name, content in {**files, "empty/other.txt": "", "halves/rank0.json": json.dumps(one)}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)

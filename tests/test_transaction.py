@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import linecache
 import math
 import pickle
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
+import distaccum
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+
+ROOT = str(Path(distaccum.__file__).parent)
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 
@@ -720,6 +726,62 @@ def test_an_update_whose_step_failed_is_not_stepped_again():
     next_is_exact(accumulator, model)
 
 
+def interrupted_after_the_step(at: int, how: str) -> tuple[str, int, float] | None:
+    """Ctrl-C at this line of the library after an optimizer stepped: the line, the index and the rate after it."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=1.0)
+    options = {"scaler": GradScaler("cpu", init_scale=2.0)} if how == "update" else {}
+    accumulator = Accumulator(
+        model, optimizer, micro_batch_size=2, scheduler=StepLR(optimizer, 1, 0.5), max_norm=1.0, **options
+    )
+    before, passed, line = model.weight.detach().clone(), 0, ""
+
+    def trace(frame, event, _):
+        nonlocal passed, line
+        # What is raised in __del__ Python drops.
+        if not frame.f_code.co_filename.startswith(ROOT) or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line" and not torch.equal(before, model.weight):
+            passed += 1
+            if passed == at:
+                path = frame.f_code.co_filename
+                line = f"{Path(path).name}: {linecache.getline(path, frame.f_lineno).strip()}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        if how == "update":
+            accumulator.update(torch.ones(4, 3), lambda x: model(x).mean())
+        else:
+            window = accumulator.split(torch.ones(4, 3))
+            for x in window:
+                window.backward(model(x).mean())
+            window.step()
+        return None
+    except KeyboardInterrupt:
+        sys.settrace(None)
+        assert accumulator.update(torch.ones(4, 3), lambda x: model(x).mean()).stepped
+        assert all(p.grad is None for p in model.parameters())
+        return line, accumulator.index - 1, optimizer.param_groups[0]["lr"] * 2
+    finally:
+        sys.settrace(None)
+
+
+@pytest.mark.filterwarnings("ignore:gradients that stood before")
+@pytest.mark.parametrize("how", ["update", "loop"])
+def test_after_the_step_ctrl_c_leaves_index_schedule_and_weights_together(how):
+    found, at = [], 1
+    while (end := interrupted_after_the_step(at, how)) is not None:
+        found.append(end)
+        at += 1
+    apart = [line for line, index, rate in found if (index, rate) != (1, 0.5)]
+    assert len(found) > 30
+    # Where the step was made, and nobody could note it yet.
+    assert len(apart) <= 3 and all("base.py" in line or "self.has_stepped = reason is None" in line for line in apart)
+
+
 def test_a_schedule_that_fails_does_not_step_the_weights_twice():
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -770,6 +832,24 @@ def test_what_is_done_with_is_freed():
         window.backward(loss)
         seen += [weakref.ref(micro_batch["x"]), weakref.ref(loss)]
         del micro_batch, loss
+
+
+def test_a_copy_in_mid_window_is_refused_and_the_window_goes_on():
+    model = nn.Linear(3, 1)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    window = accumulator.split(torch.ones(4, 3))
+    for x in window:
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            for what in (accumulator, window):
+                with pytest.raises(
+                    DistaccumError, match=r"copying or pickling an Accumulator with a window that is in its loop "
+                ):
+                    copied(what) if copied is not copy.copy else copied(accumulator)
+        window.backward(model(x).mean())
+        assert copy.deepcopy(model).weight.grad is None
+    assert window.step().stepped
+    twin, other = copy.deepcopy((model, accumulator))
+    assert other.update(torch.ones(4, 3), lambda x: twin(x).mean()).index == 1 and accumulator.index == 1
 
 
 def test_an_update_can_be_copied_and_pickled():
@@ -836,3 +916,81 @@ def test_a_step_forgotten_on_the_last_window_is_an_error():
     run_window(next(windows), model)
     with pytest.raises(DistaccumError, match="complete but not stepped"):
         next(windows)
+
+
+def forget_to_step(accumulator, model):
+    run_window(accumulator.window(BATCHES), model)
+
+
+def test_a_step_that_failed_before_a_checkpoint_was_loaded_is_not_told_as_forgotten():
+    model, _, accumulator = make(steps=2)
+    state = accumulator.state_dict()
+    forget_to_step(accumulator, model)
+    gc.collect()
+    accumulator.load_state_dict(state)
+    assert run_window(accumulator.window(BATCHES), model).step().stepped
+
+
+@pytest.mark.parametrize("again", ["window", "update", "windows"])
+def test_a_step_forgotten_in_a_function_is_told_by_the_next_window(again):
+    model, _, accumulator = make(steps=2)
+    forget_to_step(accumulator, model)
+    with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
+        if again == "window":
+            forget_to_step(accumulator, model)
+        elif again == "update":
+            accumulator.update(BATCHES[0], lambda batch: loss_of(model, batch))
+        else:
+            next(accumulator.windows(BATCHES))
+    forget_to_step(accumulator, model)  # once
+
+
+def test_a_window_that_was_given_up_is_not_taken_for_a_forgotten_step():
+    model, _, accumulator = make(steps=2, count=lambda batch: len(batch["x"]))
+    run_window(accumulator.window(BATCHES), model).discard()
+    for leave in (leave_by_break, leave_by_exception):
+        leave(accumulator, model)
+    accumulator.window(BATCHES)  # never begun
+    for window in accumulator.windows(BATCHES):  # the loop left, before the step
+        run_window(window, model)
+        break
+    del window
+    open_window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(DistaccumError, match="complete but not stepped"):
+        accumulator.window(BATCHES)
+    del open_window  # which was told of
+    failing = run_window(accumulator.window(BATCHES), model)
+    model.zero_grad()
+    with pytest.raises(DistaccumError, match="gradients were cleared"):
+        failing.step()
+    del failing  # likewise
+    _, _, nothing = make(count=lambda batch: 0)
+    for _ in nothing.window(BATCHES):
+        pass
+    nothing.window(BATCHES)
+    next_is_exact(accumulator, model)
+
+
+def test_what_happens_to_a_loss_in_place_is_no_part_of_the_record():
+    model, _, accumulator = make()
+    exact = run_window(accumulator.window(BATCHES), model).step().loss
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
+    model.load_state_dict(trunk().state_dict())
+    for how in ("total", "view", "hook"):
+        window, total = accumulator.window(BATCHES), None
+        for micro_batch in window:
+            loss = loss_of(model, micro_batch)
+            seen = loss.detach()
+            if how == "view":
+                losses = torch.stack([loss, loss])
+                loss, seen = losses[0], losses.detach()
+            if how == "hook":  # while backward runs
+
+                def wipe(_, seen=seen):
+                    seen.zero_()
+
+                model[0][0].weight.register_hook(wipe)
+            window.backward(loss)
+            total = seen if total is None else total.add_(seen)
+            seen.mul_(3)
+        assert window.step().loss == pytest.approx(exact, rel=1e-12)
