@@ -1,12 +1,15 @@
 """Gradient accumulation that is exact, and costs one reduction per update."""
 
-from .accumulator import Accumulator
-from .batches import count_samples, count_tokens
-from .check import Report
-from .forecast import Forecast, plan
-from .shares import DistaccumError
-from .update import Update
-from .window import Window
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .accumulator import Accumulator
+    from .batches import count_samples, count_tokens
+    from .check import Report
+    from .forecast import Forecast, plan
+    from .shares import DistaccumError
+    from .update import Update
+    from .window import Window
 
 __all__ = [
     "Accumulator",
@@ -20,3 +23,40 @@ __all__ = [
     "plan",
 ]
 __version__ = "0.1.0"
+
+_MODULES = {
+    "Accumulator": "accumulator",
+    "DistaccumError": "shares",
+    "Forecast": "forecast",
+    "Report": "check",
+    "Update": "update",
+    "Window": "window",
+    "count_samples": "batches",
+    "count_tokens": "batches",
+    "plan": "forecast",
+}
+
+if not TYPE_CHECKING:  # or a misspelt name would pass as Any
+
+    def __getattr__(name: str) -> Any:
+        """The public names and the modules, imported when they are first used.
+
+        Importing torch takes seconds, and the command's help, its mistakes and `plan` do without.
+        """
+        from importlib import import_module
+
+        if name in _MODULES:
+            globals()[name] = found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+            return found
+        missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name.startswith("_"):
+            raise missing
+        try:
+            return import_module(f"{__name__}.{name}")  # as of `distaccum.batchnorm.freeze`
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+            raise missing from None
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -15,12 +14,15 @@ from .compare import Comparison, LossFn, Subject
 from .memory import Before, in_short, is_out_of_memory
 from .nonfinite import names_of
 from .shares import DistaccumError
+from .table import width
 
 ADVICE = {
     "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
     "accept it with batchnorm='pool' or 'ignore'",
     "dropout": "the gradient is that of the masks that were drawn, which is all that dropout asks for: nothing to do, "
     "where this is the only cause",
+    "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; what "
+    "else differs in the loss shows when it draws none",
     "mixing": "use a layer that looks at each sample alone",
     "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
     "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples",
@@ -43,7 +45,7 @@ class Report:
 
     equivalent: bool
     worst: float  # the largest relative error: in float64 where that was possible
-    causes: tuple[str, ...]  # "batchnorm: ...", "dropout: ...", "count: ...", "reduction: ...", "loss: ...", ...
+    causes: tuple[str, ...]  # "batchnorm: ...", "dropout: ...", "random: ...", "count: ...", "loss: ...", ...
     parameters: tuple[Difference, ...]  # the worst first
     dtype: str  # that `worst` was found in
     bound: float  # up to which that is rounding
@@ -52,17 +54,18 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        width = min(shutil.get_terminal_size().columns, 120)
+        columns = width()
         verdict = "equivalent" if self.equivalent else "NOT equivalent"
         cut = " + ".join(map(str, self.micro_batches))
         lines = textwrap.wrap(
             f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
             f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})",
-            width,
+            columns,
         )
         with64 = any(one.error64 is not None for one in self.parameters)
         header = f"{'norm':>10} {'error':>9}" + (f" {'float64':>9}" if with64 else "")
-        room = max(16, width - len(header) - 2)
+        longest = max((len(one.name) for one in self.parameters[:12]), default=0)
+        room = max(16, min(columns - len(header) - 2, longest))
         lines += ["", f"{'gradient of':<{room}} {header}"]
         for one in self.parameters[:12]:
             name = one.name if len(one.name) <= room else "..." + one.name[3 - room :]
@@ -72,11 +75,11 @@ class Report:
             lines.append(f"and {len(self.parameters) - 12} more with smaller errors")
         for cause in self.causes:
             kind = cause.split(":")[0]
-            lines += ["", *textwrap.wrap(cause, width)]
+            lines += ["", *textwrap.wrap(cause, columns)]
             if kind in ADVICE:
-                lines += textwrap.wrap(ADVICE[kind], width, initial_indent="  -> ", subsequent_indent="     ")
+                lines += textwrap.wrap(ADVICE[kind], columns, initial_indent="  -> ", subsequent_indent="     ")
         for note in self.notes:
-            lines += ["", *textwrap.wrap(f"note: {note}", width)]
+            lines += ["", *textwrap.wrap(f"note: {note}", columns)]
         return "\n".join(lines)
 
 
@@ -105,8 +108,16 @@ def _report(comparison: Comparison) -> Report:
         if is_wide:
             wide = comparison.compare()
         errors = wide or own
-        worst, bound = max((error for _, error in errors), default=0.0), comparison.bound()
-        causes = [] if worst <= bound else Diagnosis(comparison).causes()
+        if not any(norm or error for norm, error in (*own, *errors)):
+            raise DistaccumError(
+                "the gradient of the whole batch is zero in every parameter, so nothing was compared; look whether the "
+                "loss depends on the parameters (a detach, a factor of 0, a ReLU that is never above 0), or check with "
+                "another batch"
+            )
+        worst, bound = max(error for _, error in errors), comparison.bound()
+        equivalent = worst <= bound and not comparison.unlike
+        _note(comparison, equivalent)
+        causes = [] if equivalent else Diagnosis(comparison).causes()
         if comparison.narrowest != comparison.dtype:
             narrow, cast = (str(one).removeprefix("torch.") for one in (comparison.narrowest, comparison.dtype))
             comparison.notes.append(
@@ -120,7 +131,7 @@ def _report(comparison: Comparison) -> Report:
     ]
     rows.sort(key=lambda row: row.error if row.error64 is None else row.error64, reverse=True)
     return Report(
-        equivalent=worst <= bound,
+        equivalent=equivalent,
         worst=worst,
         causes=tuple(causes),
         parameters=tuple(rows),
@@ -130,6 +141,22 @@ def _report(comparison: Comparison) -> Report:
         micro_batches=comparison.kept,
         notes=tuple(comparison.notes),
     )
+
+
+def _note(comparison: Comparison, equivalent: bool) -> None:
+    if comparison.left_out:
+        num = sum(comparison.kept) + comparison.left_out
+        has = "has" if comparison.left_out == 1 else "have"
+        nothing = " and no ".join(comparison.subject.reductions)
+        is_left = "is" if comparison.left_out == 1 else "are"
+        comparison.notes.append(
+            f"{comparison.left_out} of {num} micro-batches {has} no {nothing} and {is_left} left out, as in training"
+        )
+    if equivalent and comparison.is_random:
+        comparison.notes.append(
+            "random numbers are drawn by the model or the loss; micro-batches drew those that the whole batch did, "
+            "which is so in this order and cut alone"
+        )
 
 
 @contextmanager

@@ -1,37 +1,39 @@
-"""The command `distaccum`: what is asked before a training run, answered in a terminal."""
+"""The command `distaccum`: what is asked before a training run, answered in a terminal.
+
+Torch takes seconds to import, so each subcommand imports what it needs: help, mistakes and `plan` do without.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import importlib
 import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import redirect_stdout
 from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
-import torch.distributed as dist
-from torch import nn
-
-from .accumulator import Accumulator
-from .batches import Count, batch_length, count_samples, count_tokens
+from . import __version__
 from .forecast import BACKENDS, BUCKET_MB, Optimizer, plan
 from .shares import REDUCTIONS
-from .timeline import cut, draw, read, typical
+
+if TYPE_CHECKING:
+    from .batches import Count
 
 CHECK = """
 examples:
   distaccum check my_training:setup                          a third of the batch per micro-batch
   distaccum check my_training:setup --micro-batch-size 4
   distaccum check train.py:setup --count tokens:labels:shift --reduction mean
-  torchrun --nproc-per-node 2 -m distaccum.cli check my_training:setup   (setup wraps the model, and starts the group)
+  torchrun --nproc-per-node 2 -m distaccum check my_training:setup   (setup wraps the model, and starts the group)
 
 my_training.py:
   def setup():
@@ -47,13 +49,21 @@ exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="distaccum", description="Gradient accumulation that is exact.")
+    parser = _Parser(prog="distaccum", description="Gradient accumulation that is exact.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
     _add_timeline(commands)
     _add_check(commands)
     _add_doctor(commands)
-    given = parser.parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in commands.choices:
+        commands.choices[words[0]].refuse_misspelt(words[1:])
+    elif words and not words[0].startswith("-"):
+        parser.error(f"there is no command {words[0]}{_meant(words[0], commands.choices)}")
+    else:
+        parser.refuse_misspelt(words)
+    given = parser.parse_args(words)
     try:
         status: int = given.run(given)
         sys.stdout.flush()
@@ -67,6 +77,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"distaccum {given.command}: {type(error).__name__}: {told} (--traceback shows where)", file=sys.stderr)
         return 2
     return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the page of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
+
+    def refuse_misspelt(self, words: Sequence[str]) -> None:
+        """Before they are parsed, which would take the word after a misspelt option for something else."""
+        options = ["--help", *re.findall(r"--?[a-z][\w-]*", self.format_usage())]
+        for word in words:
+            if word == "--":
+                return
+            option = word.split("=")[0]
+            if re.match("--?[A-Za-z]", word) and not any(one.startswith(option) for one in options):
+                self.error(f"there is no option {option}{_meant(option, options)}")
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], **words: str) -> Any:
@@ -95,9 +127,15 @@ def _add_check(commands: Any) -> None:
 
 
 def _check(given: argparse.Namespace) -> int:
+    count = None if given.count is None else _count(given.count)
     model, batch, loss_fn, options = _made_by(given.factory)
+    import torch.distributed as dist
+
+    from .accumulator import Accumulator
+    from .batches import batch_length
+
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
-    chosen["count"] = None if given.count is None else _count(given.count)
+    chosen["count"] = count
     given_here = {name: value for name, value in chosen.items() if value is not None}
     if given_here.keys() & {"steps", "micro_batch_size"}:  # what is said here wins
         options = {name: value for name, value in options.items() if name not in ("steps", "micro_batch_size")}
@@ -132,6 +170,8 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     else:
         options = {}
     made = made if isinstance(made, tuple) else (made,)
+    from torch import nn
+
     models = made[0] if isinstance(made[0], list | tuple) else made[:1]
     if len(made) != 3 or not callable(made[2]) or not all(isinstance(model, nn.Module) for model in models):
         raise TypeError(
@@ -173,13 +213,15 @@ def _imported(module: str) -> Any:
 
 
 def _count(text: str) -> Count:
-    kind, *rest = text.split(":")
-    if kind == "samples" and not rest:
+    found = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
+    from .batches import count_samples, count_tokens
+
+    key: str | None = found[1]
+    if key is None:
         return count_samples
-    if kind == "tokens" and len(rest) in (1, 2) and rest[0] and rest[1:] in ([], ["shift"]):
-        key: str | int = int(rest[0]) if rest[0].isdigit() else rest[0]
-        return count_tokens(key, shift=len(rest) == 2)
-    raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
+    return count_tokens(int(key) if key.isdigit() else key, shift=found[2] is not None)
 
 
 PLAN = """
@@ -255,8 +297,8 @@ DOCTOR = """
 examples:
   distaccum doctor                                            this machine and environment
   distaccum doctor --all                                      DeepSpeed and Accelerate are tried too
-  torchrun --nproc-per-node 2 -m distaccum.cli doctor         and the link between these ranks
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum.cli doctor
+  torchrun --nproc-per-node 2 -m distaccum doctor             and the link between these ranks
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum doctor
 
 It marks with ok what works, with - what is not here and nobody asked for, and with WRONG what cannot work.
 
@@ -278,10 +320,10 @@ def _add_doctor(commands: Any) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from .doctor import examine  # which asks for what only it needs
-
     if not given.timeout > 0:
         raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
+    from .doctor import examine
+
     with redirect_stdout(sys.stderr):  # what other libraries print is none of the report
         found = examine(timeout=given.timeout, all_engines=given.all)
     if found.is_first:
@@ -318,19 +360,24 @@ def _add_timeline(commands: Any) -> None:
 
 
 def _timeline(given: argparse.Namespace) -> int:
+    asked = None if given.updates is None else _two_indices(given.updates)
+    from .timeline import cut, draw, read, typical
+
     traces = read(given.folder)
-    if given.updates is not None:
-        found = re.fullmatch(r"(\d+):(\d+)", given.updates)
-        if not found or int(found[1]) > int(found[2]):
-            raise ValueError(f"--updates {given.updates}, expected two indices such as 10:12, the smaller one first")
-        first, last = int(found[1]), int(found[2])
-    else:
-        first = last = typical(traces) if given.update is None else given.update
-    timeline = cut(traces, first, last)
+    if asked is None:
+        asked = (typical(traces) if given.update is None else given.update,) * 2
+    timeline = cut(traces, *asked)
     if given.out is not None:
         draw(timeline, given.out)
     print(json.dumps(timeline.as_dict(), indent=2) if given.json else timeline)
     return 0
+
+
+def _two_indices(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise ValueError(f"--updates {text}, expected two indices such as 10:12, the smaller one first")
+    return int(found[1]), int(found[2])
 
 
 if __name__ == "__main__":

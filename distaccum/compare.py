@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from .batches import batch_length, cut_batch, join_batches, map_tensors
+from .batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
 from .engines import Engine
 from .memory import Before
 from .nonfinite import names_of
 from .shares import DistaccumError, Reduction, listed
+from .state import random_devices, random_state, same_random, set_seed
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 # The largest error that rounding explains, by dtype; any other is half precision.
@@ -31,6 +32,7 @@ class Measured:
     gradients: list[Tensor | None]
     loss: float
     kept: tuple[int, ...]  # micro-batches, by rank
+    left_out: int = 0  # of this rank's, which had nothing that counts
 
     def scaled(self, factor: float) -> Measured:
         scaled = [None if g is None else g * factor for g in self.gradients]
@@ -66,10 +68,14 @@ class Comparison:
         self._own, self._own_length = batch, -1  # this rank's
         self.batch, self.length = batch, 0  # of all ranks
         self.kept: tuple[int, ...] = ()  # micro-batches, by rank
+        self.unlike: set[str] = set()  # why a micro-batch's loss is not finite where the whole batch's is
+        self.is_random = False  # whether random numbers are drawn
+        self.left_out = 0  # micro-batches of all ranks that had nothing that counts
         self.notes: list[str] = []
         self.before = Before(subject.models)
         self.before.look()
-        self.dtype = min((p.dtype for p in subject.parameters), key=lambda d: torch.finfo(d).bits)
+        dtypes = {p.dtype for p in subject.parameters} or {torch.float32}
+        self.dtype = min(dtypes, key=lambda d: torch.finfo(d).bits)
         self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
         self._cast: Callable[[Any], Any] = lambda batch: batch
         self.modules = list({id(m): (n, m) for model in subject.models for n, m in model.named_modules()}.values())
@@ -80,13 +86,14 @@ class Comparison:
 
     def join(self) -> None:
         """The batch of all ranks, on each of them."""
-        device = next(iter(self.subject.parameters)).device
         if self.engine.num_ranks == 1:
+            self._refuse_nothing_trained()
             self.length = self._own_length = batch_length(self._own)
             if self.length < 2:
                 raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
             return
         try:
+            self._refuse_nothing_trained()
             self._own_length = batch_length(self._own)
             failed = None
         except Exception as error:  # the others wait in the gathering below; tell them first
@@ -96,7 +103,8 @@ class Comparison:
             raise failed
         if lost := [str(rank) for rank, (_, length) in enumerate(batches) if length < 0]:
             raise DistaccumError(
-                f"rank {', '.join(lost)} has a batch whose length cannot be seen (its own error says why)"
+                f"rank {', '.join(lost)} has a batch whose length cannot be seen, or nothing to train (its own error "
+                "says which)"
             )
         full = [(batch, length) for batch, length in batches if length]
         try:
@@ -106,7 +114,15 @@ class Comparison:
                 f"the batches of the ranks cannot be joined into one ({type(error).__name__}: "
                 f"{' '.join(str(error).split())[:160]}), which the check needs; pad them to one length"
             ) from error
+        device = next(iter(self.subject.parameters)).device
         self.batch, self.length = map_tensors(joined, lambda t: t.to(device)), sum(length for _, length in full)
+
+    def _refuse_nothing_trained(self) -> None:
+        if not self.subject.parameters:
+            raise ValueError(
+                "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
+                "trained (requires_grad_(True))"
+            )
 
     # In one mode and dtype
 
@@ -114,8 +130,12 @@ class Comparison:
         """By parameter, the big batch's norm and the relative error of what is accumulated."""
         exact = self._big_batch()
         self._refuse_nonfinite(exact)
+        drawn = not same_random(random_state(random_devices(self.subject.models)), self.before.random)
+        self.unlike = set()
         as_cut = self._accumulated(None)
         self.kept = as_cut.kept
+        rows = self.engine.gather([float(drawn), float(as_cut.left_out)])
+        self.is_random, self.left_out = any(one for one, _ in rows), int(sum(number for _, number in rows))
         # And uneven parts, where a wrong count shows; of one sample batch normalisation would fail.
         length = self._own_length
         sizes = [length // 3, length - length // 3] if length > 5 else [length]
@@ -125,7 +145,19 @@ class Comparison:
 
     def _accumulated(self, micro_batches: Sequence[Any] | None) -> Measured:
         self.before.put_back()
-        return self.subject.measure(micro_batches, lambda batch: self.loss(batch), as_sum=False)
+        seen: set[str] = set()
+
+        def loss_fn(batch: Any) -> Any:
+            loss = self.loss(batch)
+            losses = loss.values() if isinstance(loss, Mapping) else [loss]
+            if any(isinstance(one, Tensor) and not bool(one.isfinite().all()) for one in losses):
+                seen.add(without_labels(batch))
+            return loss
+
+        found = self.subject.measure(micro_batches, loss_fn, as_sum=False)
+        if not math.isfinite(found.loss):  # on all ranks alike
+            self.unlike |= {why for of_rank in self.engine.gather_objects(sorted(seen)) for why in of_rank}
+        return found
 
     def _refuse_nonfinite(self, exact: Measured) -> None:
         names = names_of(self.subject.models)
@@ -136,9 +168,10 @@ class Comparison:
         ]
         if any(bad for (bad,) in self.engine.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
             where = f", its gradient not finite in {listed(bad)}" if bad else ""
+            why = without_labels(self.batch)
             raise DistaccumError(
-                f"the loss of the whole batch is {exact.loss:g}{where}, so there is nothing to compare with; look for "
-                "it in the batch and the model, or lower the scaler's scale"
+                f"the loss of the whole batch is {exact.loss:g}{f': {why}' if why else ''}{where}, so there is nothing "
+                "to compare with; look for it in the batch and the model, or lower the scaler's scale"
             )
 
     def _big_batch(self) -> Measured:
@@ -174,7 +207,7 @@ class Comparison:
         if put_back:
             self.before.put_back()
         if seed is not None:
-            torch.manual_seed(seed)
+            set_seed(seed)
         return self.subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self.engine.num_ranks)
 
     def _look(self, tensor: Tensor) -> Tensor:
@@ -243,6 +276,26 @@ class Comparison:
             before.put_back()
         if not is_wide:
             yield False
+
+
+def without_labels(batch: Any) -> str:
+    """Why a mean over its labels would be 0 / 0, and what to count; "" where it would not.
+
+    >>> without_labels({"y": torch.tensor([[-100, -100]])})
+    "its labels in 'y' are all -100, and a mean over none is 0 / 0; count=count_tokens('y')"
+    """
+    for where, tensor in tensors_in(batch):
+        if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+            continue
+        why = "and a mean over none is 0 / 0"
+        if tensor.ndim and bool(tensor.eq(-100).all()):
+            return f"its labels in {where} are all -100, {why}; count=count_tokens({where})"
+        if tensor.ndim > 1 and tensor.shape[1] > 1 and bool(tensor[:, 1:].eq(-100).all()):
+            return (
+                f"its labels in {where} are all -100 but the first of each row, {why}; "
+                f"count=count_tokens({where}, shift=True)"
+            )
+    return ""
 
 
 def _widened(tensor: Tensor) -> Tensor:

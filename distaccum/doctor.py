@@ -33,6 +33,7 @@ from .engines import Engine, choose_engine, known_engines
 from .forecast import BACKENDS
 from .link import Link, measure
 from .shares import DistaccumError
+from .table import width, wrapped
 
 c10d: Any = dist  # whose types do not tell of its stores
 State = Literal["ok", "absent", "wrong"]
@@ -102,7 +103,7 @@ class Examination:
             lines += ["", *self._of_link(self.link)]
         wrong = len(self.wrong)
         lines += ["", "all is well" if not wrong else f"{wrong} {'is' if wrong == 1 else 'are'} WRONG, see above"]
-        return "\n".join(lines)
+        return "\n".join(wrapped(lines, width(), indent=6))
 
     def _of_link(self, link: Link) -> list[str]:
         lines = ["link between neighbours (one way after the other, the other way alone)"]

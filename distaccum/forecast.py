@@ -10,20 +10,15 @@ import dataclasses
 import json
 import math
 import re
-import statistics
-import time
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-import torch
-from torch import nn
-
-from .batches import batch_length, cut_batch
-from .memory import Before, free, is_out_of_memory
 from .picture import blank, save
 from .shares import REDUCTIONS, Reduction, even_cut, steps_for, whole_number
+from .table import table, width, wrapped
 
 Backend = Literal["gloo", "nccl"]
 Optimizer = Literal["sgd", "adam"]
@@ -45,6 +40,10 @@ BACKENDS: Mapping[str, Link] = {
     # Gathers reach 0.75 in forecast.py's fit and 0.55 in two_nodes.md, whose messages are larger.
     "gloo": Link(262e-6, 0.956, 0.65, "seen at 1 Gbit/s, launch/results/forecast.md and two_nodes.md"),
     "nccl": Link(5e-6, 0.9, 0.9, "assumed, not measured; give your own"),
+}
+CHOSEN: Mapping[str, str] = {  # where nobody named a backend
+    "gloo": "on gloo, since there is no CUDA device here; --backend nccl gives NCCL's numbers",
+    "nccl": "on NCCL, since there is a CUDA device here; --backend gloo gives gloo's numbers",
 }
 HOST_HOP = 50e-6  # seconds of gloo's beside another backend: assumed, of TCP between hosts
 BUCKET_MB = 25.0  # DDP's default; FSDP and ZeRO 3 cut by layers, which is near it
@@ -180,7 +179,8 @@ class Forecast:
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
-        return "\n".join(_text(self))
+        columns = width()
+        return "\n".join(wrapped(_text(self, columns), columns))
 
     def plot(self, path: str | Path) -> None:
         """Seconds per micro-step against the window's length, and where an update's seconds go (png, svg or pdf)."""
@@ -238,7 +238,7 @@ def plan(
             ("parameters", parameters),
         )
     )
-    width = 4 if dtype_bytes is None else whole_number("dtype_bytes", dtype_bytes)
+    num_bytes = 4 if dtype_bytes is None else whole_number("dtype_bytes", dtype_bytes)
     positive = {"link_gbit": link_gbit, "node_gbit": node_gbit, "micro_step_seconds": micro_step_seconds, "lr": lr}
     positive |= {"latency_us": latency_us, "bucket_mb": bucket_mb, "cpu_seconds_per_gb": cpu_seconds_per_gb}
     for name, value in positive.items():
@@ -257,16 +257,18 @@ def plan(
         if chosen is not None and chosen not in known:
             raise ValueError(f"{name}={chosen!r}, expected one of {', '.join(known)}")
 
-    notes, gradient_bytes = [], None if numbers is None else numbers * width
+    notes, gradient_bytes = [], None if numbers is None else numbers * num_bytes
     if model is not None:
+        from .measure import measure  # which needs torch: seconds to import, and all else does without
+
         found = measure(*model, micro_batch_size=micro)
         notes.append(found.told)
         micro = found.micro_batch_size  # what was asked for, or what fits of it
         micro_step_seconds = found.seconds if micro_step_seconds is None else micro_step_seconds
         if numbers is None:
             numbers = found.parameters
-            gradient_bytes = found.gradient_bytes if dtype_bytes is None else numbers * width
-    backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+            gradient_bytes = found.gradient_bytes if dtype_bytes is None else numbers * num_bytes
+    is_chosen, backend = backend is not None, backend or ("nccl" if _sees_cuda() else "gloo")
     link = _link(BACKENDS[backend], latency_us, efficiency, gather_efficiency)
     link = link._replace(processor=cpu_seconds_per_gb / 1e9)
     given = {
@@ -304,6 +306,8 @@ def plan(
         for one in policies_for(numbers, ranks, nodes):
             own = network if one.bucket is None else dataclasses.replace(network, buckets=-(-numbers // one.bucket))
             rows += (_row(one, own, steps, micro_step_seconds),)
+    if rows and not is_chosen:
+        notes.append(CHOSEN[backend])
     rate = None
     if batch is not None and base is not None:
         updates = windows_tail.updates if windows_tail is not None else None
@@ -323,6 +327,12 @@ def plan(
     )
 
 
+def _sees_cuda() -> bool:
+    """As torch says where the caller has imported it, else by the driver's files: importing it takes seconds."""
+    torch = sys.modules.get("torch")
+    return any(Path("/dev").glob("nvidia[0-9]*")) if torch is None else bool(torch.cuda.is_available())
+
+
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
@@ -331,20 +341,22 @@ def amount(name: str, value: object) -> int:
 
     >>> amount("parameters", "11.7M"), amount("parameters", "7e9"), amount("samples", "1,281,167")
     (11700000, 7000000000, 1281167)
+    >>> amount("parameters", "7b"), amount("parameters", "350m")
+    (7000000000, 350000000)
     """
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, str):
         return whole_number(name, value)
     whole = r"\d{1,3}(?:[,_]\d{3})+|\d+"  # a decimal comma is none of it
-    found = re.fullmatch(rf"((?:{whole}|\d*\.\d+|\d+\.)(?:[eE][+]?\d{{1,2}})?)\s*([kKMBGT]?)", value.strip())
+    found = re.fullmatch(rf"((?:{whole}|\d*\.\d+|\d+\.)(?:[eE][+]?\d{{1,2}})?)\s*([kKmMbBgGtT]?)", value.strip())
     try:
         number = Decimal(found[1].replace(",", "").replace("_", "")) if found else None
     except InvalidOperation:
         number = None
     exact = None if number is None or found is None else number * SUFFIXES[found[2].upper()]
     if exact is None or exact != int(exact):
-        raise ValueError(f"{name}={value!r}, expected a whole number such as 512, 7e9, 350M or 11.7M")
+        raise ValueError(f"{name}={value!r}, expected a whole number such as 512, 7e9, 7b, 350M or 11.7M")
     return whole_number(name, int(exact))
 
 
@@ -629,83 +641,6 @@ def _most(base: int, betas: tuple[float, float]) -> int:
     return math.floor(base / (1 - min(betas)) + 1e-9)
 
 
-# A model
-
-
-class Measured(NamedTuple):
-    parameters: int
-    gradient_bytes: int
-    micro_batch_size: int
-    seconds: float
-    told: str
-
-
-def measure(
-    model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size: int | None = None, rounds: int = 5
-) -> Measured:
-    """Parameters, and the median seconds of a forward and backward, of which buffers and random numbers are put back.
-
-    What runs out of memory is halved until it fits; nothing larger than the batch is tried.
-    """
-    models = list(model) if isinstance(model, list | tuple) else [model]
-    trained = [p for one in models for p in one.parameters() if p.requires_grad]
-    if not trained:
-        raise ValueError("the model has no parameter that requires a gradient, expected one to train")
-    length = batch_length(batch)
-    size = length if micro_batch_size is None else micro_batch_size
-    if size > length:
-        raise ValueError(f"micro_batch_size={size} and the model's batch has {length}; give a batch as long")
-    device, before = trained[0].device, Before(models)
-    before.look()
-    kept = [p.grad for p in trained]
-    halved = False
-    try:
-        _clear(trained)
-        while True:
-            part = next(iter(cut_batch(batch, [size], length))) if size < length else batch
-            try:
-                taken = [_micro_step(trained, part, loss_fn, device) for _ in range(rounds + 2)][2:]
-                break
-            except Exception as error:
-                if not is_out_of_memory(error) or size == 1:
-                    raise
-                size, halved = size // 2, True
-            _clear(trained)
-            free()
-    finally:
-        before.put_back()
-        for parameter, gradient in zip(trained, kept, strict=True):
-            parameter.grad = gradient
-    fits = "halved until it fitted" if halved else f"it fits; more than {size} was not probed"
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
-    seconds = statistics.median(taken)
-    told = (
-        f"measured here ({name}, one rank alone): {seconds:.4g} s per micro-step of {_num(size, 'sample')} (median of "
-        f"{rounds}; {min(taken):.4g} to {max(taken):.4g}); {fits}"
-    )
-    size_of_all = sum(p.numel() * p.element_size() for p in trained)
-    return Measured(sum(p.numel() for p in trained), size_of_all, size, seconds, told)
-
-
-def _micro_step(
-    trained: Sequence[nn.Parameter], part: Any, loss_fn: Callable[[Any], Any], device: torch.device
-) -> float:
-    began = time.perf_counter()
-    loss = loss_fn(part)
-    total: Any = sum(loss.values()) if isinstance(loss, Mapping) else loss
-    total.backward()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    seconds = time.perf_counter() - began
-    _clear(trained)
-    return seconds
-
-
-def _clear(trained: Sequence[nn.Parameter]) -> None:
-    for parameter in trained:
-        parameter.grad = None
-
-
 # What is printed
 
 
@@ -734,7 +669,7 @@ def _missing(given: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _text(forecast: Forecast) -> list[str]:
+def _text(forecast: Forecast, columns: int) -> list[str]:
     given = forecast.given
     shape = f"{_num(given['ranks'], 'rank')} on {_num(given['nodes'], 'node')}"
     lines = [f"plan for {shape}"]
@@ -763,7 +698,7 @@ def _text(forecast: Forecast) -> list[str]:
                 others = "an error under FSDP and ZeRO 3, with no window before it to stand in from"
             lines.append(f"  {'':15}  {fewer}{dry}; {others}")
     if forecast.policies:
-        lines += ["", *_table(forecast)]
+        lines += ["", *_table(forecast, columns)]
     if forecast.learning_rate is not None:
         base = given["base_batch_size"]
         lines += ["", f"learning rate for a batch of {given['batch_size']:,} from {base:,} (rules of thumb: try them)"]
@@ -773,7 +708,7 @@ def _text(forecast: Forecast) -> list[str]:
     return lines
 
 
-def _table(forecast: Forecast) -> list[str]:
+def _table(forecast: Forecast, columns: int) -> list[str]:
     given, rows = forecast.given, forecast.policies
     parameters, link = given["parameters"], given["link"]
     what = f"{parameters:,} parameters, {_bytes(forecast.gradient_bytes)} of gradients, on {given['backend']}"
@@ -782,7 +717,7 @@ def _table(forecast: Forecast) -> list[str]:
         [row["policy"], *(_bytes(row[f"bytes_{name}"]) for name in ("per_micro_step", "once", "per_update"))]
         for row in rows
     ]
-    lines += _aligned([["", "each micro-step", "once", "per update"], *cells])
+    lines += table([["", "each micro-step", "once", "per update"], *cells], columns)
     timed = any(row["line"] is not None for row in rows)
     if timed:
         names = ("update", "compute", "exposed", "hidden", "latency")
@@ -792,7 +727,7 @@ def _table(forecast: Forecast) -> list[str]:
             cell = [row["policy"], *(_seconds(timing.get(name)) for name in names)]
             cell += ["-" if windows is None else _window(windows[f"{level:.0%}"]) for level in LEVELS]
             cells.append([*cell, "-" if wins is None else f"{wins:.1%}"])
-        lines += ["", "predicted", *_aligned(cells)]
+        lines += ["", "predicted", *table(cells, columns)]
     if timed:
         between, within = given["link_gbit"], given["node_gbit"]
         if given["nodes"] == 1:
@@ -805,19 +740,10 @@ def _table(forecast: Forecast) -> list[str]:
             f"  {given['micro_step_seconds']:.4g} s per micro-step{rate}",
             f"  {link['latency'] * 1e6:g} us per hop, {of_rate}",
             f"  ({link['source']})",
-            "  exposed: communication that ranks wait for; hidden: under a forward or backward; latency: the part of",
-            "  both that is no bytes; < 10% from: the window length from which less than that is exposed, and more",
-            "  accumulation stops helping; 2x wins: per sample, by a window twice as long",
+            "  exposed: communication that ranks wait for; hidden: under a forward or backward; latency: the part of "
+            "both that is no bytes; < 10% from: the window length from which less than that is exposed, and more "
+            "accumulation stops helping; 2x wins: per sample, by a window twice as long",
         ]
-    return lines
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for name, *others in cells:
-        padded = "  ".join(f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True))
-        lines.append(f"  {name:<{widths[0]}}  {padded}".rstrip())
     return lines
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -105,6 +107,7 @@ def check(model: nn.Module, loss: Callable[[nn.Module, Batch], Any], **options: 
     return accumulator.check(make_batch(), lambda batch: loss(model, batch))
 
 
+GENERATOR = torch.Generator()
 TOKENS = count_tokens("labels")
 SHIFTED = count_tokens("labels", shift=True)
 
@@ -149,7 +152,21 @@ def test_what_is_right_is_equivalent(model, loss, options):
             net(),
             lambda m, b: of_samples(m, b) * (1 + torch.rand(3).sum()),
             {},
-            ["dropout: random numbers are drawn by the model or the loss"],
+            ["random: the loss draws random numbers, outside of the model's modules"],
+        ),
+        (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: the loss draws"]),
+        (net(), lambda m, b: of_samples(m, b) * (1 + float(numpy.random.rand())), {}, ["random: the loss draws"]),
+        (
+            net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
+            lambda m, b: of_samples(m, b) * (1 + torch.rand(())),
+            {},
+            ["dropout: .* 3 .Dropout", "random: the loss draws", "batchnorm: .* 2 .BatchNorm1d"],
+        ),
+        (
+            net(),
+            lambda m, b: of_samples(m, b) * (1 + torch.rand((), generator=GENERATOR)),
+            {},
+            ["state: .*something is kept between calls, or drawn by a generator of the loss's own"],
         ),
         (
             net(nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Dropout(0.2)),
@@ -229,6 +246,56 @@ def test_labels_are_named_before_padding_that_coincides_with_them():
     model = token_net()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=5)
     assert "count=count_tokens('labels')" in accumulator.check(batch, lambda b: of_tokens(model, b)).causes[0]
+
+
+def test_random_numbers_that_happen_to_be_the_same_are_noted():
+    report = check(net(), lambda m, b: of_samples(m, {**b, "x": b["x"] + torch.rand(len(b["x"]), 1, 1)}))
+    assert report.equivalent and "random numbers are drawn" in report.notes[-1]
+
+
+def labels_of_three_parts(*ignored: int) -> Batch:
+    batch = make_batch(12)
+    for part in ignored:
+        batch["labels"][4 * part : 4 * part + 4] = -100
+    return batch
+
+
+def test_a_micro_batch_without_a_label_is_named():
+    model, batch = token_net(), labels_of_three_parts(1)
+    report = Accumulator(model, micro_batch_size=4).check(batch, lambda b: of_tokens(model, b))
+    (cause,) = report.causes
+    assert not report.equivalent
+    assert cause.startswith("count: the loss of a micro-batch is nan: its labels in 'labels' are all -100, ")
+    assert cause.endswith("count=count_tokens('labels')")
+    batch["labels"][4:8, 0] = 1  # which no loss on the next token keeps
+    report = Accumulator(model, micro_batch_size=4, count=TOKENS).check(batch, lambda b: shifted(model, b))
+    (cause,) = report.causes
+    assert "its labels in 'labels' are all -100 but the first of each row" in cause
+    assert cause.endswith("count=count_tokens('labels', shift=True)")
+    report = check(net(), lambda m, b: of_samples(m, b) + (math.nan if len(b["x"]) == 4 else 0.0))
+    assert "loss: that of a micro-batch is not finite, and that of the whole batch is" in report.causes[0]
+
+
+def test_a_micro_batch_that_is_left_out_is_said():
+    model = token_net()
+    accumulator = Accumulator(model, micro_batch_size=4, count=TOKENS)
+    report = accumulator.check(labels_of_three_parts(1), lambda b: of_tokens(model, b))
+    assert report.equivalent and report.micro_batches == (2,)
+    assert report.notes == ("1 of 3 micro-batches has no tokens and is left out, as in training",)
+    with pytest.raises(DistaccumError, match="the loss of the whole batch is nan: its labels in 'labels' are all -100"):
+        Accumulator(model, micro_batch_size=4).check(labels_of_three_parts(0, 1, 2), lambda b: of_tokens(model, b))
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: of_samples(m, b) * 0, lambda m, b: (m(b["x"]) - 99).relu().mean()])
+def test_a_gradient_that_is_zero_everywhere_is_not_called_equivalent(loss):
+    with pytest.raises(DistaccumError, match="zero in every parameter, so nothing was compared"):
+        check(net(), loss)
+
+
+def test_a_model_without_anything_to_train_is_refused():
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient, so nothing can be compared"):
+        check(net().requires_grad_(False), of_samples)
+    assert check(net(nn.Linear(8, 8).requires_grad_(False)), of_samples).equivalent
 
 
 def test_everything_is_put_back():
@@ -376,6 +443,30 @@ def ranks_whose_count_is_right_alone() -> Report:
 def test_a_count_that_is_wrong_between_ranks_alone_is_found(ranks):
     report = ranks(2).run(ranks_whose_count_is_right_alone)[0]
     assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
+
+
+def without_labels_on_one_rank() -> Report:
+    batch = labels_of_three_parts(*([1] if dist.get_rank() else []))
+    model = DistributedDataParallel(token_net())
+    return Accumulator(model, micro_batch_size=4).check(batch, lambda part: of_tokens(model, part))
+
+
+def test_a_micro_batch_without_a_label_is_named_on_all_ranks(ranks):
+    one, other = ranks(2).run(without_labels_on_one_rank)
+    assert one == other and not one.equivalent
+    assert [cause.split(":")[0:2] for cause in one.causes] == [["count", " the loss of a micro-batch is nan"]]
+
+
+def with_a_gradient_of_zeros(kind: str) -> str:
+    model = wrapped(kind, net())
+    with pytest.raises(DistaccumError) as told:
+        Accumulator(model, micro_batch_size=3).check(make_batch(), lambda part: of_samples(model, part) * 0)
+    return str(told.value)
+
+
+@pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
+def test_a_gradient_of_zeros_is_an_error_on_all_ranks(ranks, kind):
+    assert all("so nothing was compared" in told for told in ranks(2).run(with_a_gradient_of_zeros, kind))
 
 
 def a_batch_without_a_length() -> str:

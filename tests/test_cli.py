@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from distaccum import __version__
 from distaccum.cli import main
 
 FACTORIES = """
@@ -142,6 +143,67 @@ def test_help_carries_an_example(capsys):
     assert "distaccum check my_training:setup" in text and "exit status: 0 equivalent" in text
 
 
+MISSPELT = {
+    "plann": "distaccum: there is no command plann; did you mean plan? (distaccum --help lists the options)",
+    "plan --bath-size 8": "distaccum plan: there is no option --bath-size; did you mean --batch-size? (distaccum plan",
+    "plan --ranks 2 --batchsize=8": "distaccum plan: there is no option --batchsize; did you mean --batch-size? (dist",
+    "check --micro-batch-sise 4 a:b": "check: there is no option --micro-batch-sise; did you mean --micro-batch-size?",
+    "timeline --outt a": "distaccum timeline: there is no option --outt; did you mean --out? (distaccum timeline --h",
+    "doctor -timeout 3": "distaccum doctor: there is no option -timeout; did you mean --timeout? (distaccum doctor -",
+    "--verison": "distaccum: there is no option --verison; did you mean --version? (distaccum --help",
+    "plan --qqq 8": "distaccum plan: there is no option --qqq (distaccum plan --help lists the options)",
+    "plan --ranks x": "distaccum plan: argument --ranks: invalid int value: 'x' (distaccum plan --help lists",
+    "plan extra": "distaccum: unrecognized arguments: extra (distaccum --help lists the options)",
+    "": "distaccum: the following arguments are required: COMMAND (distaccum --help lists the options)",
+}
+
+
+@pytest.mark.parametrize("words", MISSPELT)
+def test_a_wrong_option_is_one_line_with_the_one_that_was_meant(capsys, words):
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    seen = capsys.readouterr()
+    assert ended.value.code == 2 and MISSPELT[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
+
+
+def test_an_option_may_be_shortened_and_have_a_negative_value(capsys):
+    assert main(["plan", "--batch-s", "64", "--micro-b=8"]) == 0
+    assert main(["plan", "--lr", "-0.1"]) == 2
+    assert "lr=-0.1, expected a number above 0" in capsys.readouterr().err
+
+
+LIGHT = (
+    *(f"{command} --help".strip() for command in ("", "plan", "check", "timeline", "doctor")),
+    *(
+        *MISSPELT,
+        "--version",
+        "check nowhere",
+        "check a:b --count words",
+        "doctor --timeout 0",
+        "timeline . --updates 2:1",
+    ),
+    "plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b --link-gbit 1 --micro-step-seconds 1",
+)
+CODE = f"""
+import sys
+from distaccum.cli import main
+for words in {LIGHT!r}:
+    try:
+        main(words.split())
+    except SystemExit:
+        pass
+    assert "torch" not in sys.modules, words
+print("none of them")
+"""
+
+
+def test_help_mistakes_and_plan_do_without_torch():
+    answer = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
+    assert answer.stdout.endswith("none of them\n"), answer.stderr
+    answer = subprocess.run([sys.executable, "-m", "distaccum", "--version"], capture_output=True, text=True)
+    assert (answer.stdout, answer.stderr, answer.returncode) == (f"distaccum {__version__}\n", "", 0)
+
+
 def test_it_is_installed_as_a_command_and_runs_under_torchrun(folder):
     bins = Path(sys.executable).parent
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -151,7 +213,7 @@ def test_it_is_installed_as_a_command_and_runs_under_torchrun(folder):
         subprocess.Popen(
             words, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )
-        for words in (alone, [*launched, "-m", "distaccum.cli", "check", "factories:on_ranks", *COUNT])
+        for words in (alone, [*launched, "-m", "distaccum", "check", "factories:on_ranks", *COUNT])
     ]
     texts = [job.communicate(timeout=240)[0] for job in jobs]
     assert [job.returncode for job in jobs] == [0, 0], texts

@@ -25,7 +25,7 @@ from distaccum.link import Link, Pair
 
 ROOT = Path(__file__).parent.parent
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-COMMAND = [sys.executable, "-m", "distaccum.cli", "doctor"]
+COMMAND = [sys.executable, "-m", "distaccum", "doctor"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -33,7 +33,7 @@ def started(
     *words: str, environment: dict[str, str] | None = None, command: list[str] = COMMAND
 ) -> subprocess.Popen[str]:
     variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    variables |= {"OMP_NUM_THREADS": "1", **(environment or {})}
+    variables |= {"OMP_NUM_THREADS": "1", "COLUMNS": "120", **(environment or {})}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, [variables.get("PYTHONPATH"), str(ROOT)]))
     return subprocess.Popen(
         [*command, *words], env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -75,7 +75,7 @@ def test_alone_it_tries_each_engine():
 
 
 def test_under_torchrun_it_measures_the_link_and_prints_once():
-    process = started("--json", command=[*TORCHRUN, "-m", "distaccum.cli", "doctor"])
+    process = started("--json", command=[*TORCHRUN, "-m", "distaccum", "doctor"])
     found = json.loads(ended(process)[0])
     assert found["healthy"]
     (pair,) = found["link"]["pairs"]
@@ -119,7 +119,7 @@ def test_what_was_found_is_told_though_a_rank_dies_in_a_trial():
     text, _ = ended(processes[0], 1)
     ended(processes[1], 3)
     assert re.search(r"ok +torch ", text) and "distaccum plan ... --link-gbit" in text
-    assert re.search(r"WRONG DistributedDataParallel .*rank 1 of 2 went away within 12 seconds", text)
+    assert re.search(r"WRONG DistributedDataParallel .*rank 1 of 2 went away within 12 seconds", " ".join(text.split()))
 
 
 def test_ranks_that_disagree_on_their_number_say_so():
@@ -177,6 +177,19 @@ def test_plan_is_told_what_makes_it_come_back_to_what_was_measured():
     assert float(two.plan.split()[1]) * BACKENDS["gloo"].reduce == pytest.approx(7.56, rel=1e-3)
     four = Examination((), ("a", "a", "b", "b"), Link(pairs, 600.0, {}), 0, "nccl")
     assert four.plan == "--link-gbit 1 --node-gbit 8.4 --latency-us 100 --backend nccl"
+
+
+def test_what_is_printed_fits_the_terminal(monkeypatch):
+    link = Link((Pair((0, 1), (7.56, 8.2), 115.0),), 519.0, {2**20: 2.15, 2**22: 4.7, 2**24: 4.54})
+    finding = Finding(
+        "ranks", "accelerate", "1.15.0 on rank 0; 1.7.3 on rank 1", "wrong", "install the same on all nodes"
+    )
+    found = Examination((finding,), ("vm-a", "vm-b"), link, 0)
+    for columns, lines in ((60, 2), (80, 2), (120, 1)):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        text = str(found)
+        assert max(map(len, text.splitlines())) <= columns and found.plan.split("--backend")[1] in text
+        assert len(text.split("\n\n")[1].splitlines()) == 1 + lines, text
 
 
 def test_bounds_are_those_of_the_installed_package():

@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import Accumulator, plan
 from distaccum.cli import main
-from distaccum.forecast import amount, beneath, measure, scaled_learning_rate
+from distaccum.forecast import amount, beneath, scaled_learning_rate
+from distaccum.measure import measure
 from distaccum.shares import cut_evenly, steps_for
 
 LAYERS, WIDTH = 4, 24  # a layer's weight can be halved
@@ -240,7 +241,12 @@ def test_what_is_not_given_is_left_out_and_asked_for():
 
 
 @pytest.mark.parametrize(
-    ("text", "number"), [("7e9", 7 * 10**9), ("350M", 350 * 10**6), ("11.7M", 11_700_000), ("1,281,167", 1_281_167)]
+    ("text", "number"),
+    [
+        *(("7e9", 7 * 10**9), ("350M", 350 * 10**6), ("11.7M", 11_700_000), ("1,281,167", 1_281_167)),
+        *(("7b", 7 * 10**9), ("7B", 7 * 10**9), ("1.3b", 13 * 10**8), ("350m", 350 * 10**6), ("2t", 2 * 10**12)),
+        *(("4k", 4000), ("4K", 4000), ("1g", 10**9)),
+    ],
 )
 def test_amounts(text, number):
     assert amount("parameters", text) == number
@@ -265,6 +271,28 @@ def test_amounts(text, number):
 def test_a_mistake_is_one_clear_sentence(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(**options)
+
+
+def test_the_backend_that_nobody_named_is_said_with_the_reason(monkeypatch):
+    known = {"ranks": 2, "parameters": "7b"}
+    for is_here, backend, other in ((False, "gloo", "nccl"), (True, "nccl", "gloo")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda is_here=is_here: is_here)
+        forecast = plan(**known)
+        (note,) = forecast.notes
+        assert forecast.given["backend"] == backend and f"--backend {other}" in note and "CUDA device here" in note
+        assert note in " ".join(str(forecast).split())
+        assert plan(**known, backend=backend).notes == plan(ranks=2).notes == ()
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120, 300])
+def test_what_is_printed_fits_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    known = {"batch_size": 1000, "micro_batch_size": 32, "samples": 50000, "base_batch_size": 256, "ranks": 8}
+    text = str(plan(**known, nodes=2, node_gbit=10, micro_step_seconds=0.1, **KNOWN))
+    assert max(map(len, text.splitlines())) <= min(columns, 120)
+    assert text.count("FSDP2 hybrid, replicas") == {40: 11, 80: 3}.get(columns, 2)  # in each part of a table
+    for header in ("each micro-step", "per update", "s per update", "exposed", "< 10% from", "2x wins"):
+        assert header in " ".join(text.split())
 
 
 # A model
@@ -334,7 +362,7 @@ def test_the_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys)
     (tmp_path / "planned.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2", "--link-gbit", "1"]) == 0
-    text = capsys.readouterr().out
+    text = " ".join(capsys.readouterr().out.split())
     assert "measured here" in text and "more than 8 was not probed" in text and "28 parameters" in text
 
 

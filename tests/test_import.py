@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 OPTIONAL = ["accelerate", "deepspeed", "torchvision", "sklearn", "matplotlib", "transformers"]
 SHOW = f"import sys; print([name for name in {OPTIONAL} if name in sys.modules])"
 
@@ -14,11 +16,31 @@ def run(code):
 
 
 def test_importing_brings_in_nothing_optional():
-    assert run(f"import distaccum; {SHOW}") == "[]"
+    assert run(f"from distaccum import *; {SHOW}") == "[]"
 
 
 def test_this_test_can_fail():
-    assert run(f"import torchvision, distaccum; {SHOW}") == "['torchvision']"
+    assert run(f"import torchvision; from distaccum import *; {SHOW}") == "['torchvision']"
+
+
+def test_names_and_modules_come_with_torch_when_they_are_used():
+    seen = "'torch' in sys.modules"
+    first = f"import sys, distaccum; print(sorted(set(distaccum.__all__) - set(dir(distaccum))), {seen})"
+    found = run(
+        f"{first}; print(distaccum.plan(batch_size=64, micro_batch_size=8).steps, {seen}); "
+        f"print(distaccum.batchnorm.freeze.__name__, distaccum.Accumulator.__name__, {seen})"
+    )
+    assert found.splitlines() == ["[] False", "8 False", "freeze Accumulator True"]
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    import distaccum
+
+    with pytest.raises(AttributeError, match="module 'distaccum' has no attribute 'Acumulator'"):
+        _ = distaccum.Acumulator
+    with pytest.raises(ImportError, match="cannot import name 'Acumulator'"):
+        exec("from distaccum import Acumulator")
+    assert not hasattr(distaccum, "__wrapped__")
 
 
 def test_public_names():
