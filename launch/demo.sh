@@ -5,7 +5,8 @@
 #   bash launch/demo.sh [options of train.py]
 #
 # The run, with its log and the picture of its loss, is in runs/demo, which is made anew.
-# PYTHON=python3.12 picks another interpreter to make .venv with, and VENV= another folder for it.
+# PYTHON=python3.12 picks another interpreter to make .venv with, and VENV= another folder for it; OUT= is another folder
+# for the run, which must not hold one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # shellcheck disable=SC1091 # which is checked by itself
@@ -15,6 +16,6 @@ case ${1:-} in -h | --help) help launch/demo.sh && exit ;; esac
 bash launch/venv.sh launch
 unset PYTHON
 python=$(find_python)
-rm -rf runs/demo
-bash launch/torchrun.sh 2 --config configs/demo.toml "$@" --out runs/demo
-exec "$python" launch/prove.py runs/demo
+[[ -n ${OUT:-} ]] || rm -rf runs/demo
+bash launch/torchrun.sh 2 --config configs/demo.toml "$@" --out "${OUT:-runs/demo}"
+exec "$python" launch/prove.py "${OUT:-runs/demo}"

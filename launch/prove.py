@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from training.config import Config, stop
+from training.checkpoints import differences, shapes_of
+from training.config import BrokenFileError, Config, a_line, stop
 from training.data import Order
-from training.tasks import make_task
+from training.tasks import Task, make_task
 from training.wrapping import make_optimizer
 
+LOGGED = {"index", "loss", "grad_norm", "lr", "stepped"}
 BOUNDS = {"float64": 1e-10, "float32": 1e-3}  # float32: rounding, which training amplifies
 
 
@@ -42,22 +44,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except FileNotFoundError as error:
         stop(f"{error.filename} is not there, expected the folder of a run that has ended")
     except Exception as error:
-        stop(f"{given.run} has files that are not those of a run: {error}")
-    if not log or [update.get("index") for update in log] != list(range(len(log))):
+        stop(f"{given.run} has files that are not those of a run: {a_line(error)}")
+    if not all(isinstance(update, dict) and update.keys() >= LOGGED for update in log) or not isinstance(weights, dict):
+        stop(f"{given.run} has files that are not those of a run, or of one of an earlier version")
+    if not log or [update["index"] for update in log] != list(range(len(log))):
         stop(
             f"{given.run}/log.jsonl does not hold every update from the first, so that the run cannot be trained again"
         )
     if config.precision not in BOUNDS:
         stop(f"the run was in {config.precision}, whose rounding hides what is shown; use float32 or float64")
     bound = given.bound or BOUNDS[config.precision]
-    worst = compare(config, log, weights)
+    try:
+        worst = compare(config, log, weights)
+    except BrokenFileError as error:
+        stop(str(error))
     good = worst["the weights"] <= bound  # which hold every update; float32 turns a ReLU here and there in a gradient
     print(f"{given.run}: {len(log)} updates, against one process with one batch per update:")
     for name, value in worst.items():
         print(f"  largest relative difference of {name:<18} {value:.1e}")
     print(f"  {'equal' if good else 'NOT EQUAL'} ({config.precision}, bound {bound:.0e})")
-    if not good and any(isinstance(module, nn.BatchNorm2d) for module in make_task(config).model.modules()):
+    task = make_task(config)
+    if not good and any(isinstance(module, nn.BatchNorm2d) for module in task.model.modules()):
         print("  the model has BatchNorm, which normalises each micro-batch by itself; --norm group is exact")
+    if not good and is_random(task):
+        print("  the model draws random numbers, as dropout does: other ones for a batch than for its micro-batches")
     return 0 if good else 1
 
 
@@ -67,8 +77,8 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
     model = task.model
     order = Order(len(task.train), config.batch_size, config.seed)
     optimizer, schedule = make_optimizer(model, config, config.updates or config.epochs * order.updates_per_epoch)
-    if model.state_dict().keys() != weights.keys():
-        stop("the run's weights are those of another model than its config.json names")
+    if found := differences(shapes_of(weights), shapes_of(model.state_dict())):
+        stop(f"the run's weights are those of another model than its config.json names: {found}")
     worst = {"a loss": 0.0, "a learning rate": 0.0}
     for update, seen in enumerate(tqdm(log, unit="update", disable=None)):
         keys = order.of_update(update).tolist()
@@ -91,7 +101,19 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
     return {**worst, "the weights": float((theirs - ours).norm() / ours.norm())}
 
 
-def apart(value: float, exact: Tensor) -> float:
+def is_random(task: Task) -> bool:
+    """Whether the loss of a batch depends on the random numbers."""
+    batch = task.collate([task.train[0]] * 2)
+    losses = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        losses.append(float(task.loss(task.model, batch)))
+    return losses[0] != losses[1]
+
+
+def apart(value: float | None, exact: Tensor) -> float:
+    if value is None:  # in the log for what is not finite
+        return math.inf if exact.isfinite() else 0.0
     return float((value - exact.double()).abs() / exact.double().abs())
 
 

@@ -21,7 +21,7 @@ from training.data import MicroBatches, Order
 from training.evaluation import evaluate
 from training.job import Job, Signals
 from training.report import Report, plan
-from training.tasks import make_task, to_device
+from training.tasks import make_task, to_device, try_model
 from training.wrapping import wrap
 
 from distaccum import Accumulator
@@ -36,6 +36,7 @@ def train(config: Config, job: Job) -> int:
     job.say(plan(config, job, task, order, steps, updates))
     if job.is_planned:
         return 0
+    try_model(task, job.device)
 
     with refusals_in_a_line():
         wrapped = wrap(task.model, config, job, updates)
@@ -80,6 +81,7 @@ def train(config: Config, job: Job) -> int:
                     with job.autocast():
                         loss = task.loss(model, to_device(batch, job.device))
                     window.backward(loss)
+                    report.progress(accumulator.index, window.num_done)
                     if window.can_pause:  # on all ranks alike
                         stopped, is_due = signals.agreed(checkpoints.overdue())
                         if stopped or is_due:

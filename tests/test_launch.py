@@ -84,7 +84,7 @@ def deepspeed_under_accelerate(folder: Path) -> str:
 
 
 def demo(folder: Path) -> str:
-    return run("bash", "launch/demo.sh", VENV=sys.prefix)
+    return run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(folder / "run"))
 
 
 # How many ranks, and how they are started.
@@ -110,10 +110,11 @@ def launched(request, tmp_path_factory) -> Iterator[Callable[[str], tuple[str, P
     wanted = [
         item.callspec.params["job"] for item in request.session.items if "job" in getattr(item, "fixturenames", ())
     ]
-    with ThreadPoolExecutor(3) as pool:
-        folders = {name: tmp_path_factory.mktemp("job") for name in wanted if runs_here(name)}
-        started = {name: pool.submit(JOBS[name], folder) for name, folder in folders.items()}
-        yield lambda name: (started[name].result(), folders[name])
+    pool = ThreadPoolExecutor(3)
+    folders = {name: tmp_path_factory.mktemp("job") for name in wanted if runs_here(name)}
+    started = {name: pool.submit(JOBS[name], folder) for name, folder in folders.items()}
+    yield lambda name: (started[name].result(), folders[name])
+    pool.shutdown(wait=False, cancel_futures=True)  # interrupted, those that run end with the session
 
 
 def error(folder: Path, big_batch: torch.Tensor) -> float:
@@ -200,18 +201,30 @@ def test_two_nodes_train_and_reduce_once_per_update(launched, big_batch, job):
     assert 1 <= sent["last"] < 1.1, "the gradients, once, and little else"
     assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
     assert re.search(r"once per update +4\d\.\d", text) and re.search(r"in each micro-step +1[78]\d\.\d", text)
-    left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-    assert "distaccum" not in left
+    assert goes(lambda: "distaccum" in listed_nodes()), "another test may have nodes of its own, for seconds"
+
+
+def listed_nodes() -> str:
+    return subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def goes(seen: Callable[[], bool], seconds: float = 60) -> bool:
+    until = time.monotonic() + seconds
+    while seen():
+        if time.monotonic() > until:
+            return False
+        time.sleep(0.2)
+    return True
 
 
 @pytest.mark.parametrize("job", ["demo"])
 def test_the_demo_trains_and_proves_itself(launched, job):
-    text, _ = launched(job)
-    accuracy = float(re.search(r"accuracy (\d+\.\d)%", text).group(1))  # type: ignore[union-attr]
-    assert accuracy >= 95
+    text, folder = launched(job)
+    *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # after each evaluation, and at the end
+    assert float(accuracy) >= 95
     assert "2 x 4 micro-batches of 8" in text
     assert re.search(r"equal \(float64, bound 1e-10\)", text) and "NOT" not in text
-    assert (ROOT / "runs" / "demo" / "curve.png").exists()
+    assert (folder / "run" / "curve.png").exists()
 
 
 # Configs and scripts

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import re
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,22 +91,74 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
     proven(programs, tmp_path / "run", 1e-10)
 
 
-def test_a_hugging_face_model_by_path(programs, tmp_path):
+def hugging_face(folder: Path, words: int = 200, **options: Any) -> Path:
+    """A small GPT-2 with dropout, and a tokenizer that knows so many words of the README; 0: none."""
     transformers = pytest.importorskip("transformers")
     tokenizers = pytest.importorskip("tokenizers")
-    words = {word: i for i, word in enumerate(["[UNK]", *re.findall(r"\w+", (ROOT / "README.md").read_text())][:200])}
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "model")
-    config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
-    options = ("--task", "language", "--model", tmp_path / "model", "--context", 32, "--updates", 3)
-    text = trained(programs, tmp_path / "run", *options)
-    assert f"{tmp_path / 'model'} on README.md: 0.03 million parameters" in text, "the model of that folder"
+    sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **options})).save_pretrained(folder)
+    if words:
+        known = dict.fromkeys(["[UNK]", *re.findall(r"\w+", (ROOT / "README.md").read_text())])
+        numbered = {word: i for i, word in enumerate(list(known)[:words])}
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return folder
+
+
+TEXT = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batch-size", 8)
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+
+
+def test_a_hugging_face_model_by_path(programs, tmp_path):
+    model = hugging_face(tmp_path / "model", **NO_DROPOUT)
+    text = trained(programs, tmp_path / "run", *TEXT, "--model", model, "--updates", 3)
+    assert f"{model} on README.md: 0.05 million parameters" in text, "the model of that folder"
     assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
     proven(programs, tmp_path / "run")
+
+
+def test_dropout_is_on_from_the_first_update_whether_evaluated_resumed_or_neither(programs, tmp_path):
+    model = hugging_face(tmp_path / "model")
+    options = (*TEXT, "--model", model, "--updates", 4, "--checkpoint-every", 2, "--keep", 9)
+    trained(programs, tmp_path / "whole", *options, "--evaluate-every", 10**6)
+    trained(programs, tmp_path / "evaluated", *options, "--evaluate-every", 1)
+    assert same(tmp_path / "whole", tmp_path / "evaluated")
+    go_back(tmp_path / "evaluated", 2)
+    trained(programs, tmp_path / "evaluated", *options, "--evaluate-every", 10**6, "--resume")
+    assert same(tmp_path / "whole", tmp_path / "evaluated")
+    done = programs.run("prove", tmp_path / "whole", "--bound", 1e-6)
+    assert done.status == 1 and "the model draws random numbers, as dropout does" in done.text
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, **NO_DROPOUT}))
+    trained(programs, tmp_path / "without", *options)
+    first, without = (log_of(tmp_path / name)[0]["loss"] for name in ("whole", "without"))
+    assert first != without and first == pytest.approx(without, rel=0.1), "of the same weights"
+
+
+def go_back(run: Path, update: int) -> None:
+    """To its checkpoint after so many updates."""
+    for later in (run / "checkpoints").glob("update-*"):
+        if later.name > f"update-{update:08d}":
+            shutil.rmtree(later)
+    (run / "weights.pt").unlink()
+
+
+def test_a_tokenizer_that_is_missing_or_too_large_is_told(programs, tmp_path):
+    for words, size, told in (
+        (0, 256, "has no tokenizer (such as tokenizer.json)"),
+        (200, 64, "and its model knows 64"),
+    ):
+        model = hugging_face(tmp_path / f"{words}", words, vocab_size=size)
+        done = programs.run("train", *TEXT, "--model", model, "--out", tmp_path / "run")
+        assert done.status == 2
+        assert told in only_line(done.text)
+
+
+def only_line(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(("train: ", "prove: "))]
+    assert "Traceback" not in text
+    return line
 
 
 def test_an_image_folder_is_the_same_on_any_number_of_ranks_with_augmentation(programs, tmp_path):
@@ -134,6 +188,45 @@ def test_a_torchvision_dataset(programs, tmp_path):
     text = trained(programs, tmp_path / "run", *SMALL, *options)
     assert "40 samples to train on" in text
     proven(programs, tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("model", "size"),
+    [("inception_v3", 80), ("googlenet", 32), ("maxvit_t", 224), ("shufflenet_v2_x0_5", 32), ("regnet_x_400mf", 32)],
+)
+def test_torchvision_models_of_all_shapes_take_data(tmp_path, monkeypatch, model, size):
+    """Those with second outputs, with a size of image built in, and with odd numbers of channels."""
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    from training.config import Config
+    from training.tasks import make_task, try_model
+
+    task = make_task(Config(model=model, data="digits", image_size=size))
+    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
+    numbers = torch.get_rng_state()
+    try_model(task, torch.device("cpu"))
+    assert torch.equal(numbers, torch.get_rng_state())
+    assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
+
+
+def test_an_image_that_cannot_be_read_is_named(programs, tmp_path):
+    from torchvision.transforms.functional import to_pil_image
+
+    for name in ("cats", "dogs"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+        for i in range(10):
+            to_pil_image(torch.rand(3, 20, 24)).save(tmp_path / "images" / name / f"{i}.png")
+    broken = tmp_path / "images" / "cats" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    options = ("--data", tmp_path / "images", "--batch-size", 8, "--micro-batch-size", 2)
+    for workers in (0, 1):
+        out = tmp_path / f"{workers}"
+        done = programs.run("train", *SMALL, *options, "--workers", workers, "--out", out)
+        assert done.status == 1
+        assert f"{broken} is no image that can be read" in only_line(done.text)
+    ended = wait_for(programs.start_ranks(2, "train", *SMALL, *options, "--out", tmp_path / "two"))
+    assert [done.status for done in ended] == [1, 1]
+    text = "".join(done.text for done in ended)
+    assert "Traceback" not in text and text.count(f"{broken} is no image") == 1
 
 
 @pytest.mark.parametrize(
@@ -177,6 +270,8 @@ def test_a_key_on_the_command_line_beats_the_file(programs, tmp_path):
     assert done.status == 0
     assert "an update is 96 samples: 3 x 8 micro-batches of 4" in done.text
     assert programs.run("train", "--config", file, "--plan").text.count("32 samples: 1 x 8") == 1
+    file.write_text('model = "cnn"\nupdates = 7\n')
+    assert "46 updates, 23 per epoch" in programs.run("train", "--config", file, "--epochs", 2, "--plan").text
 
 
 def test_the_plan_is_worked_out(programs):
@@ -230,6 +325,11 @@ MISTAKES = {
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
     ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
     ("--timeout", "0"): "timeout = 0.0, expected a number above 0",
+    ("--config", "both.toml"): "both.toml has both epochs and updates, expected one of them",
+    ("--config", "marked.toml"): "marked.toml has 'batch', which is not known",
+    ("--model", "vit_h_14"): "model = 'vit_h_14' with image_size = 32: Input shape indivisible by patch size!",
+    ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
+    ("--task", "language", "--data", "texts"): "texts/b.md cannot be read as text ('utf-8' codec can't decode",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
 }
 
@@ -243,6 +343,11 @@ def test_a_mistake_gets_one_line_and_status_2(programs, tmp_path, arguments):
     (tmp_path / "choice.toml").write_text('engine = "magic"\n')
     (tmp_path / "broken.toml").write_text("batch_size 3\n")
     (tmp_path / "idle.toml").write_text("context = 3\n")
+    (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
+    (tmp_path / "marked.toml").write_text("batch = 3\n", encoding="utf-8-sig")
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.md").write_text("\n\n".join(["a paragraph"] * 20))
+    (tmp_path / "texts" / "b.md").write_bytes(b"\xff\xff")
     (tmp_path / "huge.toml").write_text(f"lr = 1{'0' * 400}\n")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
@@ -252,9 +357,8 @@ def test_a_mistake_gets_one_line_and_status_2(programs, tmp_path, arguments):
     (tmp_path / "one" / "train" / "cats").mkdir(parents=True)
     done = programs.start("train", *arguments, cwd=tmp_path).wait()
     assert done.status == 2, done.text
-    (line,) = [line for line in done.text.splitlines() if line.startswith("train: ")]
-    assert MISTAKES[arguments] in line
-    assert "Traceback" not in done.text
+    assert MISTAKES[arguments] in only_line(done.text)
+    assert not list(tmp_path.glob("runs/*/*")), "nothing is written"
 
 
 def test_several_ranks_say_it_once(programs):
@@ -306,7 +410,20 @@ def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
     assert list((run / "tensorboard").glob("events*"))
     spans = json.loads((run / "seen" / "rank0.json").read_text())["traceEvents"]
     assert sum(span["name"] == "window" for span in spans) == 46
-    assert "accuracy" in text and "\r" not in text  # no bar off a terminal
+    told = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
+    assert told == ["10", "20", "30", "40", "46"] and "\r" not in text, "lines and no bar off a terminal"
+
+
+def test_off_a_terminal_it_says_how_far_it_is_unless_it_shall_be_quiet(programs, tmp_path):
+    options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every")
+    text = trained(programs, tmp_path / "often", *options, 1e-9)
+    done = re.findall(r"^(\d) of 3 updates and (\d) micro-batch", text, re.MULTILINE)
+    assert done == [(str(update), str(step)) for update in range(3) for step in (1, 2)]
+    lines = re.findall(r"^[12] of 3 .*: loss \d\.\d{4}, \d+ samples/s, 0:\d\d:\d\d left$", text, re.MULTILINE)
+    assert len(lines) == 4
+    assert " of 3 updates" not in trained(programs, tmp_path / "seldom", *options, 1000)
+    assert trained(programs, tmp_path / "quiet", *options, 1e-9, "--quiet") == ""
+    assert same(tmp_path / "often", tmp_path / "quiet")
 
 
 def test_the_noise_scale_is_logged_and_its_meaning_told(programs, tmp_path):
@@ -386,7 +503,10 @@ def test_a_loss_that_is_not_finite_gets_a_line_and_what_was_saved_stays(programs
     assert "Traceback" not in done.text
     text = trained(programs, tmp_path / "skip", *options, "--lr", 1e30, "--on-nonfinite", "skip")
     assert "was skipped: a gradient is not finite" in text
-    assert not log_of(tmp_path / "skip")[-1]["stepped"]
+    last = log_of(tmp_path / "skip")[-1]
+    assert not last["stepped"] and last["loss"] is None
+    for file in ("log.jsonl", "evaluation.jsonl", "summary.json"):
+        assert "NaN" not in (tmp_path / "skip" / file).read_text()
 
 
 def test_resume_says_what_it_found(programs, tmp_path):
@@ -401,10 +521,187 @@ def test_resume_says_what_it_found(programs, tmp_path):
     assert "was made with batch_size = 64 and this run has 32; give the same, or another --out" in done.text
     ended = wait_for(programs.start_ranks(2, "train", *SMALL, "--seed", 3, "--out", tmp_path / "run", "--resume"))
     assert [done.status for done in ended] == [2, 2]
-    (tmp_path / "run" / "checkpoints" / "update-00000002" / "state.pt").write_bytes(b"half")
-    done = programs.run("train", *SMALL, "--updates", 4, "--out", tmp_path / "run", "--resume")
+
+
+def change(state: Path, how: Callable[[dict[str, Any]], object]) -> None:
+    """As a checkpoint of another model would be: its checksums are right."""
+    found = torch.load(state, weights_only=True)
+    how(found)
+    torch.save(found, state)
+    state.with_name("checksums.json").unlink()
+
+
+def flip(state: Path) -> None:
+    whole = bytearray(state.read_bytes())
+    whole[len(whole) // 2] ^= 1
+    state.write_bytes(whole)
+
+
+DAMAGE: list[tuple[Callable[[Path], object], str]] = [
+    (flip, "state.pt has another checksum"),
+    (lambda state: state.write_bytes(state.read_bytes()[:5000]), "state.pt has another checksum"),
+    (lambda state: state.unlink(), "state.pt is missing"),
+    (lambda state: state.with_name("checksums.json").write_text("{"), "Expecting property name"),
+    (lambda state: change(state, lambda found: found["model"].pop("0.weight")), "of its weights 0.weight is missing"),
+    (
+        lambda state: change(state, lambda found: found["model"].update(b=torch.ones(1))),
+        "of its weights b is not known",
+    ),
+    (
+        lambda state: change(state, lambda found: found["model"].update({"0.bias": torch.ones(3)})),
+        "of its weights 0.bias is of shape (3,) and not (16,)",
+    ),
+    (
+        lambda state: change(state, lambda found: found["optimizer"]["state"].pop("0.bias")),
+        "of its optimizer state momentum_buffer of 0.bias is missing",
+    ),
+    (
+        lambda state: change(state, lambda found: found["optimizer"]["state"].update(b={"step": torch.ones(1)})),
+        "of its optimizer state step of b is not known",
+    ),
+    (
+        lambda state: change(
+            state, lambda found: found["optimizer"]["state"]["0.bias"].update(momentum_buffer=torch.ones(1))
+        ),
+        "of its optimizer state momentum_buffer of 0.bias is of shape (1,) and not (16,)",
+    ),
+    (
+        lambda state: change(state, lambda found: found["optimizer"]["param_groups"][0]["params"].remove("0.bias")),
+        "of its optimizer's parameters 0.bias is missing",
+    ),
+    (lambda state: change(state, lambda found: found.pop("optimizer")), "of its optimizer state momentum_buffer of "),
+    (lambda state: change(state, lambda found: found.pop("config")), "state.pt is no checkpoint of train.py"),
+]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(programs, tmp_path, ranks):
+    whole, run, number = tmp_path / "whole", tmp_path / "run", 1 + len(DAMAGE)
+    options = (*SMALL[:2], "--batch-size", 16, "--updates", number, "--checkpoint-every", 1, "--keep", 99)
+    trained(programs, whole, *options, ranks=ranks)
+    shutil.copytree(whole, run)
+    (run / "weights.pt").unlink()
+    folders = sorted((run / "checkpoints").glob("update-*"))
+    for folder, (damage, _) in zip(folders[1:], DAMAGE, strict=True):
+        damage(folder / "state.pt")
+    text = trained(programs, run, *options, "--resume", ranks=ranks)
+    lines = [line for line in text.splitlines() if line.startswith("train: ") and " is damaged: " in line]
+    for folder, (_, told), line in zip(folders[1:], DAMAGE, reversed(lines), strict=True):
+        assert f"{folder} is damaged: {told}" in line
+        assert line.endswith(f"; goes on from the one before (damaged-{folder.name})")
+        assert folder.with_name(f"damaged-{folder.name}").is_dir(), "which stays, and no more counts"
+    assert "goes on after update 0" in text and "Traceback" not in text
+    assert same(whole, run)
+
+
+def test_where_each_checkpoint_is_damaged_it_stops_and_touches_none(programs, tmp_path):
+    run = tmp_path / "run"
+    trained(programs, run, *SMALL, "--updates", 2, "--checkpoint-every", 1)
+    (run / "weights.pt").unlink()
+    for name, content in (("1", b""), ("2", b"PK another kind of file")):
+        (run / "checkpoints" / f"update-0000000{name}" / "state.pt").write_bytes(content)
+    done = programs.run("train", *SMALL, "--updates", 4, "--out", run, "--resume")
     assert done.status == 2
-    assert "cannot be read" in done.text and "remove it to go on from the one before" in done.text
+    assert "update-00000002 is damaged: state.pt has another checksum" in only_line(done.text)
+    assert "and so are the 1 before it" in only_line(done.text)
+    assert len(list(run.glob("checkpoints/update-*"))) == 2
+
+
+def test_a_disk_that_is_full_gets_a_line_and_what_was_saved_stays(programs, tmp_path):
+    run = tmp_path / "run"
+    options = (*SMALL[:2], "--updates", 3, "--checkpoint-every", 1, "--schedule", "constant", "--out", run)
+    done = programs.run("train", *options, LARGEST_FILE="50000")
+    assert done.status == 1
+    line = only_line(done.text)
+    assert ".update-00000001 cannot be written: " in line and "File too large" in line and "--resume goes on" in line
+    assert not list((run / "checkpoints").iterdir()), "no half of one is left"
+    assert programs.run("train", *options, "--resume").status == 0
+
+
+@pytest.mark.parametrize(
+    ("ranks", "engine", "optimizer"),
+    [
+        (1, "plain", ("--momentum", 0)),
+        (2, "fsdp2", ("--momentum", 0)),
+        (2, "fsdp2", ("--optimizer", "adamw")),
+    ],
+    ids=str,
+)
+def test_each_optimizer_goes_on(programs, tmp_path, ranks, engine, optimizer):
+    options = (*SMALL, *optimizer, "--engine", engine, "--schedule", "constant", "--precision", "float64")
+    trained(programs, tmp_path / "run", *options, "--updates", 2, ranks=ranks)
+    trained(programs, tmp_path / "run", *options, "--updates", 4, "--resume", ranks=ranks)
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+def test_an_optimizer_that_never_stepped_is_not_stepped_by_a_checkpoint(programs, tmp_path):
+    model = hugging_face(tmp_path / "model", layer_norm_epsilon=float("nan"))
+    options = ("--optimizer", "adamw", "--on-nonfinite", "skip", "--updates", 1, "--checkpoint-every", 1)
+    trained(programs, tmp_path / "run", *TEXT, "--model", model, *options)
+    state = torch.load(tmp_path / "run" / "checkpoints" / "update-00000001" / "state.pt", weights_only=True)
+    assert state["optimizer"] is None, "torch makes one by a step, which AdamW counts"
+    options = (*options[:-3], 2, *options[-2:])
+    assert "goes on after update 0" in trained(
+        programs, tmp_path / "run", *TEXT, "--model", model, *options, "--resume"
+    )
+
+
+@pytest.mark.parametrize(
+    ("make", "kinds"),
+    [
+        (lambda p: torch.optim.AdamW(p, lr=0.1), ["step", "exp_avg", "exp_avg_sq"]),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), ["momentum_buffer"]),
+    ],
+    ids=["adamw", "sgd"],
+)
+def test_a_parameter_that_no_update_has_reached_goes_on_as_it_would_have(make, kinds, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "launch"))
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from training.checkpoints import fill_state
+
+    def update(model, optimizer, used):
+        model(torch.ones(1, 2))[used].sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.parts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+
+        def forward(self, x):
+            return [part(x) for part in self.parts]
+
+    model, again = Two(), Two()
+    optimizer, other = make(model.parameters()), make(again.parameters())
+    update(model, optimizer, 0)
+    weights, state = get_state_dict(model, optimizer)
+    fill_state(state, dict(model.named_parameters()), kinds)
+    weights, state = copy.deepcopy((weights, state))  # as a file is
+    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
+    for one in (model, optimizer), (again, other):
+        update(*one, 1)
+        update(*one, 0)
+    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("content", [b"", b"half", b"{}\n", b"[1]\n", b'{"index": 0}\n'], ids=repr)
+@pytest.mark.parametrize("file", ["config.json", "log.jsonl", "weights.pt"])
+def test_prove_says_in_a_line_what_is_no_run(programs, tmp_path, proven_run, file, content):
+    shutil.copytree(proven_run, tmp_path / "run")
+    (tmp_path / "run" / file).write_bytes(content)
+    done = programs.run("prove", tmp_path / "run")
+    assert done.status == 2
+    only_line(done.text)
+
+
+@pytest.fixture(scope="module")
+def proven_run(programs, tmp_path_factory) -> Path:
+    run = tmp_path_factory.mktemp("proven") / "run"
+    trained(programs, run, *SMALL, "--updates", 1)
+    return run
 
 
 def test_what_a_kill_left_of_a_checkpoint_is_passed_over(programs, tmp_path):

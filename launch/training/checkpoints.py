@@ -3,16 +3,21 @@
 `state.pt` has the whole model and optimizer by name, so that a run goes on under another engine and on another number
 of ranks; DeepSpeed writes its own files instead, one per rank. In the middle of a window each rank's part of the
 gradient lies beside it, and the run goes on as it was. A folder is written under another name, brought to disk, and
-renamed.
+renamed. `checksums.json` has the SHA-256 of each other file: a checkpoint whose files are others is passed over.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
 import os
 import re
 import shutil
 import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +34,14 @@ from torch.distributed.checkpoint.state_dict import (
 
 from distaccum import Accumulator
 
-from .config import MAY_CHANGE, Config, read_interval, stop
+from .config import MAY_CHANGE, Config, a_line, read_interval, stop
 from .job import Job
 from .wrapping import Wrapped
 
 NAME = re.compile(r"update-\d{8}(-\d{6})?")
 # What MAY_CHANGE between two windows, and not within one.
 IN_A_WINDOW = {"data", "micro_batch_size", "engine", "sync", "replicas"}
+IN_A_STATE = {"update", "micro_batches", "accumulator", "schedule", "num_samples", "stage", "random", "config"}
 
 
 class Checkpoints:
@@ -79,18 +85,26 @@ class Checkpoints:
             "config": dataclasses.asdict(self._config),
         }
         if wrapped.is_deepspeed:
-            wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
+            with writing(partial):
+                wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
             job.wait_for_all()
-        elif wrapped.inner.state or not micro_batches:
-            state["model"], state["optimizer"] = get_state_dict(wrapped.model, wrapped.inner, options=_whole())
-        else:  # in the first window the optimizer has no state yet, and torch would step it to make one
+        elif wrapped.schedule.last_epoch and (wrapped.inner.state or not micro_batches):
+            weights, optimizer = get_state_dict(wrapped.model, wrapped.inner, options=_whole())
+            if job.is_first:
+                fill_state(optimizer, {name: weights[name] for name in wrapped.trained}, self._kinds())
+            state["model"], state["optimizer"] = weights, optimizer
+        else:  # before its first step the optimizer has no state yet, and torch would step it to make one
             state["model"], state["optimizer"] = get_model_state_dict(wrapped.model, options=_whole()), None
-        if micro_batches:
-            self._write_parts(accumulator, partial)
+        parts = self._collect_parts(accumulator) if micro_batches else []
         if job.is_first:
-            torch.save(state, partial / "state.pt")
-            for path in (*partial.rglob("*"), partial):
-                _to_disk(path)
+            with writing(partial):
+                for rank, part in enumerate(parts):
+                    (partial / f"rank-{rank}").write_bytes(part)
+                save_tensors(state, partial / "state.pt")
+                sums = {str(path.relative_to(partial)): _checksum(path) for path in _files(partial)}
+                (partial / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
+                for path in (*partial.rglob("*"), partial):
+                    _to_disk(path)
             shutil.rmtree(whole, ignore_errors=True)
             partial.replace(whole)
             _to_disk(self._folder)
@@ -99,14 +113,13 @@ class Checkpoints:
         job.wait_for_all()
         self._saved, self._time = name, time.monotonic()
 
-    def _write_parts(self, accumulator: dict[str, Any], folder: Path) -> None:
-        """What each rank has added up, one file each. The first rank writes all: others may not see the folder."""
+    def _collect_parts(self, accumulator: dict[str, Any]) -> list[bytes]:
+        """What each rank has added up, on the first, which writes all: others may not see the folder."""
         mine = accumulator.pop(f"rank {self._job.rank}")
         if not self._job.is_first:
             _send(mine, to=0)
-            return
-        for rank in range(self._job.ranks):
-            (folder / f"rank-{rank}").write_bytes(_receive(rank) if rank else mine)
+            return []
+        return [mine, *(_receive(rank) for rank in range(1, self._job.ranks))]
 
     def _read_part(self, folder: Path) -> bytes:
         if not self._job.is_first:
@@ -121,7 +134,7 @@ class Checkpoints:
         wrapped, job = self._wrapped, self._job
         newest = self._read() if job.is_first else None
         if isinstance(newest, dict):
-            newest["has_optimizer"] = bool(newest.get("optimizer"))
+            newest["has_optimizer"] = bool((newest.get("optimizer") or {}).get("state"))  # SGD alone has none
         tensors = [newest.pop(name, {}) if isinstance(newest, dict) else {} for name in ("model", "optimizer")]
         if job.ranks > 1:  # one rank reads: the others may be on machines that do not see the folder
             box = [newest]
@@ -158,46 +171,102 @@ class Checkpoints:
             job.say(f"goes on after update {newest['update'] - 1}")
 
     def _read(self) -> dict[str, Any] | str | None:
-        """The newest state, or a sentence on why it cannot be used."""
+        """The newest state that is whole, or a sentence on why none can be used."""
         for partial in self._folder.glob(".update-*"):  # of a run that was killed while it wrote
             shutil.rmtree(partial)
-        if not (found := self._found()):
-            return None
-        try:
-            state: dict[str, Any] = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
-        except Exception as error:
-            return f"{found[-1]} cannot be read ({error}); remove it to go on from the one before"
-        state["name"] = found[-1].name
+        damaged: list[tuple[Path, str]] = []
+        for folder in reversed(self._found()):
+            try:
+                state = self._load(folder)
+                reason = self._refused(folder, state)
+                if not reason and not self._wrapped.is_deepspeed:
+                    self._check_tensors(state)
+            except Exception as error:  # of as many kinds as there are ways to break a file
+                damaged.append((folder, a_line(error)))
+                continue
+            if reason:
+                return reason
+            for broken, why in damaged:  # out of the way of those to come, which `keep` counts
+                aside = broken.with_name(f"damaged-{broken.name}")
+                shutil.rmtree(aside, ignore_errors=True)
+                broken.rename(aside)
+                warnings.warn(f"{broken} is damaged: {why}; goes on from the one before ({aside.name})", stacklevel=1)
+            return state
+        if damaged:
+            folder, why = damaged[0]
+            others = f", and so are the {len(damaged) - 1} before it" if damaged[1:] else " and the only one"
+            return f"{folder} is damaged: {why}{others}; remove the run's folder, or give another --out, to start anew"
+        return None
+
+    def _load(self, folder: Path) -> dict[str, Any]:
+        """What `save` wrote. An error says which file is not as it was written."""
+        sums = folder / "checksums.json"
+        if sums.exists():  # else an earlier version wrote the checkpoint
+            for name, checksum in json.loads(sums.read_text()).items():
+                if not (folder / name).is_file():
+                    raise ValueError(f"{name} is missing")
+                if _checksum(folder / name) != checksum:
+                    raise ValueError(f"{name} has another checksum than when it was written")
+        state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
+        if not isinstance(state, dict) or not state.keys() >= IN_A_STATE:
+            raise ValueError("state.pt is no checkpoint of train.py")
+        if state["micro_batches"] and not all((folder / f"rank-{i}").is_file() for i in range(len(state["random"]))):
+            raise ValueError("a rank's part of the gradient is missing")
+        state["name"] = folder.name
+        return state
+
+    def _check_tensors(self, state: dict[str, Any]) -> None:
+        """Weights and optimizer state have the names and shapes of what is trained, or an error says which has not."""
+        shapes, trained = self._wrapped.shapes, self._wrapped.trained
+        if found := differences(shapes_of(state["model"]), shapes):
+            raise ValueError(f"of its weights {found}")
+        optimizer = state.get("optimizer") or {"state": {}, "param_groups": [{"params": trained}]}
+        kinds = self._kinds()
+        seen = {f"{kind} of {name}": value for name, of in optimizer["state"].items() for kind, value in of.items()}
+        expected = {f"{kind} of {name}": () if kind == "step" else shapes[name] for name in trained for kind in kinds}
+        has_state = seen or state["schedule"]  # which comes with the first step
+        if has_state and (found := differences(shapes_of(seen), expected)):
+            raise ValueError(f"of its optimizer state {found}")
+        grouped = {name: shapes.get(name, ()) for group in optimizer["param_groups"] for name in group["params"]}
+        if found := differences(grouped, {name: shapes[name] for name in trained}):
+            raise ValueError(f"of its optimizer's parameters {found}")
+
+    def _kinds(self) -> list[str]:
+        """Of what the optimizer keeps of a parameter."""
+        if self._config.optimizer == "adamw":
+            return ["step", "exp_avg", "exp_avg_sq"]
+        return ["momentum_buffer"] if self._config.momentum else []
+
+    def _refused(self, folder: Path, state: dict[str, Any]) -> str:
+        """Why a checkpoint that is whole is not for this run, if so."""
         now = dataclasses.asdict(self._config)
         fixed = IN_A_WINDOW if state["micro_batches"] else set()
         for name, value in state["config"].items():
             if name in now and now[name] != value and (name not in MAY_CHANGE or name in fixed):
                 return (
-                    f"{found[-1]} was made with {name} = {value!r} and this run has {now[name]!r}; give the same, or "
+                    f"{folder} was made with {name} = {value!r} and this run has {now[name]!r}; give the same, or "
                     "another --out to start anew"
                 )
         if state["num_samples"] != self._num_samples:
             return (
-                f"{found[-1]} was made with {state['num_samples']} samples to train on and {now['data']} now has "
+                f"{folder} was made with {state['num_samples']} samples to train on and {now['data']} now has "
                 f"{self._num_samples}; give it the same data, or another --out to start anew"
             )
         if ("model" in state) == self._wrapped.is_deepspeed:
             made = "another engine" if self._wrapped.is_deepspeed else "DeepSpeed"
-            return (
-                f"{found[-1]} was written by {made}, whose files this engine cannot read; use the engine that wrote it"
-            )
+            return f"{folder} was written by {made}, whose files this engine cannot read; use the engine that wrote it"
         stage, ranks = state["stage"], len(state["random"])
         if state["micro_batches"] and ranks != self._job.ranks:
             return (
-                f"{found[-1]} was written in mid-window by {ranks} ranks and this run has {self._job.ranks}; start as "
+                f"{folder} was written in mid-window by {ranks} ranks and this run has {self._job.ranks}; start as "
                 "many, or remove it to go on from the one before"
             )
         if self._wrapped.is_deepspeed and (stage, ranks) != (self._stage(), self._job.ranks):
             return (
-                f"{found[-1]} was written by ZeRO stage {stage} on {ranks} ranks, and this run is stage "
+                f"{folder} was written by ZeRO stage {stage} on {ranks} ranks, and this run is stage "
                 f"{self._stage()} on {self._job.ranks}; DeepSpeed goes on with the same alone"
             )
-        return state
+        return ""
 
     def is_finished(self, updates: int) -> bool:
         """Whether nothing is left to do: all updates are done, and the weights are written."""
@@ -209,7 +278,7 @@ class Checkpoints:
 
     def _found(self) -> list[Path]:
         """The oldest first: between two windows before those in the window that follows."""
-        return sorted(path for path in self._folder.glob("update-*") if NAME.fullmatch(path.name))
+        return sorted(path for path in self._folder.glob("update-*") if NAME.fullmatch(path.name) and path.is_dir())
 
     def _random_states(self) -> list[dict[str, Tensor]]:
         mine = {"cpu": torch.get_rng_state()}
@@ -226,8 +295,71 @@ def save_weights(config: Config, job: Job, wrapped: Wrapped) -> None:
     weights = _weights(wrapped)
     if job.is_first:
         partial = Path(config.out) / ".weights.pt"
-        torch.save(weights, partial)
+        with writing(partial):
+            save_tensors(weights, partial)
         partial.replace(partial.with_name("weights.pt"))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Where that cannot be written to its end, what is there of it goes, and one error says why."""
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        cause: BaseException = error
+        while cause.__context__ is not None and not isinstance(cause, OSError):  # behind what torch makes of it
+            cause = cause.__context__
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {a_line(cause)}") from error
+
+
+def save_tensors(state: Any, path: Path) -> None:
+    with path.open("wb") as file:  # whose errors say more than those of torch's own writer
+        torch.save(state, file)
+
+
+def fill_state(optimizer: dict[str, Any], trained: dict[str, Any], kinds: Sequence[str]) -> None:
+    """Gives what never had a gradient the state that its first would begin with: torch loads all of it or none."""
+    for name in trained.keys() - optimizer["state"].keys() if kinds else ():
+        optimizer["state"][name] = {
+            kind: torch.zeros(()) if kind == "step" else torch.zeros_like(trained[name]) for kind in kinds
+        }
+
+
+def shapes_of(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
+
+
+def differences(seen: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
+    """What is missing, too many or of another shape; "" where nothing is.
+
+    >>> differences({"a": (2,), "c": ()}, {"a": (3,), "b": ()})
+    'a is of shape (2,) and not (3,), b is missing, c is not known'
+    """
+    found = [
+        f"{name} is of shape {seen[name]} and not {expected[name]}"
+        for name in seen.keys() & expected.keys()
+        if seen[name] != expected[name]
+    ]
+    found += [f"{name} is missing" for name in expected.keys() - seen.keys()]
+    found += [f"{name} is not known" for name in seen.keys() - expected.keys()]
+    found.sort()
+    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
+
+
+def _checksum(path: Path) -> str:
+    found = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            found.update(block)
+    return found.hexdigest()
 
 
 def _weights(wrapped: Wrapped) -> dict[str, Any]:

@@ -88,6 +88,10 @@ class Config:
     keep: int = option(2, "checkpoints that stay")
     timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
+    progress_every: float = option(
+        30.0, "seconds between lines that say how far a run is, where there is no terminal; 0: none"
+    )
+    quiet: bool = option(False, "print nothing but warnings and what goes wrong")
     tensorboard: bool = option(False, "write events for TensorBoard too")
     measure_noise: bool = option(False, "measure the gradient noise scale, and say whether a larger batch would help")
     trace: str = option("", "a folder in which each rank writes when it did what; distaccum timeline draws it")
@@ -97,7 +101,8 @@ class Config:
 MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
     "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
-    "checkpoint_every", "keep", "timeout", "evaluate_every", "tensorboard", "measure_noise", "trace",
+    "checkpoint_every", "keep", "timeout", "evaluate_every", "progress_every", "quiet", "tensorboard",
+    "measure_noise", "trace",
 }  # fmt: skip
 # Options that do nothing unless another has this value.
 NEEDS = {
@@ -157,9 +162,11 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     if unknown:
         parser.error(f"{unknown[0]!r} is not known{_nearest(unknown[0], parser.flags())}; --help lists the options")
     options = {name: value for name, value in vars(given).items() if value is not None and name in kinds}
-    if "epochs" in options and "updates" in options:
+    if {"epochs", "updates"} <= options.keys():
         stop("both epochs and updates are given, expected one of them")
     in_file = _read_file(given.config, kinds) if given.config else {}
+    if "epochs" in options:  # which beats the file, and updates would beat it
+        in_file.pop("updates", None)
     config = Config(**{**in_file, **options})
     name = given.config.stem if given.config else "train"
     default = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "README.md"))}[config.task]
@@ -183,7 +190,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
 
 def _read_file(path: Path, kinds: dict[str, Any]) -> dict[str, Any]:
     try:
-        values: dict[str, Any] = tomllib.loads(path.read_text())
+        values: dict[str, Any] = tomllib.loads(read_text(path))
     except OSError:
         folder = path if path.is_dir() else path.parent
         near = sorted(str(file) for file in folder.glob("*.toml") if file.is_file()) if folder.is_dir() else []
@@ -206,7 +213,14 @@ def _read_file(path: Path, kinds: dict[str, Any]) -> dict[str, Any]:
             values[name] = float(value)
         elif not choices and type(value) is not kind:
             stop(f"{path} has {name} = {value!r}, expected {_article(kind)}")
+    if {"epochs", "updates"} <= values.keys():
+        stop(f"{path} has both epochs and updates, expected one of them")
     return values
+
+
+def read_text(path: Path) -> str:
+    """In UTF-8 whatever the locale, without the byte-order mark that editors on Windows put before it."""
+    return path.read_text(encoding="utf-8-sig")
 
 
 def _check(config: Config) -> None:
@@ -289,6 +303,16 @@ def stop(message: str, everywhere: bool = False, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
+class BrokenFileError(Exception):
+    """A file of the data that cannot be read.
+
+    A worker process of the loader hands its whole traceback on as the text, of which the last line is kept.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.rstrip().splitlines()[-1].split(f"{type(self).__name__}: ")[-1])
+
+
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
     """What the library and the wrappers refuse, told as any other mistake in the options."""
@@ -306,10 +330,18 @@ def failures_in_a_line() -> Iterator[None]:
         yield
     except DistaccumError as error:
         stop(f"{' '.join(str(error).split())}; {resume}", everywhere=True, status=1)
+    except BrokenFileError as error:
+        stop(str(error), everywhere=True, status=1)
     except OSError as error:
-        stop(f"{error}; {resume}", everywhere=True, status=1)
+        stop(f"{a_line(error)}; {resume}", everywhere=True, status=1)
     except KeyboardInterrupt:
         stop(f"stopped by SIGINT before there was anything to save; {resume}", status=130)
+
+
+def a_line(error: object) -> str:
+    """The first of an error's text, or its kind where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def _nearest(name: str, known: Any) -> str:

@@ -41,6 +41,7 @@ class Job:
     precision: str
     timeout: float = 10.0  # minutes
     is_planned: bool = False  # nothing is started
+    is_quiet: bool = False
 
     @classmethod
     def find(cls, config: Config, plan: int | None = None) -> Job:
@@ -75,7 +76,11 @@ class Job:
             stop("sync = 'replicas' and one replica; give replicas, the groups of ranks that hold the whole model each")
         index = {"index": local_rank} if kind == "cuda" else {}
         device = torch.device(kind, **index)
-        return cls(rank, ranks, local_rank, device, engine, config.precision, config.timeout, plan is not None)
+        is_planned = plan is not None
+        return cls(
+            rank, ranks, local_rank, device, engine, config.precision, config.timeout, is_planned,
+            config.quiet and not is_planned,
+        )  # fmt: skip
 
     def __enter__(self) -> Job:
         warnings.formatwarning = _in_a_line  # type: ignore[assignment]
@@ -137,7 +142,7 @@ class Job:
         self.largest(0)
 
     def say(self, text: str) -> None:
-        if self.is_first:
+        if self.is_first and not self.is_quiet:
             print(text, flush=True)
 
 

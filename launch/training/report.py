@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
 import math
 import os
 import statistics
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +77,8 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
 class Report:
     """The log of updates, the bar and the rest; all but rank 0 write nothing.
 
-    An update's numbers are read one update later, when they are there without waiting for the device.
+    An update's numbers are read one update later, when they are there without waiting for the device. Where there is
+    no terminal for the bar, a line comes every `progress_every` seconds.
     """
 
     def __init__(self, config: Config, job: Job, unit: str, updates: int, start: int) -> None:
@@ -86,11 +89,15 @@ class Report:
         self._losses: list[float] = []
         self._batches: list[float] = []  # counts of updates
         self._noise: float | None = None  # the noise scale
+        self._updates, self._told = updates, self._began  # when the last line on progress came
         self._seconds = 0.0  # within updates
+        self._rate = 0.0  # in `unit`s per second
         self._board: Any = None
+        is_shown = job.is_first and not job.is_quiet
         self._bar = tqdm(
-            total=updates, initial=start, unit="update", disable=None if job.is_first else True, dynamic_ncols=True
+            total=updates, initial=start, unit="update", disable=None if is_shown else True, dynamic_ncols=True
         )
+        self._says_progress = is_shown and self._bar.disable and config.progress_every > 0
         if job.is_first:
             self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "weights.pt").unlink(missing_ok=True)  # of a shorter run that this one goes on with
@@ -136,9 +143,9 @@ class Report:
         self._seconds += update.seconds
         rate = self._counted / (now - self._began)
         self._losses.append(update.loss)
-        numbers = {**update.as_dict(), "noise_scale": _finite(self._noise)}
-        self._log.write(json.dumps({**numbers, "lr": lr}) + "\n")
+        self._log.write(_json({**update.as_dict(), "noise_scale": self._noise, "lr": lr}) + "\n")
         self._log.flush()
+        self._rate = rate
         shown = {"loss": f"{update.loss:.4f}", f"{self._unit}/s": f"{rate:.0f}"}
         if self._noise is not None and batch:
             shown["noise"] = f"{self._noise:.0f} ({meaning(self._noise, batch).verdict})"
@@ -155,18 +162,34 @@ class Report:
             if self._noise is not None:
                 self._board.add_scalar("noise scale", self._noise, update.index)
 
+    def progress(self, index: int, micro_batches: int) -> None:
+        """So many updates are done, and so many micro-batches of the next one."""
+        now = time.perf_counter()
+        if not self._says_progress or now - self._told < self._config.progress_every:
+            return
+        self.flush()
+        self._told = now
+        done = index - self._start
+        line = f"{index} of {self._updates} updates and {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
+        if self._losses:
+            line += f": loss {self._losses[-1]:.4f}, {self._rate:.0f} {self._unit}/s"
+            line += f", {_clock((self._updates - index) * (now - self._began) / done)} left"
+        self._job.say(line)
+
     def evaluation(self, index: int, measured: dict[str, float]) -> None:
         if not self._job.is_first:
             return
         with (self._folder / "evaluation.jsonl").open("a") as file:
-            file.write(json.dumps({"index": index, **measured}) + "\n")
-        self._tell(f"after update {index}: {_listed(measured)}", only_on_a_terminal=True)
+            file.write(_json({"index": index, **measured}) + "\n")
+        self._tell(f"after update {index}: {_listed(measured)}")
         if self._board is not None:
             for name, value in measured.items():
                 self._board.add_scalar(f"held out/{name}", value, index)
 
-    def _tell(self, line: str, only_on_a_terminal: bool = False) -> None:
-        if not (only_on_a_terminal and self._bar.disable):
+    def _tell(self, line: str) -> None:
+        if self._bar.disable:
+            self._job.say(line)
+        else:
             self._bar.write(line)
 
     def summary(self, measured: dict[str, float]) -> None:
@@ -190,23 +213,21 @@ class Report:
         if self._noise is not None:
             batch = statistics.median(self._batches)
             found = meaning(self._noise, batch)
-            values["noise_scale"] = _finite(self._noise)
-            values["batch"] = {"count": batch, **{name: _finite(value) for name, value in found._asdict().items()}}
+            values["noise_scale"] = self._noise
+            values["batch"] = {"count": batch, **found._asdict()}
             # As of the last updates; it grows as the loss falls.
             told = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}: {found}"
-        _write(self._folder / "summary.json", json.dumps(values, indent=1) + "\n")
-        print(
-            f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second", flush=True
-        )
+        _write(self._folder / "summary.json", _json(values, indent=1) + "\n")
+        say = self._job.say
+        say(f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second")
         if self._losses:
-            print(f"loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}; held out: {_listed(measured)}", flush=True)
+            say(f"loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}; held out: {_listed(measured)}")
         if self._noise is not None:
-            print(told, flush=True)
+            say(told)
+        if importlib.util.find_spec("matplotlib") is None:
+            say("no picture: matplotlib is not installed (pip install matplotlib)")
         picture = draw(self._folder)
-        print(
-            f"in {self._folder}: log.jsonl, checkpoints/, weights.pt" + (f", {picture.name}" if picture else ""),
-            flush=True,
-        )
+        say(f"in {self._folder}: log.jsonl, checkpoints/, weights.pt" + (f", {picture.name}" if picture else ""))
 
 
 def draw(folder: Path) -> Path | None:
@@ -214,7 +235,6 @@ def draw(folder: Path) -> Path | None:
     try:
         import matplotlib
     except ImportError:
-        print("no picture: matplotlib is not installed (pip install matplotlib)")
         return None
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -226,12 +246,13 @@ def draw(folder: Path) -> Path | None:
         return None
     x = [update["index"] for update in updates]
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
-    above.plot(x, [update["loss"] for update in updates], color="#0072B2", linewidth=1, label="an update's loss")
+    losses = [_number(update["loss"]) for update in updates]
+    above.plot(x, losses, color="#0072B2", linewidth=1, label="an update's loss")
     if measured:
         at = [point["index"] for point in measured]
         above.plot(
             at,
-            [point["loss"] for point in measured],
+            [_number(point["loss"]) for point in measured],
             "o-",
             color="#D55E00",
             markersize=4,
@@ -276,9 +297,30 @@ def _write(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def _json(value: Any, indent: int | None = None) -> str:
+    """With null for NaN and the infinities, which JSON has no word for."""
+    return json.dumps(_finite(value), indent=indent, allow_nan=False)
+
+
 def _finite(value: Any) -> Any:
-    """None for an infinite one, which JSON has no word for."""
+    if isinstance(value, dict):
+        return {name: _finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _clock(seconds: float) -> str:
+    """Hours, minutes and seconds.
+
+    >>> _clock(59.6), _clock(3601)
+    ('0:01:00', '1:00:01')
+    """
+    return str(timedelta(seconds=round(seconds)))
 
 
 def _listed(measured: dict[str, float]) -> str:

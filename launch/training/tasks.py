@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch.utils.data import Dataset, TensorDataset
 from distaccum import count_samples, count_tokens
 from distaccum.batchnorm import to_groupnorm
 
-from .config import Config, stop
+from .config import BrokenFileError, Config, a_line, read_text, stop
 from .data import Keyed
 from .job import DTYPES
 
@@ -47,7 +48,25 @@ def make_task(config: Config, is_first_here: bool = True, wait: Callable[[], Non
         stop(f"{config.data} has {sizes}, expected some of both")
     if config.precision == "float64":
         task.model.double()
+    task.model.train()  # a Hugging Face model comes without dropout, as from_pretrained leaves it
     return task
+
+
+def try_model(task: Task, device: torch.device) -> None:
+    """Stops where the model does not take the data: two copies of a sample go forward, and nothing is left of them."""
+    task.model.to(device)
+    try:
+        batch = to_device(task.collate([task.train[0]] * 2), device)
+    except BrokenFileError as error:
+        stop(str(error))
+    buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            task.loss(task.model, batch)
+            for buffer, before in buffers:
+                buffer.copy_(before)
+    except Exception as error:
+        stop(f"{task.title}: the model does not take a sample of this data ({a_line(error)})")
 
 
 # Vision
@@ -106,8 +125,8 @@ def _images(config: Config, is_first_here: bool, wait: Callable[[], None]) -> tu
         try:
             if (folder / "train").is_dir() and (folder / "val").is_dir():
                 train, test = (
-                    datasets.ImageFolder(folder / "train", changed),
-                    datasets.ImageFolder(folder / "val", plain),
+                    datasets.ImageFolder(folder / "train", changed, loader=_load_image),
+                    datasets.ImageFolder(folder / "val", plain, loader=_load_image),
                 )
                 if train.classes != test.classes:
                     stop(
@@ -116,7 +135,9 @@ def _images(config: Config, is_first_here: bool, wait: Callable[[], None]) -> tu
                 return train, test, len(train.classes)
             if (folder / "train").is_dir() or (folder / "val").is_dir():
                 stop(f"{folder} has one of train and val, expected both, or folders by class alone")
-            train, test = (datasets.ImageFolder(str(folder), transform) for transform in (changed, plain))
+            train, test = (
+                datasets.ImageFolder(folder, transform, loader=_load_image) for transform in (changed, plain)
+            )
         except FileNotFoundError as error:
             stop(f"{folder} is no folder of images by class (folder/class/image.png): {error}")
         if len(train.classes) < 2:
@@ -141,6 +162,15 @@ def _images(config: Config, is_first_here: bool, wait: Callable[[], None]) -> tu
         kind(config.data_folder, train=which, transform=how) for which, how in ((True, changed), (False, plain))
     )
     return train, test, len(train.classes)
+
+
+def _load_image(path: str) -> Any:
+    from torchvision.datasets.folder import default_loader
+
+    try:
+        return default_loader(path)
+    except Exception as error:
+        raise BrokenFileError(f"{path} is no image that can be read ({a_line(error)}); mend or remove it") from error
 
 
 def _digits(config: Config) -> tuple[TensorDataset, TensorDataset]:
@@ -175,11 +205,17 @@ def _vision_model(config: Config, classes: int) -> nn.Module:
                     else "there are resnet18, resnet50, resnet101, vit_b_16 and others"
                 )
             )
-        sized = {"image_size": config.image_size} if config.model.startswith("vit_") else {}
+        more: dict[str, Any] = {}
+        if config.model.startswith("vit_"):
+            more["image_size"] = config.image_size
+        elif config.model.startswith("maxvit"):
+            more["input_size"] = (config.image_size, config.image_size)
+        elif config.model in ("googlenet", "inception_v3"):
+            more.update(aux_logits=False, init_weights=True)  # second outputs, which the loss here has no use for
         try:
-            model = models.get_model(config.model, num_classes=classes, **sized)
-        except ValueError as error:
-            stop(f"model = {config.model!r} with image_size = {config.image_size}: {error}")
+            model = models.get_model(config.model, num_classes=classes, **more)
+        except (ValueError, AssertionError) as error:
+            stop(f"model = {config.model!r} with image_size = {config.image_size}: {a_line(error)}")
     return to_groupnorm(model) if config.norm == "group" else model
 
 
@@ -213,6 +249,8 @@ def _language(config: Config, *_: object) -> Task:
         tokens = encode(text)
         rows += [torch.tensor(tokens[at : at + config.context]) for at in range(0, len(tokens), config.context)]
     rows = [row for row in rows if len(row) > 1]  # one token has no next one
+    if config.model != "gpt":
+        _check_tokens(config, model, rows)
     held_out, kept = _split(len(rows), config.seed)
 
     def collate(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -252,10 +290,14 @@ def _next_token(model: nn.Module, batch: Any, reduction: str) -> Tensor:
 
 def _paragraphs(path: Path) -> list[str]:
     files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
-    try:
-        text = "\n\n".join(file.read_text() for file in files)
-    except (OSError, UnicodeDecodeError) as error:
-        stop(f"{path} cannot be read as text ({error}), expected a text file or a folder with .txt or .md files")
+    read = []
+    for file in files:
+        try:
+            read.append(read_text(file))
+        except (OSError, UnicodeDecodeError) as error:
+            reason = a_line(error.strerror if isinstance(error, OSError) else error)
+            stop(f"{file} cannot be read as text ({reason}), expected a text file or a folder with .txt or .md files")
+    text = "\n\n".join(read)
     texts = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
     if len(texts) < 2 * HELD_OUT:
         stop(f"{path} has {len(texts)} paragraphs (parted by empty lines), expected at least {2 * HELD_OUT}")
@@ -267,15 +309,32 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         stop(f"model = {config.model!r} needs transformers; pip install transformers, or leave the model out for 'gpt'")
+    folder = Path(config.model)
+    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    if names and not any(re.search(r"token|vocab|tekken|spiece|\.model$", name) for name in names):
+        stop(f"{folder} has no tokenizer (such as tokenizer.json), expected the one that its model was made with")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        stop(f"model = {config.model!r} is no language model that transformers finds: {str(error).splitlines()[0]}")
+    except Exception as error:  # of many kinds, after what is missing or broken
+        stop(f"model = {config.model!r} is no language model that transformers finds: {a_line(error)}")
     longest = getattr(model.config, "max_position_embeddings", config.context)
     if config.context > longest:
         stop(f"context = {config.context} and {config.model} takes {longest} tokens; give a context of at most that")
     return model, lambda text: list(tokenizer(text)["input_ids"])
+
+
+def _check_tokens(config: Config, model: Any, rows: list[Tensor]) -> None:
+    """Any tokenizer may lie beside a model, and of files that are not enough transformers makes an empty one."""
+    known = model.get_input_embeddings().weight.shape[0]
+    largest = max((int(row.max()) for row in rows), default=0)
+    if largest >= known:
+        stop(
+            f"the tokenizer of {config.model} gives token {largest} and its model knows {known}, numbered from 0; give "
+            "the tokenizer that the model was made with"
+        )
+    if len({token for row in rows for token in row.tolist()}) < 2:
+        stop(f"the tokenizer of {config.model} knows no word of {config.data}, expected the one of its model")
 
 
 class GPT(nn.Module):

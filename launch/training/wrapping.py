@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .config import ROOT, Config, stop
+from .config import ROOT, Config, read_text, stop
 from .job import DTYPES, Job
 from .tasks import blocks
 
@@ -27,6 +27,8 @@ class Wrapped:
     inner: Optimizer  # the torch optimizer in it
     scaler: torch.amp.GradScaler | None = None
     accelerator: Any = None
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the model's tensors, before it was wrapped
+    trained: set[str] = field(default_factory=set)  # the names of its trainable parameters
 
     @property
     def lr(self) -> float:
@@ -46,7 +48,14 @@ class Wrapped:
 
 
 def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
-    model = model.to(job.device)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    wrapped = _wrap(model.to(job.device), config, job, updates)
+    wrapped.shapes, wrapped.trained = shapes, trained
+    return wrapped
+
+
+def _wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     if job.engine == "deepspeed":
         return _deepspeed(model, config, job, updates)
     if job.engine == "accelerate":
@@ -101,7 +110,7 @@ def read_deepspeed(config: Config) -> dict[str, Any]:
     """DeepSpeed's JSON, with what the run says in the place of "auto" and of what is not there."""
     path = Path(config.deepspeed_config or ROOT / "configs" / "deepspeed" / f"zero{config.stage}.json")
     try:
-        values: dict[str, Any] = json.loads(path.read_text())
+        values: dict[str, Any] = json.loads(read_text(path))
     except OSError as error:
         stop(f"{path} cannot be read: {error.strerror}; configs/deepspeed/ has a file for each stage")
     except ValueError as error:
