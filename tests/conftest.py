@@ -4,8 +4,22 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from programs import Programs
+from processes import pytest_configure as pytest_configure
+from processes import pytest_unconfigure as pytest_unconfigure
+from programs import ROOT, Programs
 from ranks import Ranks
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _runs_of_the_contributor() -> Iterator[None]:
+    """No test makes, removes or replaces anything in runs/."""
+
+    def found() -> dict[str, int]:
+        return {path.name: path.stat().st_ino for path in ROOT.glob("runs/*")}
+
+    before = found()
+    yield
+    assert found() == before, f"a test made, removed or replaced a folder in {ROOT / 'runs'}"
 
 
 @pytest.fixture(autouse=True)
@@ -18,9 +32,13 @@ def _one_thread() -> None:
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(2)` are two ranks, started when first asked for."""
+    """`ranks(2)` are two ranks, started when first asked for, and thrown away with the file of tests.
+
+    Each process group that a test made keeps a thread of gloo's, which wakes up all the time: after a thousand tests
+    ranks that only wait would take half of a core.
+    """
     started: dict[int, Ranks] = {}
 
     def get(num: int) -> Ranks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -43,11 +44,11 @@ class Program:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 60) -> Done:
+    def wait(self, seconds: float = 180) -> Done:
         return wait_for([self], seconds)[0]
 
 
-def wait_for(programs: list[Program], seconds: float = 60) -> list[Done]:
+def wait_for(programs: list[Program], seconds: float = 180) -> list[Done]:
     """How they ended. Where one fails the others may wait for it: they get a few seconds more."""
     until = time.monotonic() + seconds
     statuses: dict[int, int] = {}
@@ -80,11 +81,13 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = 18
 class Programs:
     """`programs.run("train", "--updates", "2")`; with `ranks=2` there are two, as a launcher would start them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, command: tuple[str, ...] = (__file__,)) -> None:
         self._folder, self._number = folder, 0
+        # Ctrl-C in the terminal is not for the programs: `stop` ends them.
         self._server = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+            start_new_session=True,
+        )  # fmt: skip
 
     def ask(self, **request: Any) -> Any:
         assert self._server.stdin is not None and self._server.stdout is not None
@@ -92,10 +95,11 @@ class Programs:
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
 
-    def start(self, program: str, *arguments: object, cwd: Path = ROOT, **environment: str) -> Program:
+    def start(self, program: str, *arguments: object, cwd: Path | None = None, **environment: str) -> Program:
         self._number += 1
         log = self._folder / f"{self._number}.log"
         words = [str(argument) for argument in arguments]
+        cwd = cwd or self._folder  # where a run without --out may be
         pid = self.ask(program=program, arguments=words, log=str(log), cwd=str(cwd), environment=environment)
         return Program(self, pid, log)
 
@@ -121,8 +125,8 @@ class Programs:
         return ended[0]
 
     def stop(self) -> None:
-        with self._server:
-            self._server.kill()
+        """The server ends the programs that still run when it hears no more, as where this process is killed."""
+        self._server.__exit__(None, None, None)
 
 
 def free_port() -> str:
@@ -147,19 +151,30 @@ def serve() -> None:
     import train
 
     assert accelerate and deepspeed and matplotlib.pyplot and sklearn.datasets and torchvision  # to be there
-    programs = {"train": train.main, "prove": prove.main}
+    torch.set_num_threads(1)
+    answer({"train": train.main, "prove": prove.main})
+
+
+def answer(programs: dict[str, Callable[[list[str]], Any]]) -> None:
+    """Forks for each line of the input that names one of these programs."""
+    started: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
-            answer = status if pid else None
+            started.discard(pid)
+            reply = status if pid else None
         else:
-            answer = os.fork()
-            if not answer:
+            reply = os.fork()
+            if not reply:
                 break
-        print(json.dumps(answer), flush=True)
+            started.add(reply)
+        print(json.dumps(reply), flush=True)
     else:
-        return
+        for pid in started:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        os._exit(0)  # without the seconds that so many libraries take to leave
     # The child.
     log = os.open(request["log"], os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
@@ -168,7 +183,8 @@ def serve() -> None:
     os.environ.update(request["environment"])
     sys.argv[0] = f"{request['program']}.py"
     os.chdir(request["cwd"])
-    torch.set_num_threads(1)
+    if limit := os.environ.get("LARGEST_FILE"):  # in bytes: as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     try:
         status = programs[request["program"]](request["arguments"])
     except SystemExit as left:

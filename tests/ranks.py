@@ -52,7 +52,7 @@ class Ranks:
     def _start(self) -> None:
         # Forking this process is not safe once it has threads; the server has none, and torch already.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "distaccum"])
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "distaccum.accumulator"])
         self._folder = Path(tempfile.mkdtemp())
         for rank in range(self.num):
             ours, theirs = context.Pipe()
