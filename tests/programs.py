@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -22,18 +23,23 @@ ROOT = Path(__file__).parent.parent
 class Done:
     status: int  # negative: the signal that ended it
     text: str  # what it printed, to either stream
+    errors: str = ""  # to the second, where it has a file of its own
 
 
 class Program:
-    """A process that runs `train.py` or another program of launch/ with these arguments."""
+    """A process that runs a program with these arguments."""
 
-    def __init__(self, server: Programs, pid: int, log: Path) -> None:
-        self._server, self.pid, self._log = server, pid, log
+    def __init__(self, server: Programs, pid: int, log: Path, errors: Path) -> None:
+        self._server, self.pid, self._log, self._errors = server, pid, log, errors
         self._status: int | None = None
 
     @property
     def text(self) -> str:
         return self._log.read_text() if self._log.exists() else ""  # killed before it said anything
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text() if self._errors.exists() else ""
 
     def poll(self) -> int | None:
         if self._status is None and (status := self._server.ask(wait=self.pid)) is not None:
@@ -61,10 +67,10 @@ def wait_for(programs: list[Program], seconds: float = 180) -> list[Done]:
             for i, one in enumerate(programs):
                 if i not in statuses:
                     one.send(signal.SIGKILL)
-            texts = [f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}" for i, p in enumerate(programs)]
+            texts = [f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}{p.errors}" for i, p in enumerate(programs)]
             raise AssertionError("\n".join(texts))
         time.sleep(0.02)
-    return [Done(statuses[i], one.text) for i, one in enumerate(programs)]
+    return [Done(statuses[i], one.text, one.errors) for i, one in enumerate(programs)]
 
 
 def wait_until(seen: Callable[[], object], program: Program, seconds: float = 180) -> bool:
@@ -79,7 +85,10 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = 18
 
 
 class Programs:
-    """`programs.run("train", "--updates", "2")`; with `ranks=2` there are two, as a launcher would start them."""
+    """`programs.run("train", "--updates", "2")`; with `ranks=2` there are two, as a launcher would start them.
+
+    A program is one of `serve`'s, a script ("launch/bench/noise.py"), or "-c" with Python code as its first argument.
+    """
 
     def __init__(self, folder: Path, command: tuple[str, ...] = (__file__,)) -> None:
         self._folder, self._number = folder, 0
@@ -95,13 +104,18 @@ class Programs:
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
 
-    def start(self, program: str, *arguments: object, cwd: Path | None = None, **environment: str) -> Program:
+    def start(
+        self, program: str, *arguments: object, cwd: Path | None = None, apart: bool = False, **environment: str
+    ) -> Program:
+        """`apart`: what it prints to its second stream is kept by itself."""
         self._number += 1
         log = self._folder / f"{self._number}.log"
+        errors = log.with_suffix(".errors")
         words = [str(argument) for argument in arguments]
         cwd = cwd or self._folder  # where a run without --out may be
-        pid = self.ask(program=program, arguments=words, log=str(log), cwd=str(cwd), environment=environment)
-        return Program(self, pid, log)
+        logs = [str(log), str(errors if apart else log)]
+        pid = self.ask(program=program, arguments=words, logs=logs, cwd=str(cwd), environment=environment)
+        return Program(self, pid, log, errors)
 
     def start_ranks(self, ranks: int, program: str, *arguments: object, **environment: str) -> list[Program]:
         port = free_port()
@@ -137,22 +151,37 @@ def free_port() -> str:
 
 def serve() -> None:
     sys.path.insert(0, str(ROOT / "launch"))
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    import accelerate
-    import deepspeed
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot
+    import preloaded
     import prove
     import sklearn.datasets
-    import torch
     import torchvision
     import train
 
-    assert accelerate and deepspeed and matplotlib.pyplot and sklearn.datasets and torchvision  # to be there
-    torch.set_num_threads(1)
-    answer({"train": train.main, "prove": prove.main})
+    import distaccum.cli
+
+    assert preloaded.LOADED and matplotlib.pyplot and sklearn.datasets and torchvision  # to be there
+    answer({"train": train.main, "prove": prove.main, "distaccum": distaccum.cli.main})
+
+
+def main_of(program: str, programs: dict[str, Callable[[list[str]], Any]]) -> Callable[[list[str]], Any]:
+    """What runs it. A script and code run as they would under `python`."""
+
+    def script(arguments: list[str]) -> None:
+        sys.argv[:] = [program, *arguments]
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+
+    def code(arguments: list[str]) -> None:
+        sys.argv[:] = ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+
+    if program == "-c":
+        return code
+    return script if program.endswith(".py") else programs[program]
 
 
 def answer(programs: dict[str, Callable[[list[str]], Any]]) -> None:
@@ -176,19 +205,21 @@ def answer(programs: dict[str, Callable[[list[str]], Any]]) -> None:
             os.waitpid(pid, 0)
         os._exit(0)  # without the seconds that so many libraries take to leave
     # The child.
-    log = os.open(request["log"], os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
+    for stream, log in enumerate(request["logs"], start=1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.close(0)
     os.environ.update(request["environment"])
-    sys.argv[0] = f"{request['program']}.py"
+    sys.path[:0] = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv[0] = request["program"] if request["program"] == "distaccum" else f"{request['program']}.py"
     os.chdir(request["cwd"])
     if limit := os.environ.get("LARGEST_FILE"):  # in bytes: as on a disk that is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     try:
-        status = programs[request["program"]](request["arguments"])
+        status = main_of(request["program"], programs)(request["arguments"]) or 0
     except SystemExit as left:
-        status = left.code
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
     except BaseException:
         import traceback
 

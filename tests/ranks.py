@@ -5,15 +5,18 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 SECONDS = 90  # for one function; what takes longer hangs (DeepSpeed's first import takes 20)
 
@@ -50,9 +53,9 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        # Forking this process is not safe once it has threads; the server has none, and torch already.
+        # Forking this process is not safe once it has threads; the server has none, and has imported what takes long.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch._dynamo", "torch.distributed", "distaccum.accumulator"])
+        _start_server(context)
         self._folder = Path(tempfile.mkdtemp())
         for rank in range(self.num):
             ours, theirs = context.Pipe()
@@ -93,6 +96,13 @@ class Ranks:
     def _last_words(self, rank: int) -> str:
         path = self._folder / f"{rank}.log"
         return path.read_text()[-4000:] if path.exists() else ""
+
+
+def _start_server(context: Any) -> None:
+    """Python 3.11 does not tell the server where modules are, and passes over what it cannot import."""
+    context.set_forkserver_preload(["preloaded"])
+    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
+        forkserver.ensure_running()
 
 
 class RankError(AssertionError):
