@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
@@ -264,7 +264,25 @@ class Run:
         return Seen(wrong, abs(update.loss - loss) / abs(loss), len(window), turns, off)
 
 
-def law(name: str, case: str, layouts: list[Any], **options: Any) -> list[Seen]:
+# A window is a list of micro-batch sizes for each rank, as many ranks as there are (up to four).
+LAYOUTS = [
+    [[3, 3, 3]] * 4,
+    [[4], [4], [4], [4]],  # short
+    [[1, 6, 2], [5, 1, 3], [2, 2, 9], [1, 1, 1]],  # uneven sizes
+    [[3, 2], [5], [1, 1, 1], [2]],  # uneven counts
+    [[2, 3, 1], [], [1], [4, 4]],  # a dry rank
+    [[], [2, 1, 4], [1], []],
+]
+FOR_ONE_RANK = LAYOUTS[:4]
+
+
+def law(name: str, case: str, layouts: Sequence[Any], **options: Any) -> list[Seen]:
     """Windows on this rank, one after the other, each against the one big batch."""
     run = Run(name, case, **options)
     return [run.window(layout, index) for index, layout in enumerate(layouts)]
+
+
+def laws(name: str, sync: str, cases: Sequence[str] = tuple(CASES)) -> dict[str, list[Seen]]:
+    """All windows of these losses, on this rank."""
+    layouts = LAYOUTS if KINDS[name].world > 1 else FOR_ONE_RANK
+    return {case: law(name, case, layouts, sync=sync) for case in cases}

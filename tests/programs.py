@@ -67,7 +67,10 @@ def wait_for(programs: list[Program], seconds: float = 180) -> list[Done]:
             for i, one in enumerate(programs):
                 if i not in statuses:
                     one.send(signal.SIGKILL)
-            texts = [f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}{p.errors}" for i, p in enumerate(programs)]
+            texts = [
+                f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}{p.errors}"
+                for i, p in enumerate(programs)
+            ]
             raise AssertionError("\n".join(texts))
         time.sleep(0.02)
     return [Done(statuses[i], one.text, one.errors) for i, one in enumerate(programs)]

@@ -1,4 +1,8 @@
-"""The law on every engine, in the same words: windows of every kind against one big batch."""
+"""The law on every engine, in the same words: windows of every kind against one big batch.
+
+Six wrappers meet all of it. What is left of the grid meets a part each, in turn, so that every pair of wrapper and
+policy, of policy and loss, and of policy and fault is there. All of it: launch/bench/engines.py.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +10,32 @@ from typing import Any
 
 import pytest
 import torch
-from engines import KINDS, Run, law
+from engines import KINDS, LAYOUTS, Run, laws
 from problems import CASES, error, sample_loss
 
 from distaccum import DistaccumError
 
-# A window is a list of micro-batch sizes for each rank, as many ranks as there are (up to four).
-LAYOUTS = [
-    [[3, 3, 3]] * 4,
-    [[4], [4], [4], [4]],  # short
-    [[1, 6, 2], [5, 1, 3], [2, 2, 9], [1, 1, 1]],  # uneven sizes
-    [[3, 2], [5], [1, 1, 1], [2]],  # uneven counts
-    [[2, 3, 1], [], [1], [4, 4]],  # a dry rank
-    [[], [2, 1, 4], [1], []],
-]
 GRID = [(name, sync) for name, kind in KINDS.items() for sync in kind.policies]
+WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1", "ZeRO 3") if name in KINDS]
+WRAPPERS = pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
 
 
-@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
-def test_every_window_equals_one_big_batch(ranks, name, sync):
+def in_turn(values: tuple[str, ...], number: int = 1) -> list[tuple[str, str, str]]:
+    """Wrapper, policy and value: all values of the six wrappers, `number` of them of each other pair."""
+    found = []
+    for place, (name, sync) in enumerate(GRID):
+        mine = values if (name, sync) in WHOLE else [values[(place + i * 3) % len(values)] for i in range(number)]
+        found += [(name, sync, value) for value in mine]
+    return found
+
+
+@pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), 2))
+def test_windows_equal_one_big_batch(ranks, name, sync, case):
     kind = KINDS[name]
-    layouts = LAYOUTS if kind.world > 1 else LAYOUTS[:4]
-    for seen in ranks(kind.world).run(laws, name, sync, layouts, seconds=120):
-        for case, windows in seen.items():
-            for window in windows:
-                assert window.gradient <= kind.bound, (case, window)
-                assert window.loss <= kind.bound, (case, window)
-
-
-def laws(name: str, sync: str, layouts: list[Any]) -> dict[str, Any]:
-    return {case: law(name, case, layouts, sync=sync) for case in CASES}
+    for seen in ranks(kind.world).run(laws, name, sync, (case,)):
+        for window in seen[case]:
+            assert window.gradient <= kind.bound, window
+            assert window.loss <= kind.bound, window
 
 
 EVEN = [[3, 1, 2]] * 4
@@ -61,9 +61,8 @@ def abandoned(name: str, sync: str, how: str) -> Any:
     return [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
 
 
-@pytest.mark.parametrize("how", ["break", "error", "complete"])
-@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
-def test_an_abandoned_window_leaves_nothing_behind(ranks, name, sync, how):
+@pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "error", "complete")))
+def test_window_that_is_abandoned_leaves_nothing_behind(ranks, name, sync, how):
     kind = KINDS[name]
     for seen in ranks(kind.world).run(abandoned, name, sync, how):
         assert max(window.gradient for window in seen) <= kind.bound
@@ -74,8 +73,8 @@ def clipped(name: str, sync: str, max_norm: float) -> Any:
     return [run.window(layout, i, max_norm=max_norm) for i, layout in enumerate(LAYOUTS if run.world > 1 else [EVEN])]
 
 
-@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
-def test_the_whole_gradient_is_clipped_once(ranks, name, sync):
+@WRAPPERS
+def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, name, sync):
     kind = KINDS[name]
     for seen in ranks(kind.world).run(clipped, name, sync, 0.01):
         for window in seen:
@@ -100,9 +99,8 @@ def not_finite(name: str, sync: str, on_nonfinite: str) -> Any:
     return said, [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
 
 
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
-def test_all_ranks_decide_alike_on_a_gradient_that_is_not_finite(ranks, name, sync, on_nonfinite):
+@pytest.mark.parametrize(("name", "sync", "on_nonfinite"), in_turn(("raise", "skip")))
+def test_ranks_decide_alike_on_a_gradient_that_is_not_finite(ranks, name, sync, on_nonfinite):
     kind = KINDS[name]
     for (stepped, said), seen in ranks(kind.world).run(not_finite, name, sync, on_nonfinite):
         assert not stepped
@@ -135,8 +133,8 @@ def evaluated(name: str, sync: str) -> Any:
     return seen
 
 
-@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
-def test_evaluation_anywhere_does_no_harm(ranks, name, sync):
+@WRAPPERS
+def test_evaluation_in_a_window_changes_no_gradient(ranks, name, sync):
     kind = KINDS[name]
     for seen in ranks(kind.world).run(evaluated, name, sync):
         assert max(seen) <= kind.bound

@@ -30,10 +30,11 @@ from distaccum import Accumulator
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent.parent / "tests"))
 from counting import Counting  # noqa: E402  # the tests' own harness
-from engines import KINDS, full_weights, zero_weights  # noqa: E402
+from engines import CASES, KINDS, LAYOUTS, full_weights, laws, zero_weights  # noqa: E402
 from ranks import Ranks  # noqa: E402
 
 STEPS = 8
+NUM_WINDOWS = len(CASES) * len(LAYOUTS)
 LR = 16.0  # so that the weights' rounding does not hide the gradient
 MOVED = ("allgather", "reduce_scatter", "allreduce")
 
@@ -156,12 +157,12 @@ def say(kinds: dict[str, dict[str, float]]) -> str:
 def table(rows: list[dict[str, Any]]) -> str:
     parts = ("first", "next", "last", "in_step")
     lines = [
-        "| engine | sync | first micro-step | each next | the last | in step | small | kept | error |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| engine | sync | first micro-step | each next | the last | in step | small | kept | error | law |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         sent = " | ".join(say(row[part]) for part in parts)
-        facts = f"{row['small']} | {row['kept']:.2f} | {row['error']:.0e}"
+        facts = f"{row['small']} | {row['kept']:.2f} | {row['error']:.0e} | {row['law']:.0e}"
         lines.append(f"| {row['engine']} | {row['sync']} | {sent} | {facts} |")
     return "\n".join(lines)
 
@@ -176,7 +177,9 @@ def main() -> None:
         for sync in kind.policies if kind.world > 1 and only in name else ():
             ranks = started.setdefault(kind.world, Ranks(kind.world))
             first = ranks.run(measure, name, sync, seconds=120)[0]
-            rows.append({"engine": name, "sync": sync, "ranks": kind.world, **first})
+            seen = [one for of_rank in ranks.run(laws, name, sync, seconds=120) for one in of_rank.values()]
+            law = max(max(window.gradient, window.loss) for windows in seen for window in windows)
+            rows.append({"engine": name, "sync": sync, "ranks": kind.world, **first, "law": law})
             print(f"{name}, {sync}", file=sys.stderr)
     for ranks in started.values():
         ranks.stop()
@@ -206,7 +209,9 @@ def main() -> None:
 How many collectives, and in brackets the numbers that they hold on a rank (sent and received), in multiples of the
 model's parameters. *Small* ones (under 1000 numbers) are the window's plan, record and norm, and what the engine adds.
 *Kept*: bytes alive in the middle of a window beyond those before it, in multiples of the parameters' bytes. *Error*: of
-the change of the weights in float32, against one big batch in float64. By hand each micro-step costs what `every` does,
+the change of the weights in float32, against one big batch in float64. *Law*: the largest error, in float64 (ZeRO in
+float32), of a gradient or a recorded loss in {NUM_WINDOWS} windows of a small net: even, short, uneven, and with a dry
+rank, for means and sums over samples and tokens. By hand each micro-step costs what `every` does,
 or what `last` does for those who know the engine's switch.
 
 """
