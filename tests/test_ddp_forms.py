@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -130,15 +127,13 @@ torch.distributed.destroy_process_group()
 """
 
 
-def test_torchrun_with_one_process(tmp_path):
+def test_one_process_that_torchrun_started_trains_as_several_do(programs, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", str(script)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=55, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.split("\n")[0] == "2 {'samples': 4}"
+    (alone,) = programs.start_ranks(1, str(script))
+    done = alone.wait()
+    assert done.status == 0, done.text
+    assert done.text.split("\n")[0] == "2 {'samples': 4}"
 
 
 def models_in_parts(options):

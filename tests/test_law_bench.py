@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from programs import ROOT, Done, Programs
 
 
-def law(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "launch/bench/law.py"), *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT)
+def law(programs: Programs, *options: object) -> Done:
+    return programs.start(str(ROOT / "launch/bench/law.py"), *options, cwd=ROOT, apart=True).wait(120)
 
 
-def test_token_means_are_wrong_by_hand_and_exact_here(tmp_path: Path) -> None:
-    done = law("--libraries", "hand", "distaccum", "--cases", "tokens2", "schedule", "--out", str(tmp_path / "law"))
-    assert done.returncode == 0, done.stderr
-    cells = json.loads((tmp_path / "law.json").read_text())["cells"]
+def test_token_means_are_wrong_by_hand_and_exact_here(programs, tmp_path):
+    out = tmp_path / "law"
+    done = law(programs, "--libraries", "hand", "distaccum", "--cases", "tokens2", "schedule", "--out", out)
+    assert done.status == 0, done.errors
+    cells = json.loads(out.with_suffix(".json").read_text())["cells"]
     assert {name: [cell["verdict"] for cell in row.values()] for name, row in cells.items()} == {
         "hand": ["wrong", "exact"],
         "distaccum": ["exact", "exact"],
     }
     assert cells["hand"]["tokens2"]["error"] > 0.1
-    assert "| by hand (plain, DDP) | **wrong**, " in (tmp_path / "law.md").read_text()
+    assert "| by hand (plain, DDP) | **wrong**, " in out.with_suffix(".md").read_text()
 
 
-def test_a_mistake_gets_one_line_and_status_2() -> None:
-    done = law("--timeout", "90")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("law.py: error: ")
+def test_mistakes_get_one_line_and_status_2(programs):
+    done = law(programs, "--timeout", 90)
+    assert done.status == 2
+    assert done.errors.splitlines()[-1].startswith("law.py: error: ")
