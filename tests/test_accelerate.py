@@ -96,7 +96,7 @@ def prepared(given: bool) -> Any:
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
-def test_windows_are_exact_and_the_schedule_counts_updates(ranks, given):
+def test_prepared_model_trains_exactly_on_two_ranks(ranks, given):
     for seen in ranks(2).run(prepared, given):
         assert [lr for _, lr in seen] == [0.5, 0.25, 0.5 / 3]  # not one step per process
         assert max(wrong for wrong, _ in seen) <= 1e-10
@@ -128,7 +128,7 @@ def schedules() -> list[list[str]]:
     ]
 
 
-def test_a_schedule_that_accelerate_stepped_once_per_process_is_told_by_how_much_it_is_too_long(ranks):
+def test_warning_names_the_factor_of_a_schedule_stepped_per_process(ranks):
     (told, *silent), on_rank_1 = ranks(2).run(schedules)
     assert len(told) == 1
     assert "2 times per update" in told[0] and "divide the lengths that were meant for Accelerate" in told[0]
@@ -138,14 +138,14 @@ def test_a_schedule_that_accelerate_stepped_once_per_process_is_told_by_how_much
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
-def test_one_process(given):
+def test_prepared_model_trains_exactly_in_one_process(given):
     ((wrong, lr),) = prepared(given)
     assert wrong <= 1e-12
     assert lr == 0.5
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
-def test_its_own_accumulation_is_refused(given):
+def test_accumulation_by_accelerate_is_refused(given):
     with accelerators() as make:
         accelerator = make(gradient_accumulation_steps=4)
         net, optimizer = accelerator.prepare(*(lambda net: (net, SGD(net.parameters(), lr=1.0)))(make_net()))
@@ -159,7 +159,7 @@ def test_its_own_accumulation_is_refused(given):
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
-def test_its_scaler_scales_once_and_an_overflow_is_told(given):
+def test_scaler_of_accelerate_scales_once_and_skips_an_overflow(given):
     with accelerators() as make:
         accelerator = make()
         accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
@@ -194,7 +194,7 @@ def test_its_scaler_scales_once_and_an_overflow_is_told(given):
         assert torch.equal(before, weights(net))
 
 
-def test_two_accumulators_on_one_accelerator_do_not_disturb_each_other():
+def test_accumulators_on_one_accelerator_do_not_disturb_each_other():
     with accelerators() as make:
         accelerator = make()
         nets = [make_net_without_router() for _ in range(2)]
@@ -214,7 +214,7 @@ def test_two_accumulators_on_one_accelerator_do_not_disturb_each_other():
         assert torch.equal(weights(nets[1]), weights(nets[0]))
 
 
-def test_two_windows_open_on_one_scaler_are_refused():
+def test_step_is_refused_while_two_windows_share_a_scaler():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     nets = [make_net_without_router().float() for _ in range(2)]
     one, two = (Accumulator(net, SGD(net.parameters(), lr=1.0), scaler=scaler) for net in nets)
@@ -256,7 +256,7 @@ def a_loop_that_is_left(steps: int) -> Any:
     return counts
 
 
-def test_evaluation_and_break_leave_the_singleton_as_found(ranks):
+def test_evaluation_and_break_leave_the_state_of_accelerate_as_found(ranks):
     for counts in ranks(2).run(a_loop_that_is_left, 3):
         # 14 samples in batches of 2 on 2 ranks, made even by samples of the beginning: 4 each.
         assert counts == [12, 12, 4]
@@ -305,7 +305,7 @@ def saved_by_accelerate(folder: str) -> Any:
         return said, wrong, index, len(accelerator._save_model_state_pre_hook)
 
 
-def test_save_state_is_refused_where_it_would_keep_rank_0s_part_alone(ranks):
+def test_save_state_is_refused_where_each_rank_has_its_own_part(ranks):
     with tempfile.TemporaryDirectory() as folder:
         for said, wrong, index, hooks in ranks(2).run(saved_by_accelerate, folder):
             free, alone = "nothing was raised", "save accumulator.state_dict() on each rank, to a file of its own"
@@ -350,7 +350,7 @@ def fsdp2_of_accelerate() -> Any:
 
 
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
-def test_fsdp2_from_prepare(ranks):
+def test_fsdp2_model_from_prepare_trains_exactly(ranks):
     for engine, wrong in ranks(2).run(fsdp2_of_accelerate):
         assert engine == "FullyShardEngine"
         assert wrong <= 1e-10
@@ -404,7 +404,7 @@ def deepspeed_of_accelerate(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_deepspeed_from_prepare(ranks, stage):
+def test_deepspeed_engine_from_prepare_trains_exactly(ranks, stage):
     for engine, (one, two, refused) in ranks(2).run(deepspeed_of_accelerate, stage):
         assert engine == "DeepSpeedEngine"
         assert max(one[0], two[0]) <= 1e-5

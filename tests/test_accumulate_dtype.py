@@ -81,7 +81,7 @@ def sums(batches):
 
 
 @LOW
-def test_what_adds_up_in_float32_is_rounded_once(dtype):
+def test_float32_sum_is_rounded_once(dtype):
     model, batches = Linear(dtype), data(200, rows=lambda i: 1 + i % 2)
     _, window = accumulate(model, batches)
     run(window, model)
@@ -99,28 +99,28 @@ def test_what_adds_up_in_float32_is_rounded_once(dtype):
     assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "else this test shows nothing"
 
 
-def test_without_it_gradients_add_up_in_the_parameters_dtype():
+def test_gradients_add_up_in_the_parameters_dtype_by_default():
     model, batches = Linear(), data(200)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.25), reduction="sum", steps=1)
     run(accumulator.window(batches), model)
     assert error(model.always.grad, sums(batches)[0]) > 1e-3
 
 
-def test_a_parameter_that_the_last_micro_batch_leaves_out_keeps_its_sum():
+def test_parameter_unused_by_the_last_micro_batch_keeps_its_sum():
     model, batches = Linear(), data(5, rows=lambda i: 1 + (i < 2))
     _, window = accumulate(model, batches)
     run(window, model)
     assert torch.equal(model.sometimes.grad, sums(batches)[1].to(torch.bfloat16))
 
 
-def test_a_parameter_that_no_micro_batch_uses_has_no_gradient():
+def test_parameter_unused_by_all_micro_batches_has_no_gradient():
     model = Linear()
     _, window = accumulate(model, data(3))
     run(window, model)
     assert model.sometimes.grad is None
 
 
-def test_gradients_are_let_go_between_micro_steps():
+def test_gradients_are_freed_between_micro_steps():
     model = Linear()
     _, window = accumulate(model, data(3, rows=lambda i: 2))
     for rows in window:
@@ -129,7 +129,7 @@ def test_gradients_are_let_go_between_micro_steps():
     assert model.always.grad is not None
 
 
-def test_an_abandoned_window_leaves_no_sum_behind():
+def test_abandoned_window_leaves_no_sum_behind():
     model, batches = Linear(), data(6, rows=lambda i: 2)
     accumulator, window = accumulate(model, batches)
     for i, rows in enumerate(window):
@@ -140,7 +140,7 @@ def test_an_abandoned_window_leaves_no_sum_behind():
     assert torch.equal(model.always.grad, sums(batches[:3])[0].to(torch.bfloat16))
 
 
-def test_outside_of_windows_gradients_are_as_ever():
+def test_backward_outside_of_windows_gives_plain_gradients():
     model, batches = Linear(), data(3)
     accumulator, window = accumulate(model, batches)
     model(batches[0]).backward()
@@ -154,7 +154,7 @@ def test_outside_of_windows_gradients_are_as_ever():
     assert torch.equal(model.always.grad, 2 * batches[0][0].bfloat16())
 
 
-def test_clearing_gradients_in_mid_window_loses_nothing():
+def test_zero_grad_in_mid_window_loses_nothing():
     """They are not there to be cleared."""
     model, batches = Linear(), data(4)
     _, window = accumulate(model, batches)
@@ -165,7 +165,7 @@ def test_clearing_gradients_in_mid_window_loses_nothing():
     assert torch.equal(model.always.grad, sums(batches)[0].to(torch.bfloat16))
 
 
-def test_a_backward_of_the_callers_own_in_mid_window_is_seen():
+def test_backward_by_the_caller_in_mid_window_is_refused():
     model, batches = Linear(), data(4)
     _, window = accumulate(model, batches)
     with pytest.raises(DistaccumError, match="changed in mid-window"):
@@ -174,7 +174,7 @@ def test_a_backward_of_the_callers_own_in_mid_window_is_seen():
             model(rows).backward()
 
 
-def test_parts_and_heads_add_up_too():
+def test_parts_and_heads_add_up_in_float32():
     for name in ("parts", "heads"):
         model, batches = Linear(), data(3, rows=lambda i: 2)
         _, window = accumulate(model, batches)
@@ -209,7 +209,7 @@ def test_sparse_gradients_add_up_in_float32():
 
 
 @pytest.mark.parametrize("first", ["sparse", "dense"])
-def test_sparse_and_dense_gradients_of_one_parameter(first):
+def test_sparse_and_dense_gradients_of_one_parameter_add_up(first):
     torch.manual_seed(0)
     embedding = nn.Embedding(5, 3, sparse=True, dtype=torch.bfloat16)
     accumulator = Accumulator(embedding, SGD(embedding.parameters(), lr=1.0), accumulate_dtype=torch.float32)
@@ -226,7 +226,7 @@ def test_sparse_and_dense_gradients_of_one_parameter(first):
     assert error(embedding.weight.grad, exact.weight.grad) <= 0.01
 
 
-def test_two_accumulators_windows_at_once_are_refused():
+def test_window_of_a_second_accumulator_is_refused_in_mid_window():
     model, batches = Linear(), data(3)
     _, one = accumulate(model, batches)
     _, other = accumulate(model, batches)
@@ -240,7 +240,7 @@ def test_two_accumulators_windows_at_once_are_refused():
     assert torch.equal(model.always.grad, sums(batches)[0].to(torch.bfloat16))
 
 
-def test_a_weight_of_many_reentrant_checkpoints_is_rounded_once():
+def test_weight_in_many_reentrant_checkpoints_is_rounded_once():
     from torch.utils.checkpoint import checkpoint
 
     model = Alone()
@@ -255,7 +255,7 @@ def test_a_weight_of_many_reentrant_checkpoints_is_rounded_once():
 
 
 @pytest.mark.parametrize("optimizer", [SGD, AdamW])
-def test_optimizers_are_given_gradients_of_the_parameters_dtype(optimizer):
+def test_optimizer_clips_and_steps_after_sums_in_float32(optimizer):
     model, batches = Linear(), data(8, rows=lambda i: 2)
     accumulator = Accumulator(
         model, optimizer(model.parameters(), lr=0.25), steps=8, max_norm=1.0, accumulate_dtype=torch.float32
@@ -264,7 +264,7 @@ def test_optimizers_are_given_gradients_of_the_parameters_dtype(optimizer):
         assert run(window, model).step().grad_norm > 0
 
 
-def test_wide_parameters_beside_low_ones_are_left_alone():
+def test_float32_parameter_beside_a_bfloat16_one_keeps_its_gradient():
     model = Linear()
     model.sometimes = nn.Parameter(torch.zeros(SIZE))
     _, window = accumulate(model, data(3, rows=lambda i: 2))
@@ -273,7 +273,7 @@ def test_wide_parameters_beside_low_ones_are_left_alone():
         assert model.sometimes.grad is not None and model.sometimes.grad.dtype == torch.float32
 
 
-def test_parameters_that_come_or_are_unfrozen_later_add_up_in_float32_too():
+def test_parameter_unfrozen_later_adds_up_in_float32():
     model, batches = Linear(), data(200, rows=lambda i: 2)
     model.sometimes.requires_grad_(False)
     accumulator, window = accumulate(model, batches)
@@ -284,7 +284,7 @@ def test_parameters_that_come_or_are_unfrozen_later_add_up_in_float32_too():
         assert torch.equal(parameter.grad, exact.to(torch.bfloat16))
 
 
-def test_a_state_in_mid_window_has_the_sums():
+def test_state_in_mid_window_holds_the_sums():
     batches = data(6, rows=lambda i: 2)
     model = Linear()
     accumulator, window = accumulate(model, batches)
@@ -306,7 +306,7 @@ def test_a_state_in_mid_window_has_the_sums():
         run(without.window(batches), third)
 
 
-def test_update_halves_and_check_compares_as_ever():
+def test_update_and_check_run_with_accumulate_dtype():
     torch.manual_seed(0)
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     accumulator = Accumulator(
@@ -327,7 +327,7 @@ def test_update_halves_and_check_compares_as_ever():
 
 
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.int32, "float32"])
-def test_another_dtype_is_refused(value):
+def test_accumulate_dtype_other_than_float32_or_float64_is_refused(value):
     model = Linear()
     with pytest.raises(ValueError, match=r"accumulate_dtype=.*expected torch.float32 or torch.float64"):
         Accumulator(model, steps=1, accumulate_dtype=value)
@@ -409,19 +409,19 @@ def reductions_of_each_backward(form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ddp_reduces_in_the_last_backward_with_which_it_overlaps(ranks, form):
+def test_ddp_reduces_the_sum_in_the_last_backward(ranks, form):
     for large in ranks(2).run(reductions_of_each_backward, form):
         assert large == [0, 0, 1, 0]
 
 
 @pytest.mark.parametrize("form", ["unused", "unused, views"])
-def test_what_only_some_micro_batches_and_ranks_use_adds_up_in_float32(ranks, form):
+def test_parameter_used_by_one_rank_adds_up_in_float32(ranks, form):
     for seen in ranks(2).run(ddp_windows, form, (40, 40), 3, True):
         assert [right for right, *_ in seen] == [True] * 3
 
 
 @pytest.mark.parametrize("form", ["plain", "views", "unused"])
-def test_a_dry_rank_averages_sums_by_hand(ranks, form):
+def test_window_with_a_dry_rank_averages_the_sums(ranks, form):
     for seen in ranks(2).run(ddp_windows, form, (50, 0), 2, False):
         assert [right for right, *_ in seen] == [True] * 2
 
@@ -465,7 +465,7 @@ def without_gradients(form, silent, sync):
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_last_backward_that_gives_a_weight_no_gradient_reduces_its_sum(ranks, form, sync):
+def test_weight_without_a_gradient_in_the_last_backward_is_reduced(ranks, form, sync):
     for silent in [(0,), (0, 1)]:
         assert ranks(2).run(without_gradients, form, silent, sync) == [[True] * 6] * 2, silent
 
@@ -500,7 +500,7 @@ def law(form, case, layouts, sync):
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("case", ["samples mean", "tokens sum_to_mean"])
 @pytest.mark.parametrize("form", ["plain", "views"])
-def test_the_law_holds_where_gradients_add_up_in_another_dtype(ranks, form, case, sync):
+def test_window_summed_in_float64_equals_one_big_batch(ranks, form, case, sync):
     for layouts in LAYOUTS:
         for errors in ranks(2).run(law, form, case, layouts, sync):
             assert max(errors) <= 1e-6, layouts
@@ -524,7 +524,7 @@ def every(form):
 
 
 @pytest.mark.parametrize("form", ["plain", "views", "static"])
-def test_reduced_on_each_micro_step_it_adds_up_in_float32_too(ranks, form):
+def test_reductions_of_each_micro_step_add_up_in_float32(ranks, form):
     for errors in ranks(2).run(every, form):
         assert max(errors) <= 2.0**-8
 
@@ -551,7 +551,7 @@ def in_another_order(kind):
 
 
 @pytest.mark.parametrize("kind", ["channels last", "transposed"])
-def test_parameters_in_another_order_of_dimensions(ranks, kind):
+def test_parameters_in_another_memory_format_add_up_in_float32(ranks, kind):
     assert max(ranks(2).run(in_another_order, kind)) <= 0.02
 
 
@@ -578,7 +578,7 @@ def resumed(form):
 
 
 @pytest.mark.parametrize("form", ["unused", "unused, views"])
-def test_what_was_used_before_a_pause_alone_is_reduced_after_it(ranks, form):
+def test_parameter_used_only_before_a_pause_is_reduced_at_the_end(ranks, form):
     assert ranks(2).run(resumed, form) == [[True, True]] * 2
 
 
@@ -604,7 +604,7 @@ def resumed_under(sync, then, lengths):
 
 
 @pytest.mark.parametrize(("sync", "then"), [("every", "every"), ("last", "every"), ("every", "last")])
-def test_resumed_on_uneven_ranks_reductions_go_on_where_they_were(ranks, sync, then):
+def test_resumed_window_on_uneven_ranks_reduces_the_whole_sum(ranks, sync, then):
     for lengths in [(3, 3), (4, 3), (2, 4)]:
         assert all(all(right) for right in ranks(2).run(resumed_under, sync, then, lengths)), lengths
 
@@ -649,7 +649,7 @@ def with_hook(name, dtype, sync):
 @pytest.mark.parametrize(
     ("name", "dtype"), [("float32", torch.bfloat16), ("bf16", torch.float32), ("fp16", torch.float32)]
 )
-def test_a_communication_hook_of_the_users_reduces_in_its_own_dtype(ranks, name, dtype, sync):
+def test_communication_hook_reduces_in_its_own_dtype(ranks, name, dtype, sync):
     # Multiples of 1/32 below 16: exact in float16, and in bfloat16 to 8 bits.
     for seen in ranks(2).run(with_hook, name, dtype, sync):
         assert max(wrong for wrong, _ in seen) <= (0 if name == "fp16" else 2.0**-8)
@@ -686,7 +686,7 @@ BF16 = torch.bfloat16
         ({}, "last", torch.float32, False),
     ],
 )
-def test_fsdp2s_policy_says_in_what_it_adds_up(ranks, policy, sync, dtype, is_refused):
+def test_fsdp2_policy_below_accumulate_dtype_is_refused(ranks, policy, sync, dtype, is_refused):
     for refused in ranks(2).run(fsdp2, policy, sync, dtype):
         if is_refused:
             assert "add up in torch.bfloat16; wrap with MixedPrecisionPolicy" in refused
@@ -708,7 +708,7 @@ def fsdp1(sync):
     return None
 
 
-def test_fsdp1_adds_up_in_float32_where_it_reduces_on_each_micro_step(ranks):
+def test_fsdp1_adds_up_in_float32_only_with_sync_every(ranks):
     assert ranks(2).run(fsdp1, "every") == [None, None]
     assert all("the root add up in torch.bfloat16; use sync='every'" in text for text in ranks(2).run(fsdp1, "last"))
 
@@ -734,14 +734,14 @@ def zero(stage, config):
         (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, False),
     ],
 )
-def test_deepspeeds_config_says_in_what_it_adds_up(ranks, stage, config, is_refused):
+def test_deepspeed_config_below_accumulate_dtype_is_refused(ranks, stage, config, is_refused):
     for refused in ranks(2).run(zero, stage, config):
         assert (refused is not None) == is_refused
         if is_refused:
             assert '"grad_accum_dtype": "fp32"' in refused
 
 
-def test_the_sum_may_overflow_where_it_is_rounded():
+def test_overflow_of_the_rounded_sum_skips_the_update():
     model = Alone(torch.float16)
     _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip")
     update = run(window, model).step()

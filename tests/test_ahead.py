@@ -58,7 +58,7 @@ def planned_ahead(lengths, workers):
 
 
 @pytest.mark.parametrize("lengths", [(8, 8), (7, 8), (12, 4)], ids=["even", "short", "dry"])
-def test_a_loader_with_workers_is_planned_while_the_window_before_is_stepped(ranks, lengths):
+def test_loader_with_workers_is_planned_during_the_previous_step(ranks, lengths):
     for sent, errors, last in ranks(2).run(planned_ahead, lengths, 1):
         assert max(errors) <= 1e-12
         first, *others = [planned for planned, _ in sent]
@@ -67,7 +67,7 @@ def test_a_loader_with_workers_is_planned_while_the_window_before_is_stepped(ran
         assert sum(len(planned) + len(stepped) for planned, stepped in sent) <= 2 * len(sent) + 1
 
 
-def test_any_other_loader_is_drawn_when_its_window_is_asked_for(ranks):
+def test_loader_without_workers_is_drawn_when_its_window_is_asked_for(ranks):
     for sent, errors, _ in ranks(2).run(planned_ahead, (8, 8), 0):
         assert max(errors) <= 1e-12
         assert sent == [(["allgather_"], ["allreduce_"])] * 2
@@ -86,7 +86,7 @@ def one_rank_without_workers():
     return sent
 
 
-def test_all_ranks_plan_ahead_or_none(ranks):
+def test_ranks_plan_ahead_together_or_not_at_all(ranks):
     for sent in ranks(2).run(one_rank_without_workers):
         assert sent == [["allreduce_"]] * 2
 
@@ -111,7 +111,7 @@ def skipped_ahead():
     return errors
 
 
-def test_what_was_planned_ahead_is_planned_anew_where_it_does_not_hold(ranks):
+def test_plan_that_no_longer_holds_is_made_anew(ranks):
     for errors in ranks(2).run(skipped_ahead):
         assert max(errors) <= 1e-12
 
@@ -133,7 +133,7 @@ def dry_after_a_skip():
 
 
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")
-def test_a_skipped_windows_micro_batch_is_none_to_stand_in_with(ranks):
+def test_micro_batch_of_a_skipped_window_does_not_stand_in(ranks):
     for told in ranks(2).run(dry_after_a_skip):
         assert "rank 1 has none from an earlier window to stand in" in told
 
@@ -158,14 +158,14 @@ def fails_ahead():
         return stepped, str(failed)
 
 
-def test_an_error_in_looking_ahead_is_that_of_its_own_window(ranks):
+def test_error_in_planning_ahead_is_raised_by_its_own_window(ranks):
     (one, told), (other, raised) = ranks(2).run(fails_ahead)
     assert one and other
     assert "rank 1 could not plan this window" in told and raised == "cannot count"
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # torchdata's
-def test_a_state_between_windows_is_of_what_was_handed_out():
+def test_state_between_windows_leaves_out_batches_drawn_ahead():
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     made = lambda: torchdata.StatefulDataLoader(  # noqa: E731
         Indexed(16), batch_size=2, num_workers=1, multiprocessing_context="fork"
@@ -187,7 +187,7 @@ def test_a_state_between_windows_is_of_what_was_handed_out():
     assert seen == [make_batch(1, seed=i)["x"][0, 0, 0].item() for i in range(0, 16, 2)]
 
 
-def test_a_ramp_follows_the_update_also_where_another_came_between():
+def test_ramp_counts_updates_made_outside_of_its_loop():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=lambda i: i + 1)
     lengths = []
@@ -224,7 +224,7 @@ def fails_in_step():
             return str(error)
 
 
-def test_a_rank_that_failed_in_its_step_does_not_wait_for_the_others(ranks):
+def test_rank_that_failed_in_its_step_does_not_wait_for_the_others(ranks):
     assert "rank 1 failed in the step of update 1" in ranks(2).run(fails_in_step)[1]
     ranks(2).stop()  # one of them has left a plan without the other
 
@@ -271,5 +271,5 @@ def left_with_a_late_rank():
     return under_way, len(started) > 4
 
 
-def test_nothing_is_under_way_when_a_loop_is_left_or_a_window_stepped(ranks):
+def test_collectives_are_complete_after_a_step_or_a_break(ranks):
     assert ranks(2).run(left_with_a_late_rank) == [([0, 0], True)] * 2

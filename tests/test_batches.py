@@ -38,26 +38,26 @@ def split(batch, length=None, **sizes):
     return parts
 
 
-def test_101_samples_of_which_50_fit_make_three_parts_the_last_the_largest():
+def test_split_cuts_101_samples_of_which_50_fit_into_three_parts():
     parts = split(torch.arange(101.0).unsqueeze(1), micro_batch_size=50)
     assert [len(part) for part in parts] == [33, 34, 34]
     assert torch.equal(torch.cat(parts).squeeze(1), torch.arange(101.0))
 
 
-def test_steps_cut_into_as_many_parts():
+def test_steps_give_the_number_of_parts():
     assert [len(part) for part in split(torch.zeros(10, 2), steps=4)] == [2, 2, 3, 3]
 
 
-def test_fewer_samples_than_steps_make_a_part_each():
+def test_samples_fewer_than_steps_make_one_part_each():
     assert [len(part) for part in split(torch.zeros(3, 2), steps=8)] == [1, 1, 1]
 
 
-def test_an_empty_batch_has_no_parts():
+def test_empty_batch_has_no_parts():
     assert split(torch.zeros(0, 2), steps=8) == []
 
 
 @given(length=st.integers(0, 500), largest=st.integers(1, 60))
-def test_any_cut_loses_nothing_and_is_as_short_as_can_be(length, largest):
+def test_cut_is_complete_and_has_the_fewest_parts(length, largest):
     sizes = cut_evenly(length, largest=largest)
     assert sum(sizes) == length
     assert all(0 < size <= largest for size in sizes)
@@ -72,7 +72,7 @@ def test_parts_are_views_of_the_batch():
     assert batch.sum() == 8
 
 
-def test_every_kind_of_nesting_is_cut_along_the_batch_dimension():
+def test_nested_batch_is_cut_along_the_batch_dimension():
     x = torch.arange(5.0)
     batch = {
         "x": x,
@@ -177,7 +177,7 @@ class WholeAloneAndDerived(WholeAlone):
         self.n = len(self.x)
 
 
-def test_what_a_dataclass_derives_from_its_fields_is_that_of_each_part():
+def test_derived_fields_of_a_dataclass_fit_each_part():
     x = torch.arange(5.0)
     whole = Derived(x)
     assert whole.length == 5
@@ -192,7 +192,7 @@ def test_what_a_dataclass_derives_from_its_fields_is_that_of_each_part():
     assert (joined.n, joined.twice, len(joined.mask)) == (7, 7, 7)
 
 
-def test_a_dataclass_that_changes_its_fields_is_cut_as_it_stands_or_refused():
+def test_dataclass_that_changes_its_fields_is_cut_as_is_or_refused():
     x = torch.arange(5.0)
     assert torch.equal(torch.cat([part.x for part in split(Scaled(x), steps=2)]), x / 2)
     assert torch.equal(torch.cat([part.x for part in split(WholeAlone(x), steps=2)]), x)
@@ -216,7 +216,7 @@ class WithColumns:
         self._kept = None
 
 
-def test_a_column_that_a_dataclass_derived_or_was_given_later_is_cut_and_not_made_anew():
+def test_derived_column_of_a_dataclass_is_cut_and_not_recomputed():
     whole = WithColumns(torch.arange(5.0), list("abcde"))
     whole.weights = torch.arange(5.0) * 2
     parts = split(whole, steps=2)
@@ -226,7 +226,7 @@ def test_a_column_that_a_dataclass_derived_or_was_given_later_is_cut_and_not_mad
     assert [part.names for part in parts] == [["a", "b"], ["c", "d", "e"]]
 
 
-def test_samples_that_cannot_be_taken_out_are_refused():
+def test_tensors_that_cannot_be_cut_are_refused():
     rows = [torch.ones(n, 3) for n in (2, 4, 1, 3, 5)]
     kinds = {
         "PackedSequence": nn.utils.rnn.pack_sequence(rows, enforce_sorted=False),
@@ -240,7 +240,7 @@ def test_samples_that_cannot_be_taken_out_are_refused():
     assert all(part["graph"] is shared for part in split({"x": torch.ones(5), "graph": shared}, 5, steps=2))
 
 
-def test_a_tie_is_an_error_that_says_how_to_break_it():
+def test_tie_between_batch_lengths_is_refused_until_length_is_given():
     batch = {"a": torch.zeros(4, 2), "b": torch.zeros(6, 2)}
     with pytest.raises(ValueError, match=r"\[4, 6\], a tie.*length=n"):
         split(batch, steps=2)
@@ -248,18 +248,18 @@ def test_a_tie_is_an_error_that_says_how_to_break_it():
     assert (len(first["a"]), len(first["b"]), len(second["b"])) == (4, 3, 3)
 
 
-def test_a_list_of_one_tensor_per_sample_is_cut_where_the_length_is_said():
+def test_list_of_one_tensor_per_sample_is_cut_by_a_given_length():
     batch = {"images": [torch.zeros(3, 4, 4) for _ in range(5)], "labels": torch.arange(5)}
     first, second = split(batch, length=5, steps=2)
     assert (len(first["images"]), len(second["images"]), second["labels"].tolist()) == (2, 3, [2, 3, 4])
 
 
-def test_a_length_that_nothing_has_is_an_error():
+def test_length_that_no_tensor_has_is_refused():
     with pytest.raises(ValueError, match=r"length=3.*nothing"):
         split({"a": torch.zeros(4, 2)}, length=3, steps=2)
 
 
-def test_a_batch_without_tensors_asks_for_its_length():
+def test_batch_without_tensors_needs_a_given_length():
     with pytest.raises(TypeError, match="length="):
         split(["a", "b", "c"], steps=2)
     assert split(["a", "b", "c"], length=3, steps=2) == [["a"], ["b", "c"]]
@@ -280,6 +280,6 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
     assert count_tokens("labels", ignore_index=2)({"labels": labels}) == 5
 
 
-def test_count_tokens_says_what_it_found_instead():
+def test_count_tokens_names_the_type_found_instead_of_labels():
     with pytest.raises(TypeError, match=r"count_tokens\('labels'\) found NoneType in a dict"):
         count_tokens("labels")({"x": 1})

@@ -64,7 +64,7 @@ def run(accumulator: Accumulator, model: nn.Module, micro_batches: list[Tensor])
 
 @pytest.mark.parametrize("momentum", [0.1, None])
 @pytest.mark.parametrize("kind", SHAPES)
-def test_statistics_are_those_of_one_forward_of_all_samples(kind, momentum):
+def test_pooled_statistics_equal_one_forward_of_all_samples(kind, momentum):
     model, whole = Normalised(kind, momentum), Normalised(kind, momentum)
     accumulator = pooled(model)
     for i, sizes in enumerate([(2, 5, 1 + len(SHAPES[kind])), (7, 2)]):
@@ -76,7 +76,7 @@ def test_statistics_are_those_of_one_forward_of_all_samples(kind, momentum):
     assert not model.layer._forward_hooks and not model.layer._forward_pre_hooks
 
 
-def test_a_window_that_is_not_stepped_leaves_no_trace():
+def test_unstepped_window_leaves_the_statistics_alone():
     model = Normalised()
     accumulator = pooled(model, on_nonfinite="skip", micro_batch_size=3)
     before = buffers(model)
@@ -97,7 +97,7 @@ def test_a_window_that_is_not_stepped_leaves_no_trace():
     assert apart(buffers(model), buffers(whole)) <= 1e-14
 
 
-def test_each_forward_counts_once():
+def test_statistics_count_each_training_forward_once():
     """Neither recomputed activations nor forwards after backward, in eval mode or outside the loop count."""
     model, whole = Normalised(), Normalised()
     accumulator = pooled(model)
@@ -117,7 +117,7 @@ def test_each_forward_counts_once():
     assert apart(buffers(model), outside) > 1e-3  # as torch does
 
 
-def test_a_layer_that_is_used_twice_sees_both_and_one_that_is_not_stays():
+def test_layer_used_twice_pools_both_inputs():
     model, whole = Normalised(), Normalised()
     model.spare, whole.spare = (nn.BatchNorm1d(4, momentum=None).double() for _ in range(2))
     accumulator = pooled(model)
@@ -149,7 +149,7 @@ def test_update_and_contrast_count_each_sample_once():
     assert apart(buffers(model), buffers(whole)) <= 1e-14
 
 
-def test_a_window_goes_on_with_what_it_saw():
+def test_resumed_window_keeps_its_statistics():
     micro_batches, ends = [samples(3, i) for i in range(3)], []
     for pause in (False, True):
         model = Normalised()
@@ -201,7 +201,7 @@ def compiled(where: str) -> nn.Module:
 @pytest.mark.parametrize(
     "where", ["top", "below", "below, in place", "above, in place", "the layer", "its forward", "beside"]
 )
-def test_a_compiled_module_that_holds_a_layer_is_refused(where):
+def test_compiled_module_with_a_batchnorm_layer_is_refused(where):
     if where == "beside":
         assert pooled(compiled(where))
         return
@@ -217,7 +217,7 @@ def calls(model: nn.Module, x: Tensor) -> Tensor:
 
 @pytest.mark.filterwarnings("ignore")  # of what torch meets as it traces a window
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_a_compiled_function_that_calls_the_model_is_noticed_or_right(is_warm):
+def test_compiled_function_that_calls_the_model_is_exact_or_refused(is_warm):
     torch._dynamo.reset()
     model, whole = Normalised(), Normalised()
     call = torch.compile(partial(calls, model), backend="eager")
@@ -234,7 +234,7 @@ def test_a_compiled_function_that_calls_the_model_is_noticed_or_right(is_warm):
         assert apart(buffers(model), buffers(whole)) <= 1e-14
 
 
-def test_a_copy_of_the_model_in_mid_window_has_statistics_of_its_own():
+def test_copy_of_the_model_in_mid_window_has_its_own_statistics():
     model, batch = Normalised(), samples(6, 1)
     accumulator, whole, expected = pooled(model, micro_batch_size=3), Normalised(), Normalised()
     window = accumulator.split(batch)
@@ -251,11 +251,11 @@ def test_a_copy_of_the_model_in_mid_window_has_statistics_of_its_own():
         assert apart(buffers(one), buffers(expected)) == 0
 
 
-def test_what_cannot_be_watched_is_refused():
+def test_model_without_running_statistics_is_accepted():
     assert pooled(nn.Linear(2, 2)) and pooled(nn.BatchNorm1d(2, track_running_stats=False))
 
 
-def test_ctrl_c_in_its_forward_gives_the_statistics_back():
+def test_ctrl_c_in_a_forward_restores_the_statistics():
     model = Normalised()
     accumulator = pooled(model, micro_batch_size=2)
     before = buffers(model)
@@ -271,7 +271,7 @@ def test_ctrl_c_in_its_forward_gives_the_statistics_back():
     assert model.layer._buffers["running_mean"] is model.layer.running_mean
 
 
-def test_two_accumulators_on_one_model_leave_it_as_it_was():
+def test_accumulators_on_one_model_restore_its_statistics():
     model = Normalised()
     one, other = pooled(model), pooled(model)
     before = buffers(model)
@@ -290,12 +290,12 @@ class Renorm(nn.BatchNorm1d):
         return super().forward(x) + self.running_mean
 
 
-def test_a_layer_of_another_forward_is_refused():
+def test_layer_with_its_own_forward_is_refused():
     with pytest.raises(ValueError, match="with Renorm, whose forward is not torch's"):
         pooled(Renorm(3))
 
 
-def test_called_by_keyword_and_without_a_count_of_batches():
+def test_layer_called_by_keyword_without_a_batch_count_is_pooled():
     model, whole = Normalised(), Normalised()
     model.layer.num_batches_tracked = None
     accumulator, batch = pooled(model, micro_batch_size=3), samples(6, 1)
@@ -307,7 +307,7 @@ def test_called_by_keyword_and_without_a_count_of_batches():
     assert error(model.layer.running_mean, whole.layer.running_mean) <= 1e-14
 
 
-def test_a_layer_in_a_loss_over_pairs_sees_all_of_it():
+def test_layer_in_a_loss_over_pairs_sees_the_whole_batch():
     for how in ("pool", "ignore"):
         model, whole = Normalised(), Normalised()
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=3, batchnorm=how)
@@ -316,7 +316,7 @@ def test_a_layer_in_a_loss_over_pairs_sees_all_of_it():
         assert apart(buffers(model), buffers(whole)) <= 1e-14
 
 
-def test_freezing_is_exact():
+def test_frozen_batchnorm_is_exact():
     model = Normalised()
     model(samples(9, 1))
     model.zero_grad()
@@ -332,7 +332,7 @@ def test_freezing_is_exact():
     window.step()
 
 
-def test_groupnorm_in_its_place_is_exact_and_keeps_the_weights():
+def test_groupnorm_in_place_of_batchnorm_is_exact():
     model = Normalised(nn.BatchNorm2d)
     with torch.no_grad():
         model.layer.weight.uniform_()
@@ -401,5 +401,5 @@ def pooled_over_ranks(wrapper: str, layouts: Any) -> float:
         ),
     ],
 )
-def test_statistics_are_those_of_all_ranks(ranks, wrapper, layouts):
+def test_pooled_statistics_cover_all_ranks(ranks, wrapper, layouts):
     assert max(ranks(2).run(pooled_over_ranks, wrapper, layouts)) <= 1e-13
