@@ -133,7 +133,7 @@ SHIFTED = count_tokens("labels", shift=True)
         ),
     ],
 )
-def test_what_is_right_is_equivalent(model, loss, options):
+def test_correct_setup_is_equivalent(model, loss, options):
     report = check(model, loss, **options)
     assert report.equivalent and not report.causes, report
     assert report.worst <= report.bound and report.dtype == "float64" and report.samples == 11
@@ -215,7 +215,7 @@ def test_what_is_right_is_equivalent(model, loss, options):
         ),
     ],
 )
-def test_what_is_wrong_is_named(model, loss, options, causes):
+def test_report_names_each_cause(model, loss, options, causes):
     report = check(model, loss, **options)
     assert not report.equivalent and report.worst > report.bound
     assert len(report.causes) == len(causes), report
@@ -225,7 +225,7 @@ def test_what_is_wrong_is_named(model, loss, options, causes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_what_computes_in_float32_in_part_is_measured_by_its_rounding(dtype):
+def test_loss_in_float32_widens_the_bound(dtype):
     model = token_net().to(dtype)
     labels = torch.full((7, 12), -100)
     for row, number in enumerate([2, 3, 8, 4, 11, 6, 3]):  # shares of 37 that float32 rounds
@@ -240,7 +240,7 @@ def test_what_computes_in_float32_in_part_is_measured_by_its_rounding(dtype):
     assert "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1, report
 
 
-def test_labels_are_named_before_padding_that_coincides_with_them():
+def test_labels_are_named_rather_than_matching_padding():
     batch = make_batch()
     batch = {"input_ids": batch["labels"].where(batch["labels"] >= 0, -1) + 1, **batch}
     model = token_net()
@@ -248,7 +248,7 @@ def test_labels_are_named_before_padding_that_coincides_with_them():
     assert "count=count_tokens('labels')" in accumulator.check(batch, lambda b: of_tokens(model, b)).causes[0]
 
 
-def test_random_numbers_that_happen_to_be_the_same_are_noted():
+def test_random_numbers_that_agree_are_noted():
     report = check(net(), lambda m, b: of_samples(m, {**b, "x": b["x"] + torch.rand(len(b["x"]), 1, 1)}))
     assert report.equivalent and "random numbers are drawn" in report.notes[-1]
 
@@ -260,7 +260,7 @@ def labels_of_three_parts(*ignored: int) -> Batch:
     return batch
 
 
-def test_a_micro_batch_without_a_label_is_named():
+def test_micro_batch_without_labels_is_named():
     model, batch = token_net(), labels_of_three_parts(1)
     report = Accumulator(model, micro_batch_size=4).check(batch, lambda b: of_tokens(model, b))
     (cause,) = report.causes
@@ -276,7 +276,7 @@ def test_a_micro_batch_without_a_label_is_named():
     assert "loss: that of a micro-batch is not finite, and that of the whole batch is" in report.causes[0]
 
 
-def test_a_micro_batch_that_is_left_out_is_said():
+def test_micro_batch_left_out_is_noted():
     model = token_net()
     accumulator = Accumulator(model, micro_batch_size=4, count=TOKENS)
     report = accumulator.check(labels_of_three_parts(1), lambda b: of_tokens(model, b))
@@ -287,18 +287,18 @@ def test_a_micro_batch_that_is_left_out_is_said():
 
 
 @pytest.mark.parametrize("loss", [lambda m, b: of_samples(m, b) * 0, lambda m, b: (m(b["x"]) - 99).relu().mean()])
-def test_a_gradient_that_is_zero_everywhere_is_not_called_equivalent(loss):
+def test_gradient_of_zeros_is_refused(loss):
     with pytest.raises(DistaccumError, match="zero in every parameter, so nothing was compared"):
         check(net(), loss)
 
 
-def test_a_model_without_anything_to_train_is_refused():
+def test_model_without_trainable_parameters_is_refused():
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient, so nothing can be compared"):
         check(net().requires_grad_(False), of_samples)
     assert check(net(nn.Linear(8, 8).requires_grad_(False)), of_samples).equivalent
 
 
-def test_everything_is_put_back():
+def test_check_restores_model_gradients_and_random_numbers():
     model = net(nn.BatchNorm1d(8), nn.Dropout(0.2))
     model[3].eval()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0, momentum=0.9), micro_batch_size=5)
@@ -326,7 +326,7 @@ def test_everything_is_put_back():
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-def test_the_report_is_a_table_with_the_worst_first_and_advice(monkeypatch):
+def test_report_lists_the_worst_parameters_first(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     text = str(check(net(nn.BatchNorm1d(8)), of_samples))
     lines = text.splitlines()
@@ -344,7 +344,7 @@ def test_the_report_is_a_table_with_the_worst_first_and_advice(monkeypatch):
     assert "and 4 more with smaller errors" in str(report)
 
 
-def test_what_cannot_be_cast_is_checked_in_its_own_dtype():
+def test_loss_that_cannot_be_cast_is_checked_in_its_own_dtype():
     weight = torch.arange(1.0, 5.0)
     report = check(net(), lambda m, b: cross_entropy(m(b["x"]), b["y"], weight))
     assert not report.equivalent and report.dtype == "float32"  # a mean, weighted by class
@@ -355,7 +355,7 @@ def test_what_cannot_be_cast_is_checked_in_its_own_dtype():
     assert report.equivalent and report.dtype == "float32" and 0 < report.worst < 1e-5
 
 
-def test_mistakes_are_told():
+def test_misuse_of_check_raises_a_clear_error():
     model = net()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=4)
     with pytest.raises(ValueError, match="got 1 samples, expected at least two"):
@@ -422,7 +422,7 @@ def over_ranks(kind: str, what: str) -> Report:
         "FSDP1",
     ],
 )
-def test_it_checks_across_ranks_and_all_of_them_report_the_same(ranks, kind, what):
+def test_ranks_report_the_same_verdict(ranks, kind, what):
     one, other = ranks(2).run(over_ranks, kind, what)
     assert one == other and one.samples == 11 and one.micro_batches == (3, 2)
     assert one.equivalent == (what == "nothing"), one
@@ -440,7 +440,7 @@ def ranks_whose_count_is_right_alone() -> Report:
     return accumulator.check(batch, lambda part: of_tokens(model, part))
 
 
-def test_a_count_that_is_wrong_between_ranks_alone_is_found(ranks):
+def test_count_wrong_only_between_ranks_is_found(ranks):
     report = ranks(2).run(ranks_whose_count_is_right_alone)[0]
     assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
 
@@ -451,7 +451,7 @@ def without_labels_on_one_rank() -> Report:
     return Accumulator(model, micro_batch_size=4).check(batch, lambda part: of_tokens(model, part))
 
 
-def test_a_micro_batch_without_a_label_is_named_on_all_ranks(ranks):
+def test_micro_batch_without_labels_is_named_on_all_ranks(ranks):
     one, other = ranks(2).run(without_labels_on_one_rank)
     assert one == other and not one.equivalent
     assert [cause.split(":")[0:2] for cause in one.causes] == [["count", " the loss of a micro-batch is nan"]]
@@ -465,7 +465,7 @@ def with_a_gradient_of_zeros(kind: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
-def test_a_gradient_of_zeros_is_an_error_on_all_ranks(ranks, kind):
+def test_gradient_of_zeros_is_refused_on_all_ranks(ranks, kind):
     assert all("so nothing was compared" in told for told in ranks(2).run(with_a_gradient_of_zeros, kind))
 
 
@@ -477,7 +477,7 @@ def a_batch_without_a_length() -> str:
     return str(told.value)
 
 
-def test_a_rank_with_a_bad_batch_is_told_on_all(ranks):
+def test_bad_batch_of_one_rank_raises_on_all_ranks(ranks):
     one, other = ranks(2).run(a_batch_without_a_length)
     assert "a str without tensors has no batch dimension" in one and "rank 0 has a batch whose length" in other
 
@@ -491,7 +491,7 @@ def batches_of_other_widths() -> str:
     return str(told.value)
 
 
-def test_batches_that_cannot_be_joined_are_told(ranks):
+def test_batches_that_cannot_be_joined_are_refused(ranks):
     assert all(
         "cannot be joined into one" in told and "pad them" in told for told in ranks(2).run(batches_of_other_widths)
     )

@@ -35,13 +35,13 @@ def chosen(name: str) -> str:
         ("ZeRO 1", "DeepSpeedEngine"),
     ],
 )
-def test_the_engine_is_chosen_by_type(ranks, name, engine):
+def test_engine_is_chosen_by_type(ranks, name, engine):
     if name not in KINDS:
         pytest.skip("FSDP2 does not run on CPU in torch 2.6")
     assert ranks(2).run(chosen, name) == [engine] * 2
 
 
-def test_choosing_imports_nothing_that_the_caller_has_not():
+def test_choice_of_an_engine_imports_no_other_library():
     code = """
 import sys, torch
 from distaccum import Accumulator
@@ -64,7 +64,7 @@ def message_of(*args: Any, **options: Any) -> str:
     return "nothing was raised"
 
 
-def test_an_unknown_wrapper_is_an_error_that_lists_what_is_known():
+def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
     net = nn.DataParallel(make_net())
     said = message_of(net, SGD(net.parameters(), lr=0.1))
     assert "DataParallel, which has no engine here" in said
@@ -109,7 +109,7 @@ def plain_for_a_reason() -> list[str]:
     return said
 
 
-def test_what_looks_plain_in_a_job_gets_its_own_cure(ranks):
+def test_wrappers_that_look_plain_are_refused_with_their_own_cure(ranks):
     for composed, lightning, parallel, stage, schedule in ranks(2).run(plain_for_a_reason):
         assert "replicate.DDP, which has no engine here; use DistributedDataParallel(module)" in composed
         assert "give the Accumulator trainer.strategy.model" in lightning
@@ -117,7 +117,7 @@ def test_what_looks_plain_in_a_job_gets_its_own_cure(ranks):
         assert "a pipeline's PipelineStage" in stage and "a pipeline's ScheduleGPipe" in schedule
 
 
-def test_what_is_refused_in_a_job(ranks):
+def test_plain_module_mixed_wrappers_and_unknown_sync_are_refused(ranks):
     for said in ranks(2).run(plain_in_a_job):
         assert "a plain module in a job of 2 ranks" in said and "FSDP2" in said
     for said in ranks(2).run(two_kinds):
@@ -193,7 +193,7 @@ def with_an_engine_from_outside() -> Any:
     return seen
 
 
-def test_an_engine_from_outside_the_package(ranks):
+def test_engine_from_outside_the_package_is_exact(ranks):
     assert SummingEngine in Engine.__subclasses__()[0].__subclasses__() or SummingEngine in RanksEngine.__subclasses__()
     for seen in ranks(2).run(with_an_engine_from_outside):
         for wrong, norm in seen:
@@ -240,7 +240,7 @@ def compiled(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["DDP", "FSDP2", "ZeRO 1"])
-def test_under_torch_compile(ranks, name):
+def test_compiled_model_is_exact(ranks, name):
     if name not in KINDS:
         pytest.skip("FSDP2 does not run on CPU in torch 2.6")
     for wrong in ranks(2).run(compiled, name, seconds=120):

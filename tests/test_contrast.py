@@ -104,7 +104,7 @@ def big_batch(loss: str, batches: list[Pair], at: Tensor | None = None) -> tuple
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("options", [{"micro_batch_size": 3}, {"steps": 4}, {"micro_batch_size": "auto"}], ids=str)
-def test_the_gradient_is_that_of_the_loss_on_all_pairs(loss, options):
+def test_gradient_is_exact_for_a_loss_over_all_pairs(loss, options):
     model, batch = Towers(), pairs(11, seed=1)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
     before = weights(model)
@@ -137,7 +137,7 @@ class Given(nn.Module):
         return x * self.mask
 
 
-def test_dropout_is_replayed_and_the_loss_draws_its_own():
+def test_dropout_masks_are_replayed_in_the_second_pass():
     dropout, given, batch = Drawn(), Given(torch.empty(0)), pairs(10, seed=1)
     exact, model, noise = Towers(dropout=given), Towers(dropout=dropout), []
 
@@ -158,7 +158,7 @@ def test_dropout_is_replayed_and_the_loss_draws_its_own():
     assert not torch.equal(dropout.masks[6], first[0]) and noise[1] != noise[0] and after not in noise
 
 
-def test_one_micro_batch_s_graph_lives_at_a_time():
+def test_graphs_of_micro_batches_live_one_at_a_time():
     model, batch, alive = Towers(), pairs(12, seed=1), []
 
     class Watched(nn.Module):
@@ -193,7 +193,7 @@ def test_running_statistics_move_once_per_micro_batch():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_under_autocast_around_the_whole_call(dtype):
+def test_contrast_under_autocast_is_as_exact_as_one_batch(dtype):
     """Autocast keeps the weights that it cast; those of the pass without a graph must not be used in the other."""
     batch, ends = pairs(12, seed=1, dtype=torch.float32), []
     for cut in (12, 3):
@@ -208,7 +208,7 @@ def test_under_autocast_around_the_whole_call(dtype):
     assert error(ends[1], exact) <= 1.5 * error(ends[0], exact) <= 0.05
 
 
-def test_an_overflow_skips_and_a_nan_is_named():
+def test_overflow_is_skipped_and_nan_is_named():
     model, batch = Towers(torch.float32), pairs(6, seed=1, dtype=torch.float32)
     scaler = GradScaler("cpu", init_scale=2.0**127)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2, scaler=scaler)
@@ -224,7 +224,7 @@ def test_an_overflow_skips_and_a_nan_is_named():
     assert torch.equal(weights(model), before)
 
 
-def test_what_does_not_fit_is_cut_smaller():
+def test_micro_batch_that_does_not_fit_is_cut_smaller():
     model, batch, sizes = Towers(), pairs(12, seed=1), []
 
     def encode(part: Pair) -> tuple[Tensor, Tensor]:
@@ -248,7 +248,7 @@ def test_what_does_not_fit_is_cut_smaller():
     assert accumulator.contrast(batch, encode, lambda *both: clip(model, *both)).micro_batches == 4
 
 
-def test_labels_go_round_and_get_no_gradient():
+def test_labels_are_gathered_without_a_gradient():
     """Supervised contrast: pairs of the same class attract each other."""
 
     def loss_fn(images: Tensor, labels: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def test_complex_representations_are_exact(order):
     assert complex_representations(order) <= 1e-12
 
 
-def test_a_contrast_keeps_no_representation_alive_also_where_it_fails():
+def test_contrast_keeps_no_representation_alive():
     batch, alive = pairs(12, seed=1), []
     model = Towers()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
@@ -324,7 +324,7 @@ def test_a_contrast_keeps_no_representation_alive_also_where_it_fails():
         gc.enable()
 
 
-def test_several_encoders_with_an_optimizer_each():
+def test_encoders_with_an_optimizer_each_are_exact():
     exact, batch = Towers(), pairs(7, seed=1)
     clip(exact, *exact(batch)).backward()
     model = Towers()
@@ -360,7 +360,7 @@ def test_several_encoders_with_an_optimizer_each():
         ),
     ],
 )
-def test_mistakes_are_told_and_leave_no_trace(encode, loss_fn, kind, message):
+def test_misuse_of_contrast_raises_an_error_and_leaves_no_trace(encode, loss_fn, kind, message):
     model, batch = Towers(), pairs(6, seed=1)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=4)
     before = weights(model)
@@ -420,7 +420,7 @@ FSDP2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on 
     "name",
     ["DDP", "DDP views", "DDP find", pytest.param("FSDP2", marks=FSDP2), pytest.param("FSDP2 parts", marks=FSDP2)],
 )
-def test_ranks_with_different_numbers_of_samples(ranks, name, loss):
+def test_gradient_is_exact_on_uneven_ranks(ranks, name, loss):
     for seen in ranks(2).run(contrasted, name, loss, LAYOUTS, "last"):
         assert max(max(one) for one in seen) <= (1e-12 if name.startswith("DDP") else 1e-10), seen
 
@@ -434,12 +434,12 @@ def test_ranks_with_different_numbers_of_samples(ranks, name, loss):
         pytest.param("FSDP2 parts", "gathered", marks=FSDP2),
     ],
 )
-def test_other_policies(ranks, name, sync):
+def test_gradient_is_exact_under_other_policies(ranks, name, sync):
     for seen in ranks(2).run(contrasted, name, "CLIP", LAYOUTS[:2], sync):
         assert max(max(one) for one in seen) <= 1e-10, seen
 
 
-def test_three_ranks(ranks):
+def test_gradient_is_exact_on_three_ranks(ranks):
     for seen in ranks(3).run(contrasted, "DDP", "SigLIP", [(4, 0, 3), (1, 6, 2)], "last"):
         assert max(max(one) for one in seen) <= 1e-12, seen
 
@@ -464,7 +464,7 @@ def drawing_loss() -> tuple[list[float], list[float], float]:
     return drawn, after, error(before - weights_of(model), exact)
 
 
-def test_all_ranks_draw_the_same_for_the_loss(ranks):
+def test_ranks_draw_the_same_random_numbers_for_the_loss(ranks):
     (one, after_one, wrong), (other, after_other, _) = ranks(2).run(drawing_loss)
     assert one == other and len(set(one)) == 3 and wrong <= 1e-12
     for rank, after in enumerate((after_one, after_other)):
@@ -472,7 +472,7 @@ def test_all_ranks_draw_the_same_for_the_loss(ranks):
         assert after == [float(torch.rand(())) for _ in range(3)]
 
 
-def test_complex_representations_of_two_ranks(ranks):
+def test_complex_representations_are_exact_on_two_ranks(ranks):
     for order in ((0, 1), (2, 1)):
         assert max(ranks(2).run(complex_representations, order)) <= 1e-12
 
@@ -510,12 +510,12 @@ def rows_that_are_wrong_on_one_rank(kind: str) -> str:
     ("kind", "text"),
     [("rows", "encode() gave 1 rows for a micro-batch of 2"), ("number", "gave [2, 1] representations")],
 )
-def test_wrong_representations_on_one_rank_are_told_on_all(ranks, kind, text):
+def test_wrong_representations_on_one_rank_raise_on_all_ranks(ranks, kind, text):
     one, other = ranks(2).run(rows_that_are_wrong_on_one_rank, kind, seconds=30)
     assert "rank 1 failed in update 0" in one and text in other
 
 
-def test_losses_that_differ_between_ranks_are_told(ranks):
+def test_losses_that_differ_between_ranks_are_refused(ranks):
     assert all("loss_fn gave the ranks different losses" in told for told in ranks(2).run(losses_that_differ))
 
 
@@ -558,7 +558,7 @@ def contrasted_images(name: str) -> list[float]:
 
 
 @pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3", "FSDP1", "FSDP1, flat parameters"])
-def test_wrappers_that_own_more(ranks, name):
+def test_gradient_is_exact_under_zero_and_fsdp1(ranks, name):
     for seen in ranks(2).run(contrasted_images, name):
         assert max(seen) <= KINDS[name].bound, seen
 
@@ -578,7 +578,7 @@ def hidden_parameter() -> str:
     return str(told.value)
 
 
-def test_a_parameter_that_the_wrapper_hides_is_refused_in_the_loss(ranks):
+def test_parameter_hidden_by_fsdp1_is_refused_in_the_loss(ranks):
     assert all("loss_fn uses a parameter that FSDP1" in told for told in ranks(2).run(hidden_parameter))
 
 
@@ -592,7 +592,7 @@ def collectives(name: str, micro_batch_size: int) -> list[list[tuple[str, int]]]
     return seen
 
 
-def test_representations_go_round_in_one_collective_and_gradients_in_one_per_bucket(ranks):
+def test_representations_and_gradients_take_one_collective_each(ranks):
     by_number = {n: [ranks(2).run(collectives, "DDP", 8 // n)[0][-1]][0] for n in (2, 4)}
     for seen in by_number.values():
         size = sum(p.numel() for p in Towers().parameters())
@@ -629,7 +629,7 @@ def replay_that_fails_on_one_rank() -> list[str]:
     return told
 
 
-def test_ranks_hear_of_each_other_s_faults(ranks):
+def test_fault_on_one_rank_is_raised_on_all_ranks(ranks):
     one, other = ranks(2).run(replay_that_fails_on_one_rank)
     assert "the second time on rank 0, 1" in one[0] and one[0] == other[0]
     assert "rank 1 failed in update 0" in one[1] and "a bug" in other[1]
@@ -648,11 +648,11 @@ def accelerated() -> float:
     return error(before - weights(net), big_batch("CLIP", [batch])[1])
 
 
-def test_with_accelerate(ranks):
+def test_gradient_is_exact_with_accelerate(ranks):
     assert ranks(1).run(accelerated)[0] <= 1e-12
 
 
-def test_what_the_caller_does_to_the_loss_in_place_is_no_part_of_the_record():
+def test_in_place_change_of_the_loss_stays_out_of_the_record():
     model = nn.Linear(3, 2, dtype=torch.float64)
     batch, kept = torch.randn(6, 3, dtype=torch.float64), []
 

@@ -98,7 +98,7 @@ def a_loader_that_ends_early(lengths):
     return seen
 
 
-def test_an_epoch_ends_when_all_ranks_have_run_out(ranks):
+def test_epoch_ends_when_all_ranks_have_run_out(ranks):
     zero, one = ranks(2).run(a_loader_that_ends_early, [7, 3])
     assert zero == [(epoch, n, c, True) for epoch in range(2) for n, c in [(3, 18), (3, 18), (1, 8)]]
     assert one == [(epoch, n, c, True) for epoch in range(2) for n, c in [(3, 18), (0, 18), (0, 8)]]
@@ -223,7 +223,7 @@ def wrap_like_reference(make, model):
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("name", WRAPPINGS)
-def test_every_wrapping_is_exact_with_uneven_and_dry_ranks(ranks, name, sync):
+def test_wrappings_of_ddp_are_exact_with_uneven_and_dry_ranks(ranks, name, sync):
     for seen in ranks(2).run(wrapped_with_policy, name, sync):
         for wrong, loss, *_ in seen:
             assert wrong <= 1e-12
@@ -240,7 +240,7 @@ def reductions(collectives, num_elements):
 
 
 @pytest.mark.parametrize("name", ["plain", "gradient_as_bucket_view", "buffers", "checkpoint", "allreduce_hook"])
-def test_one_reduction_per_window_however_many_micro_steps(ranks, name):
+def test_window_is_reduced_once(ranks, name):
     for seen in ranks(2).run(wrapped, name):
         for index, (_, _, plan, steps, after) in enumerate(seen):
             assert [kind for kind, _ in plan] == ["allgather_"], "the plan is one small collective"
@@ -270,7 +270,7 @@ def record_of_a_step():
     return count.collectives, count.host_reads, loss
 
 
-def test_the_record_is_one_small_collective(ranks):
+def test_record_of_a_step_is_one_small_collective(ranks):
     (zero, reads, loss), (one, _, same) = ranks(2).run(record_of_a_step)
     assert zero == one == [("allreduce_", 1)]
     assert loss == same
@@ -316,7 +316,7 @@ def old_buckets():
     return counted, layouts
 
 
-def test_buckets_that_were_laid_out_anew_leave_no_old_ones_behind(ranks):
+def test_rebuilt_buckets_leave_no_old_ones_behind(ranks):
     for counted, layouts in ranks(2).run(old_buckets):
         assert counted == [0, 0, 0]
         assert layouts[1] == layouts[2] > 1, "several buckets"
@@ -365,14 +365,14 @@ def a_parameter_left_out(kwargs):
     return message, apart, error(2 * gradient(ddp), together)
 
 
-def test_a_parameter_left_out_of_the_last_backward_is_named(ranks):
+def test_parameter_left_out_of_the_last_backward_is_named(ranks):
     for message, _, after in ranks(2).run(a_parameter_left_out, {}):
         assert "two.weight, two.bias took no part in the last backward" in message
         assert "find_unused_parameters=True" in message
         assert after <= 1e-12, "the next window is exact"
 
 
-def test_find_unused_parameters_makes_it_exact(ranks):
+def test_find_unused_parameters_makes_left_out_parameters_exact(ranks):
     for message, apart, after in ranks(2).run(a_parameter_left_out, {"find_unused_parameters": True}):
         assert message is None
         assert max(apart, after) <= 1e-12
@@ -402,7 +402,7 @@ def only_one_rank_uses_a_parameter(gradient_as_bucket_view):
 
 
 @pytest.mark.parametrize("view", [True, False])
-def test_parameters_that_some_or_no_ranks_use(ranks, view):
+def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, view):
     for outcomes in ranks(2).run(only_one_rank_uses_a_parameter, view):
         assert all(wrong <= 1e-12 for wrong, _ in outcomes)
         assert [unchanged for _, unchanged in outcomes] == [False, False, True, False], "weight decay leaves it alone"
@@ -442,7 +442,7 @@ def unused_after_a_window_that_ddp_did_not_reduce(kind, view):
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
 @pytest.mark.parametrize("kind", ["left", "dry"])
-def test_a_parameter_unused_after_a_window_that_ddp_did_not_reduce(ranks, kind, view):
+def test_parameter_unused_after_an_unreduced_window_is_exact(ranks, kind, view):
     """DDP remembers who took part until it reduces, and would fail on the missing gradient."""
     for outcomes in ranks(2).run(unused_after_a_window_that_ddp_did_not_reduce, kind, view):
         assert all(wrong <= 1e-12 for wrong, _ in outcomes)
@@ -521,7 +521,7 @@ def a_part_left_out_of_the_last_micro_batch(find_unused, sync, empty_on):
 @pytest.mark.parametrize("empty_on", [[0, 1], [1]], ids=str)
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("find_unused", [True, False])
-def test_a_part_without_a_count_is_left_out(ranks, find_unused, sync, empty_on):
+def test_part_without_a_count_is_left_out(ranks, find_unused, sync, empty_on):
     for wrongs in ranks(2).run(a_part_left_out_of_the_last_micro_batch, find_unused, sync, empty_on):
         assert max(wrongs) <= 1e-12
 
@@ -546,12 +546,12 @@ def one_rank_leaves_a_model_out():
     return wrongs
 
 
-def test_a_model_that_only_one_rank_uses_is_exact(ranks):
+def test_model_used_by_one_rank_is_exact(ranks):
     for wrongs in ranks(2).run(one_rank_leaves_a_model_out):
         assert max(wrongs) <= 1e-12
 
 
-def test_a_term_left_out_of_the_last_backward_is_reduced_by_the_library(ranks):
+def test_term_left_out_of_the_last_backward_is_reduced(ranks):
     for wrongs in ranks(2).run(a_head_that_only_one_loss_reaches):
         assert max(wrongs) <= 1e-12
 
@@ -582,7 +582,7 @@ def freezing(when):
         ("thawed late", "0.0.weight is trained but was frozen or absent when DDP wrapped"),
     ],
 )
-def test_freezing_after_wrapping_is_refused(ranks, when, message):
+def test_change_of_requires_grad_after_wrapping_is_refused(ranks, when, message):
     for seen in ranks(2).run(freezing, when):
         assert message in seen
 
@@ -620,6 +620,6 @@ def refused(what):
         ("plain", "a plain module in a job of 2 ranks"),
     ],
 )
-def test_what_cannot_accumulate_is_refused(ranks, what, message):
+def test_models_that_cannot_accumulate_are_refused(ranks, what, message):
     for seen in ranks(2).run(refused, what):
         assert message in seen

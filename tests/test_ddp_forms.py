@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -74,7 +77,7 @@ def of_a_sub_group():
     return wrongs
 
 
-def test_a_sub_group_divides_by_its_own_size(ranks):
+def test_sub_group_divides_by_its_own_size(ranks):
     zero, one, two = ranks(3).run(of_a_sub_group)
     assert one is None
     assert max(zero + two) <= 1e-12
@@ -93,7 +96,7 @@ def plan_group_of_a_sub_group():
     return mine.item(), dist.get_process_group_ranks(made)
 
 
-def test_the_plan_goes_through_the_host_and_asks_no_other_rank(ranks):
+def test_plan_of_a_sub_group_goes_through_the_host(ranks):
     assert ranks(3).run(plan_group_of_a_sub_group) == [(2.0, [0, 2]), None, (2.0, [0, 2])]
 
 
@@ -106,7 +109,7 @@ def of_one_rank():
     return error(gradient(ddp), gradient_of_trunk(batches))
 
 
-def test_ddp_of_one_rank_is_the_same_loop(ranks):
+def test_ddp_of_one_rank_is_exact(ranks):
     assert max(ranks(2).run(of_one_rank)) <= 1e-12
 
 
@@ -155,7 +158,7 @@ def models_in_parts(options):
 
 
 @pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
-def test_a_model_that_is_not_in_the_last_part_is_reduced_too(ranks, option):
+def test_model_absent_from_the_last_part_is_reduced(ranks, option):
     for options in ({}, {option: True}):
         for wrongs in ranks(2).run(models_in_parts, options):
             assert max(wrongs) <= 1e-12
@@ -173,7 +176,7 @@ def a_model_all_frozen():
     return wrongs
 
 
-def test_a_model_all_frozen_is_left_alone(ranks):
+def test_frozen_model_beside_a_trained_one_is_left_alone(ranks):
     for wrongs in ranks(2).run(a_model_all_frozen):
         assert max(wrongs) <= 1e-12
 
@@ -236,7 +239,7 @@ def sparse_gradients():
     return wrongs
 
 
-def test_sparse_gradients_of_an_embedding(ranks):
+def test_sparse_gradients_of_an_embedding_are_exact(ranks):
     for wrongs in ranks(2).run(sparse_gradients):
         assert max(wrongs) <= 1e-12
 
@@ -284,7 +287,7 @@ def refusal(what):
         ("static_graph", "ranks have [1, 0] micro-batches, and DDP with static_graph=True must see a backward"),
     ],
 )
-def test_windows_that_cannot_be_are_refused_at_planning_on_all_ranks(ranks, what, message):
+def test_impossible_windows_are_refused_at_planning_on_all_ranks(ranks, what, message):
     for seen in ranks(2).run(refusal, what):
         assert seen.startswith(message)
 
@@ -301,7 +304,7 @@ def two_groups():
     return None
 
 
-def test_one_data_parallel_group(ranks):
+def test_second_data_parallel_group_is_refused(ranks):
     for seen in ranks(2).run(two_groups):
         assert "expected one data-parallel group" in seen
 
@@ -318,7 +321,7 @@ def named_parameters_of_the_loss():
     return abs(temperature.grad.item() - exact) / exact
 
 
-def test_parameters_of_the_loss_alone_are_reduced_by_the_library(ranks):
+def test_parameter_used_by_the_loss_alone_is_reduced(ranks):
     assert max(ranks(2).run(named_parameters_of_the_loss)) <= 1e-12
 
 
