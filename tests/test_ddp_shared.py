@@ -68,7 +68,7 @@ def static_windows(lengths: tuple[int, int], sync: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
-def test_a_static_graph_with_a_buffer_on_uneven_ranks(ranks, sync):
+def test_static_graph_with_a_buffer_is_exact_on_uneven_ranks(ranks, sync):
     for lengths in [(1, 2), (3, 2)]:
         for errors in ranks(2).run(static_windows, lengths, sync):
             assert max(errors) <= 1e-12, lengths
@@ -105,7 +105,7 @@ def parts_of_some_ranks(users: tuple[int, ...], is_first: bool, sync: Any) -> li
 
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
-def test_a_model_with_a_buffer_that_some_ranks_use(ranks, is_first):
+def test_model_with_a_buffer_used_by_one_rank_is_exact(ranks, is_first):
     for users in [(0,), (1,)]:
         for errors in ranks(2).run(parts_of_some_ranks, users, is_first, "last"):
             assert max(errors) <= 1e-12, users
@@ -131,7 +131,7 @@ def forwards_of_rank_0() -> list[float]:
     return errors
 
 
-def test_forwards_with_a_gradient_of_one_rank_alone_between_windows(ranks):
+def test_windows_stay_exact_after_forwards_of_one_rank_alone(ranks):
     for errors in ranks(2).run(forwards_of_rank_0):
         assert max(errors) <= 1e-12
 
@@ -164,7 +164,7 @@ def crossing(unused: bool) -> tuple[float, list[bool], float]:
 
 
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
-def test_windows_that_cross_leave_ddp_as_it_was(ranks, unused):
+def test_crossing_windows_leave_ddp_as_found(ranks, unused):
     for wrong, flags, ranks_apart in ranks(2).run(crossing, unused):
         assert wrong <= 1e-12
         assert flags == [False, True]
@@ -200,13 +200,13 @@ def one_in_another() -> list[Any]:
     return seen
 
 
-def test_a_window_within_another_knows_nothing_of_what_that_used(ranks):
+def test_inner_window_ignores_the_gradients_of_the_outer_one(ranks):
     for inner, unused, outer in ranks(2).run(one_in_another):
         assert inner <= 1e-12 and unused is None and outer <= 1e-12
 
 
 @pytest.mark.filterwarnings("error")
-def test_a_critics_window_within_a_generators_clears_what_that_left_and_says_nothing():
+def test_critics_window_clears_the_generators_gradients_silently():
     models = generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
     outer = Accumulator(models, SGD(generator.parameters(), lr=0.1), steps=2)
     another = nn.Linear(3, 3)
@@ -232,7 +232,7 @@ def test_a_critics_window_within_a_generators_clears_what_that_left_and_says_not
 
 
 @pytest.mark.parametrize("name", ["optimizer", "scheduler"])
-def test_what_would_step_twice_is_refused(name):
+def test_optimizer_or_scheduler_given_twice_is_refused(name):
     model = nn.Linear(2, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -282,7 +282,7 @@ def told(what: str) -> str:
         ("ignored", "other is trained and in _ddp_params_and_buffers_to_ignore"),
     ],
 )
-def test_what_else_ddp_was_told_is_refused_with_the_cure(ranks, what, message):
+def test_join_and_ignored_parameters_are_refused_with_the_cure(ranks, what, message):
     assert all(message in said for said in ranks(2).run(told, what))
 
 
@@ -303,7 +303,7 @@ def trained_on_one_rank() -> float:
     return max(*errors, apart(scale.detach()))
 
 
-def test_a_parameter_of_the_loss_that_one_rank_alone_trains(ranks):
+def test_loss_parameter_trained_on_one_rank_is_exact(ranks):
     assert max(ranks(2).run(trained_on_one_rank)) <= 1e-12
 
 
@@ -349,7 +349,7 @@ def copies() -> list[Any]:
     return seen
 
 
-def test_ddp_optimizers_and_scalers_can_be_copied_at_any_time_and_copies_are_whole(ranks):
+def test_copies_of_ddp_optimizers_and_scalers_are_whole(ranks):
     for seen in ranks(2).run(copies):
         assert seen and all(seen)
 
@@ -368,7 +368,7 @@ def a_copy_that_is_armed() -> float:
     return apart(other.module.weight.grad)
 
 
-def test_a_copy_of_ddp_is_not_disarmed_by_the_originals_windows(ranks):
+def test_copy_of_ddp_reduces_after_a_window_of_the_original(ranks):
     assert ranks(2).run(a_copy_that_is_armed) == [0, 0]
 
 
@@ -394,6 +394,6 @@ def after_it_is_gone() -> list[float]:
     return seen
 
 
-def test_hooks_of_an_accumulator_that_is_gone_do_nothing(ranks):
+def test_hooks_of_a_deleted_accumulator_do_nothing(ranks):
     for seen in ranks(2).run(after_it_is_gone):
         assert seen == [0.0] * 4

@@ -86,7 +86,7 @@ def only_the_last_backward(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_all_backwards_count_where_deepspeed_alone_keeps_the_last(ranks, stage):
+def test_window_counts_all_backwards_and_not_the_last_alone(ranks, stage):
     for by_hand, ours in ranks(2).run(only_the_last_backward, stage):
         assert ours < by_hand or by_hand <= 1e-5  # 0.19.8 by hand: 0.9; 0.16.9: exact
         assert ours <= 1e-5
@@ -124,7 +124,7 @@ MODES = {"managed": {}, **({"unmanaged": UNMANAGED} if UNMANAGED_IS_THERE else {
 
 @pytest.mark.parametrize("config", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("stage", range(4))
-def test_every_window_steps_and_a_short_one_is_not_scaled_by_the_full_count(ranks, stage, config):
+def test_full_and_short_windows_step_the_engine_exactly(ranks, stage, config):
     for seen, steps, epochs, boundary in ranks(2).run(one_step_after_the_other, stage, config):
         assert len(seen) == steps == epochs == 2
         assert max(seen) <= 1e-5
@@ -148,7 +148,7 @@ def refused_overlap() -> str:
 
 
 @pytest.mark.skipif(COALESCES, reason="this version can be kept from it")
-def test_stage_1_that_cannot_be_kept_from_reducing_is_refused(ranks):
+def test_overlap_comm_at_stage_1_is_refused_with_older_deepspeed(ranks):
     for message in ranks(2).run(refused_overlap):
         assert 'put "overlap_comm": false' in message
 
@@ -203,7 +203,7 @@ KNOWN = [key for key in REDUCTIONS if is_there(*key[:2], key[2] == "managed")]
 
 
 @pytest.mark.parametrize(("stage", "sync", "managed"), KNOWN)
-def test_what_each_stage_sends(ranks, stage, sync, managed):
+def test_stages_reduce_as_often_as_expected(ranks, stage, sync, managed):
     for seen in ranks(2).run(collectives, stage, sync, {} if managed == "managed" else UNMANAGED):
         assert seen == REDUCTIONS[stage, sync, managed]
 
@@ -242,7 +242,7 @@ def read_masters(engine: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("stage", "sync"), [(1, "last"), (2, "last"), (2, "every"), (3, "every")])
-def test_bf16_adds_up_in_float32_where_it_is_told_to(ranks, stage, sync):
+def test_bf16_adds_up_in_float32_with_grad_accum_dtype(ranks, stage, sync):
     bound = 8e-3  # what bf16 gradients are off by themselves; added up in bf16 it is more
     (wrong, warned), (other, _) = ranks(2).run(in_bf16, stage, "fp32", sync)
     assert wrong <= bound and other <= bound
@@ -264,7 +264,7 @@ def dry_with_immediate_update() -> str:
     return refused(Accumulator(engine).window, mine([[2], []], 0))
 
 
-def test_a_dry_rank_is_refused_where_gradients_are_taken_from_backward_alone(ranks):
+def test_dry_rank_is_refused_with_immediate_grad_update(ranks):
     for said in ranks(2).run(dry_with_immediate_update):
         assert '"immediate_grad_update": false' in said
 
@@ -369,12 +369,12 @@ def leaves_out_a_name(stage: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", range(3) if COALESCES else range(2))
-def test_parts_and_a_term_without_a_count(ranks, stage):
+def test_part_without_a_count_is_left_out_below_stage_3(ranks, stage):
     for wrong in ranks(2).run(leaves_out_a_name, stage):
         assert wrong <= 1e-5
 
 
-def test_a_term_without_a_count_is_refused_where_parameters_are_gathered(ranks):
+def test_part_without_a_count_is_refused_at_stage_3(ranks):
     for said in ranks(2).run(refused, leaves_out_a_name, 3):
         assert "count of 0 for one of ['tokens', 'samples']" in said
 
@@ -414,7 +414,7 @@ TEARS += [(1, "last", UNMANAGED), (2, "every", UNMANAGED)]
 
 
 @pytest.mark.parametrize(("stage", "sync", "config"), [tear for tear in TEARS if is_there(*tear[:2], not tear[2])])
-def test_an_error_in_backward_leaves_nothing_behind(ranks, stage, sync, config):
+def test_error_in_backward_leaves_nothing_behind(ranks, stage, sync, config):
     assert max(ranks(2).run(torn, stage, sync, config)) <= 1e-5
 
 
@@ -427,7 +427,7 @@ def summed(stage: int) -> float:
 
 @pytest.mark.skipif(DEEPSPEED < (0, 19, 8), reason="gradient_allreduce_op came with 0.19.8")
 @pytest.mark.parametrize("stage", range(3))
-def test_an_engine_that_sums_over_ranks_is_exact(ranks, stage):
+def test_engine_that_sums_over_ranks_is_exact(ranks, stage):
     assert max(ranks(2).run(summed, stage)) <= 1e-5
 
 
@@ -512,7 +512,7 @@ def branches_alike() -> dict[str, float]:
 
 
 @pytest.mark.skipif(not UNMANAGED_IS_THERE, reason="needs finalize_gradient_accumulation_boundary")
-def test_nothing_of_an_earlier_window_is_stepped_with_a_module_that_this_one_does_not_use(ranks):
+def test_unused_module_is_not_stepped_with_an_older_gradient(ranks):
     for seen in ranks(2).run(branches_alike):
         wrong = {name: off for name, off in seen.items() if not off <= (4e-2 if "in float32" in name else 1e-5)}
         assert not wrong
@@ -538,7 +538,7 @@ def branches_alone() -> dict[Any, float]:
 
 
 @pytest.mark.skipif(not COALESCES, reason="needs coalesce_grad_reduction")
-def test_a_module_that_one_rank_uses_alone_is_exact_where_a_window_reduces_once(ranks):
+def test_module_used_by_one_rank_is_exact_with_sync_last(ranks):
     for seen in ranks(2).run(branches_alone):
         wrong = {key: off for key, off in seen.items() if not off <= (4e-2 if "in float32" in key[0] else 1e-5)}
         assert not wrong
@@ -550,7 +550,7 @@ def alone_in_each_micro_step() -> list[str]:
     ]  # buckets of other sizes, and as large
 
 
-def test_a_module_that_one_rank_uses_alone_is_refused_where_each_micro_step_reduces(ranks):
+def test_module_used_by_one_rank_is_refused_with_sync_every(ranks):
     for smaller, as_large in ranks(2).run(alone_in_each_micro_step):
         assert "rank 1 does not use two.bias in this micro-batch and another rank does (of two.bias, two.wei" in smaller
         assert "rank 0 does not use three.bias in this micro-batch" in as_large
@@ -580,7 +580,7 @@ def sparse_embedding(stage: int) -> Any:
     return max(wrong)
 
 
-def test_a_sparse_embedding_is_exact_with_a_dry_rank_and_refused_where_gradients_are_partitioned(ranks):
+def test_sparse_embedding_is_exact_at_stage_0_and_refused_at_stage_1(ranks):
     assert max(ranks(2).run(sparse_embedding, 0)) <= 1e-5
     for said in ranks(2).run(refused, sparse_embedding, 1):
         assert "sparse=True under ZeRO stage 1" in said
@@ -602,7 +602,7 @@ def moved_in_fp16(stage: int) -> float:
     return error(before - zero_weights(engine).double(), gradient(reference))
 
 
-def test_fp16_is_refused_at_stage_0_where_the_loss_is_not_scaled_and_exact_up_to_fp16_elsewhere(ranks):
+def test_fp16_is_exact_at_stage_1_and_refused_at_stage_0(ranks):
     if DEEPSPEED >= (0, 18, 3):
         for said in ranks(2).run(refused, moved_in_fp16, 0):
             assert "divides the gradient by a loss scale that it did not multiply the loss by; use stage 1" in said

@@ -78,7 +78,7 @@ COSTS = {
 
 
 @pytest.mark.parametrize(("sync", "shape"), COSTS, ids=[f"{sync} on {shape or 2}" for sync, shape in COSTS])
-def test_what_each_policy_sends(ranks, sync, shape):
+def test_policies_send_the_expected_collectives(ranks, sync, shape):
     for plan, seen in ranks(4 if shape else 2).run(collectives_by_micro_step, sync, shape):
         assert plan == ["allgather_"]
         assert seen[:-1] == COSTS[sync, shape][:-1]
@@ -137,7 +137,7 @@ USES = {
     not hasattr(FSDPParamGroup, "_validate_unused_param_grad_dtypes"),
     reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
 )
-def test_parameters_that_some_or_no_ranks_use(ranks, uses, sync):
+def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, uses, sync):
     for seen in ranks(2).run(chosen, uses, sync):
         for wrong, nones_are_right in seen:
             assert wrong <= 1e-10
@@ -161,7 +161,7 @@ def divided_by(factors: list[float]) -> Any:
 
 
 @pytest.mark.parametrize("factor", [1.0, 7.0])
-def test_a_gradient_divided_by_another_number_is_exact(ranks, factor):
+def test_gradient_with_another_divide_factor_is_exact(ranks, factor):
     for wrong, loss in ranks(2).run(divided_by, [factor] * 3):
         assert wrong <= 1e-10
         assert loss <= 1e-10
@@ -175,7 +175,7 @@ def refused(function, *args) -> str:
     return "nothing was raised"
 
 
-def test_factors_that_differ_are_named(ranks):
+def test_divide_factors_that_differ_are_refused(ranks):
     for said in ranks(2).run(refused, divided_by, [1.0]):
         assert "set_gradient_divide_factor is not recursive" in said
         assert "1 for the module of" in said and "2 for the module of" in said
@@ -206,14 +206,14 @@ CASTS_UP = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # from torch 2
 
 
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_mixed_precision_adds_up_in_the_reduction_s_dtype(ranks, sync):
+def test_mixed_precision_adds_up_in_reduce_dtype(ranks, sync):
     for wrong, warned, dtypes in ranks(2).run(with_policy, "bfloat16", "float32", sync):
         assert wrong <= 6e-3  # what bfloat16 computes; added up in bfloat16 it is several times that
         assert warned == []
         assert dtypes == {torch.float32}
 
 
-def test_adding_up_in_half_precision_is_told(ranks):
+def test_sum_in_half_precision_raises_a_warning(ranks):
     for arguments, is_told in {
         ("bfloat16", None, "last"): not CASTS_UP,
         (None, None, "last", "bfloat16"): True,
@@ -263,7 +263,7 @@ def tensor_parallel(max_norm: float) -> Any:
 
 
 @pytest.mark.parametrize("max_norm", [100.0, 0.05])
-def test_the_data_parallel_group_counts_beside_tensor_parallel_ranks(ranks, max_norm):
+def test_window_beside_tensor_parallel_ranks_is_exact(ranks, max_norm):
     for seen in ranks(4).run(tensor_parallel, max_norm):
         for moved, norm, loss in seen:
             assert moved <= (1e-10 if max_norm > 1 else 1e-4)
@@ -295,7 +295,7 @@ def leaves_out_a_name(wrap: str, sync: str, empty: int) -> Any:
     return wrong
 
 
-def test_a_term_without_a_count_is_left_out_where_no_module_drops_out(ranks):
+def test_term_without_a_count_is_left_out_with_one_group_or_gathered(ranks):
     for wrong in ranks(2).run(leaves_out_a_name, "root", "last", 2):
         assert wrong <= 1e-10
     for empty in (1, 2):
@@ -303,7 +303,7 @@ def test_a_term_without_a_count_is_left_out_where_no_module_drops_out(ranks):
             assert wrong <= 1e-10
 
 
-def test_a_term_without_a_count_is_refused_where_modules_may_drop_out(ranks):
+def test_term_without_a_count_is_refused_with_several_groups(ranks):
     for said in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
         assert "count of 0 for one of ['tokens', 'samples']" in said
         assert "sync='gathered'" in said
@@ -319,7 +319,7 @@ def dry_from_the_start() -> Any:
     return said, window.step().stepped
 
 
-def test_a_rank_that_never_had_a_micro_batch_cannot_stand_in(ranks):
+def test_rank_that_never_had_a_micro_batch_cannot_stand_in(ranks):
     for said, stepped in ranks(2).run(dry_from_the_start):
         assert "rank 1 has none from an earlier window to stand in" in said
         assert stepped
@@ -354,7 +354,7 @@ def flags_put_back(sync: str) -> Any:
 
 
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_flags_are_put_back(ranks, sync):
+def test_flags_of_fsdp2_are_put_back(ranks, sync):
     ours = [(True, True, True, True), (True, True, True, False), (True, True, True, False)]
     for seen, after in ranks(2).run(flags_put_back, sync):
         assert seen == [ours, ours]  # FSDP2 keeps the root gathered after forward
@@ -381,7 +381,7 @@ def stale(how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
-def test_gradients_that_stood_before_the_window_are_cleared(ranks, how):
+def test_gradients_from_before_the_window_are_cleared(ranks, how):
     (wrong, warned), (other, _) = ranks(2).run(stale, how)
     assert wrong <= 1e-10 and other <= 1e-10
     assert len(warned) == 1 and "gradients that stood before the window" in warned[0]
@@ -423,7 +423,7 @@ def torn(where: str, sync: str) -> Any:
 
 @pytest.mark.parametrize("sync", ["last", "gathered"])
 @pytest.mark.parametrize("where", ["forward", "backward"])
-def test_an_error_in_forward_or_backward_leaves_nothing_behind(ranks, where, sync):
+def test_error_in_forward_or_backward_leaves_nothing_behind(ranks, where, sync):
     assert ranks(2).run(torn, where, sync) == [True, True]
 
 
@@ -452,7 +452,7 @@ def scaled(root: bool, overflow: bool) -> Any:
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root", "parts"])
-def test_a_scaler_overflows_on_all_ranks_alike(ranks, root):
+def test_scaler_overflows_on_all_ranks_alike(ranks, root):
     for stepped, _, scale, wrong in ranks(2).run(scaled, root, False):
         assert stepped and scale == 8.0
         assert wrong <= 1e-5
@@ -475,7 +475,7 @@ def few_rows(on_nonfinite: str) -> Any:
     return window.step().stepped
 
 
-def test_a_parameter_with_fewer_rows_than_ranks(ranks):
+def test_ranks_step_or_skip_together_with_an_empty_shard(ranks):
     assert ranks(2).run(few_rows, "raise") == [True, True]
     assert ranks(2).run(few_rows, "skip") == [False, False]
 
@@ -493,7 +493,7 @@ def a_model_not_in_the_last_part(sync: str) -> Any:
 
 
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_a_model_that_is_not_in_the_last_part_is_reduced_too(ranks, sync):
+def test_model_absent_from_the_last_part_is_reduced(ranks, sync):
     for wrongs in ranks(2).run(a_model_not_in_the_last_part, sync):
         assert max(wrongs) <= 1e-10
 
@@ -525,7 +525,7 @@ def the_last_part_has_no_count(sync: str, world: int) -> float:
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_a_last_part_without_a_count_still_reduces(ranks, sync, world):
+def test_last_part_without_a_count_still_reduces(ranks, sync, world):
     assert max(ranks(world).run(the_last_part_has_no_count, sync, world)) <= 1e-10
 
 
@@ -546,7 +546,7 @@ def tampered(how: str, sync: str) -> str:
 
 
 @pytest.mark.parametrize(("how", "sync"), [("zero_grad", "gathered"), ("zero_grad", "every"), ("halved", "every")])
-def test_gradients_that_are_changed_in_mid_window_are_told(ranks, how, sync):
+def test_change_of_gradients_in_mid_window_is_refused(ranks, how, sync):
     for said in ranks(2).run(tampered, how, sync):
         assert "gradients were cleared or changed in mid-window" in said
 
@@ -577,7 +577,7 @@ def unused_first(sync: str) -> float:
 
 
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_a_first_parameter_that_nothing_uses_is_not_taken_for_a_cleared_gradient(ranks, sync):
+def test_unused_first_parameter_is_not_taken_for_a_cleared_gradient(ranks, sync):
     assert max(ranks(2).run(unused_first, sync)) <= 1e-10
 
 
@@ -618,6 +618,6 @@ def entered_twice(kind: str, stream: bool) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "stream"), [("zeros", False), ("no zeros", False), ("no zeros", True)])
-def test_a_module_that_is_used_twice_may_stay_gathered_on_uneven_ranks(ranks, kind, stream):
+def test_module_used_twice_is_exact_with_sync_gathered(ranks, kind, stream):
     for wrong in ranks(2).run(entered_twice, kind, stream, seconds=30):
         assert wrong <= 1e-10

@@ -60,7 +60,7 @@ def exact_at(at: Tensor, batches: list[Any]) -> tuple[float, Tensor]:
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("lookahead", [True, False])
-def test_the_gradient_is_that_of_the_summed_loss(scaled, lookahead):
+def test_gradient_equals_that_of_the_summed_loss(scaled, lookahead):
     model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 1, 4)]
     scaler = GradScaler("cpu", init_scale=64.0) if scaled else None
     options: Any = {"steps": 3, "scaler": scaler, "lookahead": lookahead, "on_nonfinite": "ignore"}
@@ -73,7 +73,7 @@ def test_the_gradient_is_that_of_the_summed_loss(scaled, lookahead):
     assert error(before - weights(model), exact) <= 1e-12 and abs(update.loss - loss) <= 1e-12 * loss
 
 
-def test_outputs_of_any_shape_and_a_head_that_uses_some_of_them():
+def test_nested_outputs_of_the_trunk_are_exact():
     model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 2)]
     window = Accumulator(model).window(batches)
     for batch in window:
@@ -85,7 +85,7 @@ def test_outputs_of_any_shape_and_a_head_that_uses_some_of_them():
     window.discard()
 
 
-def test_the_trunk_runs_once_and_one_head_s_graph_lives_at_a_time():
+def test_trunk_runs_once_and_graphs_of_heads_live_one_at_a_time():
     model, alive, calls = Tasks(), [], []
     model.trunk.register_forward_hook(lambda *_: calls.append("forward"))
     model.trunk[0].weight.register_hook(lambda _: calls.append("backward"))
@@ -107,7 +107,7 @@ def test_the_trunk_runs_once_and_one_head_s_graph_lives_at_a_time():
     window.step()
 
 
-def test_named_losses_and_a_head_that_has_nothing_to_count():
+def test_head_without_a_count_is_left_out():
     model, batches = Tasks(), [make_batch(n, seed=n) for n in (2, 3)]
     counts = {name: (lambda batch, i=i: len(batch["x"]) if len(batch["x"]) > i else 0) for i, name in enumerate(NAMES)}
     accumulator = Accumulator(model, count=counts)
@@ -123,7 +123,7 @@ def test_named_losses_and_a_head_that_has_nothing_to_count():
     window.step()
 
 
-def test_a_state_is_not_taken_between_heads():
+def test_window_cannot_pause_between_heads():
     model = Tasks()
     window, seen = Accumulator(model).window([make_batch(2, seed=1), make_batch(3, seed=2)]), []
     for batch in window:
@@ -140,7 +140,7 @@ class Outputs:
     hidden: Tensor
 
 
-def test_outputs_in_a_dataclass_and_a_trunk_that_only_a_left_out_name_uses():
+def test_trunk_used_only_by_a_left_out_loss_is_accepted():
     model = Tasks()
     accumulator = Accumulator(model, count={"a": lambda batch: len(batch["x"]) - 2, "b": count_samples})
     window = accumulator.window([make_batch(2, seed=1), make_batch(3, seed=2)])
@@ -152,7 +152,7 @@ def test_outputs_in_a_dataclass_and_a_trunk_that_only_a_left_out_name_uses():
     window.step()
 
 
-def test_mistakes_are_told_and_leave_no_trace():
+def test_misuse_of_heads_raises_an_error_and_leaves_no_trace():
     model, batches = Tasks(), [make_batch(2, seed=1), make_batch(3, seed=2)]
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0))
     before = weights(model)
@@ -251,7 +251,7 @@ FSDP2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on 
         *(pytest.param("FSDP2", sync, marks=FSDP2) for sync in ("last", "gathered", "every")),
     ],
 )
-def test_ranks_of_uneven_lengths(ranks, name, sync):
+def test_gradient_is_exact_on_uneven_ranks(ranks, name, sync):
     for wrongs, reductions in ranks(2).run(over_ranks, name, sync):
         assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
         if name.startswith("DDP") and sync == "last":

@@ -129,7 +129,7 @@ def seen_in(windows, model):
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_each_micro_batch_comes_once_and_the_epoch_ends(name, lookahead):
+def test_micro_batches_come_once_and_the_epoch_ends(name, lookahead):
     make, has_another_epoch = LOADERS[name]
     loader, model = make(), nn.Linear(1, 1, bias=False)
     accumulator = accumulator_of(model, lookahead)
@@ -139,7 +139,7 @@ def test_each_micro_batch_comes_once_and_the_epoch_ends(name, lookahead):
 
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
-def test_an_endless_loader_goes_on_until_the_caller_leaves(lookahead):
+def test_endless_loader_goes_on_until_the_caller_leaves(lookahead):
     class Endless(Restarting):
         def __iter__(self):
             self.rest = (torch.tensor([[float(number)]]) for number in count(1))
