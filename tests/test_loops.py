@@ -42,7 +42,7 @@ def right(model, optimizer, micro_batches, loss=mean_of, **options):
     return gradients
 
 
-def test_the_steps_as_a_float():
+def test_steps_as_a_float_are_refused():
     model, optimizer = one_weight()
     steps, updates = 100 / 30, 0
     for i, sample in enumerate(SAMPLES.split(1) * 4):
@@ -54,7 +54,7 @@ def test_the_steps_as_a_float():
         Accumulator(model, optimizer, steps=100 / 50)
 
 
-def test_the_tail_that_is_never_stepped():
+def test_tail_of_an_epoch_is_stepped():
     model, _ = one_weight()
     gradients = []
     for i, sample in enumerate(SAMPLES.split(1)):
@@ -66,7 +66,7 @@ def test_the_tail_that_is_never_stepped():
     assert right(*one_weight(), SAMPLES.split(1), steps=2) == [1.5, 3.5, 5.0]
 
 
-def test_the_tail_divided_by_the_full_count():
+def test_tail_of_an_epoch_is_divided_by_its_own_length():
     model, _ = one_weight()
     gradients, last = [], 4
     for i, sample in enumerate(SAMPLES.split(1)):
@@ -78,7 +78,7 @@ def test_the_tail_divided_by_the_full_count():
     assert right(*one_weight(), SAMPLES.split(1), steps=2) == [1.5, 3.5, 5.0]
 
 
-def test_a_batch_cut_with_int_that_drops_the_remainder():
+def test_split_keeps_the_remainder_that_int_drops():
     model, _ = one_weight()
     k = 2
     size = int(len(SAMPLES) / k)
@@ -92,7 +92,7 @@ def test_a_batch_cut_with_int_that_drops_the_remainder():
     assert model.weight.grad.item() == pytest.approx(3.0)
 
 
-def test_the_mean_of_means():
+def test_uneven_parts_do_not_give_a_mean_of_means():
     model, _ = one_weight()
     parts = SAMPLES.split(2)  # 1 2, 3 4, 5
     for part in parts:
@@ -101,7 +101,7 @@ def test_the_mean_of_means():
     assert right(*one_weight(), parts) == pytest.approx([3.0])
 
 
-def test_the_same_batch_replayed():
+def test_window_sees_all_parts_where_a_loop_replays_one():
     model, _ = one_weight()
     batch = SAMPLES[:2]
     for _ in range(4):
@@ -110,7 +110,7 @@ def test_the_same_batch_replayed():
     assert right(*one_weight(), SAMPLES.split(2)) == pytest.approx([3.0])
 
 
-def test_the_criterion_given_inputs_for_outputs():
+def test_loss_of_inputs_instead_of_outputs_is_refused():
     model, optimizer = one_weight()
     inputs = torch.ones(2, 1, requires_grad=True)
     (nn.functional.mse_loss(inputs, torch.zeros(2, 1)) / 4).backward()
@@ -127,7 +127,7 @@ def tokens_of(model, batch):
     return model(batch["x"].unsqueeze(-1)).squeeze(-1)[kept].mean()
 
 
-def test_tokens_averaged_per_micro_batch():
+def test_tokens_are_averaged_over_the_window():
     rows = torch.tensor([[1.0, 2.0, 3.0, 4.0], [5.0, 0.0, 0.0, 0.0]])
     labels = torch.tensor([[0, 0, 0, 0], [0, -100, -100, -100]])
     micro_batches = [{"x": rows[i : i + 1], "labels": labels[i : i + 1]} for i in range(2)]
@@ -162,7 +162,7 @@ def forward_outside_no_sync():
     return [sum(name == "allreduce_" for name, _ in count.collectives) for count in (wrong, here)]
 
 
-def test_the_forward_outside_no_sync(ranks):
+def test_window_reduces_once_where_a_late_no_sync_does_not(ranks):
     assert ranks(2).run(forward_outside_no_sync) == [[4, 1]] * 2
 
 
@@ -186,14 +186,14 @@ def world_size_forgotten():
     return None
 
 
-def test_the_world_size_forgotten_with_a_sum(ranks):
+def test_sum_is_not_divided_by_the_number_of_ranks(ranks):
     assert ranks(2).run(world_size_forgotten) == [(7.5, 15.0)] * 2
 
 
 # The right forms
 
 
-def test_desired_100_with_50_tolerable():
+def test_batch_of_100_in_halves_is_exact():
     model = nn.Linear(3, 2)
     before = {name: value.clone() for name, value in model.state_dict().items()}
     x, y = torch.randn(100, 3), torch.randint(0, 2, (100,))
@@ -210,7 +210,7 @@ def test_desired_100_with_50_tolerable():
     assert torch.allclose(seen, exact.weight.grad, rtol=1e-5)
 
 
-def test_no_value_is_read_on_the_host_within_a_window():
+def test_window_reads_no_value_on_the_host():
     model = nn.Linear(3, 2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4)
     for window in accumulator.windows([torch.randn(n, 3) for n in (1, 2, 3, 4)]):

@@ -67,7 +67,7 @@ def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("micro_batch_size", [13, "auto"])
-def test_what_does_not_fit_is_cut_smaller_and_exact(where, micro_batch_size):
+def test_micro_batch_that_does_not_fit_is_cut_smaller(where, micro_batch_size):
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=micro_batch_size)
     batch, loss_fn = make_batch(13, seed=1), Limited(model, 4, where)
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_cut_smaller_and_exact(where, micro_batch_size):
     assert loss_fn.sizes == [4, 4, 4]  # it is remembered
 
 
-def test_a_single_sample_that_does_not_fit_is_an_error_with_the_size_in_it():
+def test_single_sample_that_does_not_fit_is_an_error():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
     before = weights(model)
@@ -104,7 +104,7 @@ class Random(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_the_window_is_undone_whole_buffers_and_random_numbers_too():
+def test_batchnorm_counts_only_micro_batches_that_came_through():
     ends = []
     for first_size in (4, 12):  # what fits at once, and what is found to fit
         model = Random()
@@ -121,7 +121,7 @@ def test_the_window_is_undone_whole_buffers_and_random_numbers_too():
 
 
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_an_undone_window_is_bit_for_bit_as_if_it_had_not_been():
+def test_undone_window_changes_no_later_bit():
     ends = []
     for fails in (False, True):
         model = Random()
@@ -146,7 +146,7 @@ def test_an_undone_window_is_bit_for_bit_as_if_it_had_not_been():
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
 
-def test_every_form_of_running_out_is_known_and_no_other_error():
+def test_out_of_memory_errors_are_recognised_and_no_others():
     with pytest.raises(RuntimeError) as host:
         torch.empty(2**50)
     with pytest.raises(MemoryError) as python:
@@ -164,7 +164,7 @@ def test_every_form_of_running_out_is_known_and_no_other_error():
         assert not is_out_of_memory(told)
 
 
-def test_what_the_failed_attempt_held_is_let_go():
+def test_failed_attempt_frees_its_tensors():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
     held: list[Any] = []
@@ -185,7 +185,7 @@ def test_what_the_failed_attempt_held_is_let_go():
     assert held
 
 
-def test_larger_sizes_are_tried_now_and_then_and_found():
+def test_larger_sizes_are_tried_now_and_then():
     fit = Fit(most=None)
     limit, sizes = 53, []
     for _ in range(40 * FIRST_WAIT):
@@ -197,7 +197,7 @@ def test_larger_sizes_are_tried_now_and_then_and_found():
     assert sizes[0] == 32 and max(sizes) == 52  # 256 in 5 parts; in 4 of 64 it does not fit
 
 
-def test_an_int_is_never_exceeded_and_come_back_to():
+def test_size_comes_back_to_the_given_number_and_no_further():
     fit = Fit(most=10)
     assert fit.ran_out(10) and fit.size == 5  # another program took the memory for a while
     seen = set()
@@ -207,7 +207,7 @@ def test_an_int_is_never_exceeded_and_come_back_to():
     assert max(seen) == 10
 
 
-def test_the_size_is_part_of_the_state():
+def test_learned_size_is_part_of_the_state():
     model = make_net_without_router()
     first, second = (Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size="auto") for _ in range(2))
     first.update(make_batch(8, seed=0), Limited(model, 2))
@@ -217,7 +217,7 @@ def test_the_size_is_part_of_the_state():
     assert loss_fn.sizes == [2, 2, 2, 2]
 
 
-def test_a_nan_in_a_backward_is_found_by_running_again():
+def test_nan_in_a_backward_is_found_by_a_second_run():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
     batch = make_batch(8, seed=0)
@@ -279,7 +279,7 @@ def raise_error(text: str, _: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "backward"])
-def test_an_error_of_the_caller_s_that_sounds_like_a_lost_rank_is_told_to_the_others(ranks, where):
+def test_error_that_sounds_like_a_lost_rank_reaches_the_other_ranks(ranks, where):
     zero, one = ranks(2).run(error_that_sounds_like_a_lost_rank, where)
     assert [text.partition(":")[0] for text in zero] == ["RuntimeError"] * 4
     assert all(text.startswith("DistaccumError: rank 0 failed in update 0") for text in one)
@@ -306,7 +306,7 @@ def waits_in_vain(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["planning", "reducing backward"])
-def test_a_rank_that_is_gone_is_known_by_the_collective_that_failed(ranks, where):
+def test_lost_rank_is_recognised_by_a_failed_collective(ranks, where):
     zero, _ = ranks(2).run(waits_in_vain, where)
     assert zero.startswith("rank 0 waited for the others in vain")
 
@@ -388,7 +388,7 @@ KINDS = {
 @pytest.mark.parametrize("at", [[0, 1], [1, 1], [1, 2], [0, 4]], ids=str)
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_fault_on_one_rank_is_undone_on_all(ranks, kind, fault, at):
+def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
     """Before a size is proven, at any micro-batch: nothing is reduced until all ranks came through."""
     ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [7, 5], KINDS[kind])
     for rank, (told, wrong, trace) in enumerate(ends):
@@ -402,7 +402,7 @@ def test_a_fault_on_one_rank_is_undone_on_all(ranks, kind, fault, at):
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
-def test_where_forwards_communicate_what_fails_on_all_ranks_is_undone(ranks, fault, number):
+def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, number):
     """A size that was asked for is believed under sync='last'; the last micro-batch's backward reduces at once."""
     ends = ranks(2).run(updates, "FSDP2", fault, [EVERY_RANK, number], [7, 7], {"micro_batch_size": 3})
     assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
@@ -412,14 +412,14 @@ def test_where_forwards_communicate_what_fails_on_all_ranks_is_undone(ranks, fau
 @pytest.mark.parametrize("at", [[0, 10], [1, 6], [1, 8]], ids=str)
 @pytest.mark.parametrize("fault", ["bug before forward", "memory before forward"])
 @pytest.mark.parametrize("kind", ["DDP", "DDP, every", *(["FSDP2, gathered"] if FSDP2_RUNS_ON_CPU else [])])
-def test_a_proven_size_is_undone_up_to_the_backward_that_reduces(ranks, kind, fault, at):
+def test_window_of_a_proven_size_is_undone_before_its_last_backward(ranks, kind, fault, at):
     ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [9, 6], KINDS[kind])
     assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
     assert [bool(told) for told, *_ in ends] == [fault.startswith("bug")] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rank_without_samples_hears_of_it_too(ranks, kind):
+def test_fault_is_undone_beside_a_rank_without_samples(ranks, kind):
     if kind.startswith("FSDP2"):
         pytest.skip("a rank that never had a micro-batch cannot stand in")
     ends = ranks(2).run(updates, kind.partition(",")[0], "memory before forward", [0, 2], [7, -3], KINDS[kind])
@@ -439,7 +439,7 @@ def counted(kind: str, options: dict[str, Any]) -> Any:
     return seen
 
 
-def test_ranks_pay_one_small_collective_more(ranks):
+def test_update_costs_one_small_collective_more(ranks):
     """Two windows whose size is not proven (reduced by hand, after what each rank has was asked), then proven ones."""
     seen, other = ranks(2).run(counted, "DDP", {"micro_batch_size": 2})
     assert seen == other
@@ -448,7 +448,7 @@ def test_ranks_pay_one_small_collective_more(ranks):
     assert [sum("allreduce" in name for name in names) for names in seen] == [3, 3, 2, 2]
 
 
-def test_what_is_in_the_state_and_the_arguments_is_told_at_once():
+def test_wrong_sizes_are_refused_at_once():
     model = make_net_without_router()
     optimizer = SGD(model.parameters(), lr=0.1)
     for value in ("automatic", 2.5, 0):
@@ -461,7 +461,7 @@ def test_what_is_in_the_state_and_the_arguments_is_told_at_once():
     assert math.isfinite(Accumulator(model, optimizer, steps=2).update(make_batch(3, seed=0), Limited(model, 9)).loss)
 
 
-def test_a_learned_size_does_not_outlive_what_is_asked_for():
+def test_learned_size_yields_to_another_micro_batch_size():
     model = make_net_without_router()
     small = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2)
     small.update(make_batch(8, seed=0), Limited(model, 9))
@@ -473,7 +473,7 @@ def test_a_learned_size_does_not_outlive_what_is_asked_for():
         assert loss_fn.sizes == ([4, 4] if asked == 4 else [8])
 
 
-def test_buffers_that_are_assigned_are_undone_too():
+def test_assigned_buffers_are_undone():
     class Counting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -498,7 +498,7 @@ def test_longer_samples_are_not_proven_by_shorter_ones():
     assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
 
 
-def test_what_was_proven_in_another_process_is_proven_anew():
+def test_proof_of_a_size_is_not_part_of_the_state():
     fit = Fit(most=4)
     for _ in range(3):
         fit.came_through(4, 2, width=100)
@@ -509,7 +509,7 @@ def test_what_was_proven_in_another_process_is_proven_anew():
     assert not restarted.is_proven(4, 100) and not fit.is_proven(4, 100)
 
 
-def test_a_retry_leaves_the_scaler_as_it_was():
+def test_retry_leaves_the_scaler_as_found():
     model = make_net_without_router().float()
     scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", scaler=scaler)
@@ -532,7 +532,7 @@ def test_a_retry_leaves_the_scaler_as_it_was():
 
 
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_ctrl_c_in_the_loss_undoes_the_window_and_the_next_is_exact():
+def test_ctrl_c_in_the_loss_undoes_the_window():
     ends = []
     for interrupted in (False, True):
         model, calls = Random(), 0
@@ -569,12 +569,12 @@ def sample_that_does_not_fit_on(which: int) -> str:
     return str(told.value)
 
 
-def test_a_single_sample_that_does_not_fit_on_one_rank_is_told_on_all(ranks):
+def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks(ranks):
     for text in ranks(2).run(sample_that_does_not_fit_on, 1):
         assert "1 sample does not fit into the memory of rank 1" in text
 
 
-def test_an_update_within_an_update_is_refused_and_costs_nothing():
+def test_update_within_an_update_is_refused():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
     before, state = weights(model), torch.get_rng_state()
@@ -635,7 +635,7 @@ def test_expanded_buffers_are_put_back(call):
     assert model.scale.tolist() == [1.0, 1.0] and bool(model.rows.eq(1.0).all())
 
 
-def test_an_update_within_inference_mode_is_refused_and_breaks_no_later_one():
+def test_update_within_inference_mode_is_refused():
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3).eval())
     scaler = torch.amp.GradScaler("cpu")
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2, scaler=scaler)
@@ -651,7 +651,7 @@ def test_an_update_within_inference_mode_is_refused_and_breaks_no_later_one():
         assert call().stepped
 
 
-def test_a_failed_update_keeps_nothing_alive():
+def test_failed_update_keeps_nothing_alive():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
     held: list[Any] = []
@@ -670,7 +670,7 @@ def test_a_failed_update_keeps_nothing_alive():
         gc.enable()
 
 
-def test_an_error_in_the_step_discards_the_window():
+def test_error_in_the_step_discards_the_window():
     model = make_net_without_router()
     optimizer = SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, micro_batch_size=2)
@@ -683,7 +683,7 @@ def test_an_error_in_the_step_discards_the_window():
 
 
 @pytest.mark.parametrize("owner", ["optimizer", "caller"])
-def test_a_nan_is_named_also_where_the_caller_steps(owner):
+def test_nan_is_named_whoever_steps(owner):
     model = make_net_without_router()
     optimizer = SGD(model.parameters(), lr=0.1) if owner == "optimizer" else None
     accumulator = Accumulator(model, optimizer, micro_batch_size=2)
@@ -699,7 +699,7 @@ def test_a_nan_is_named_also_where_the_caller_steps(owner):
     assert len(calls) == 4  # twice, and no more
 
 
-def test_a_nan_that_nobody_can_place_ends():
+def test_nan_from_the_reduction_is_an_error_after_a_second_run():
     """One that only the reduction makes, as it were."""
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
@@ -763,7 +763,7 @@ def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
 @pytest.mark.parametrize("at", [[1, 2], [0, 6]], ids=str)
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 @pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 2"])
-def test_a_fault_on_one_rank_is_undone_where_deepspeed_reduces_after_the_last_backward(ranks, name, fault, at):
+def test_fault_on_one_rank_is_undone_under_deepspeed(ranks, name, fault, at):
     if name == "ZeRO 2" and not COALESCES:
         pytest.skip("this DeepSpeed reduces in each backward")
     for rank, (told, wrong) in enumerate(ranks(2).run(updates_on_zero, name, fault, at)):
@@ -795,7 +795,7 @@ def as_a_loop(kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["buffers", "static graph"])
-def test_update_is_the_loop_that_it_says_it_is(ranks, kind):
+def test_update_equals_its_documented_loop(ranks, kind):
     """Buffers too, which DDP broadcasts: before the window, and not in a forward that a rank may not come to."""
     assert max(ranks(2).run(as_a_loop, kind)) <= 1e-12
 
@@ -833,7 +833,7 @@ def under_a_real_limit() -> Any:
     return sizes, update.counts, wrong
 
 
-def test_a_real_allocator_that_refuses(ranks):
+def test_update_survives_a_real_allocator_that_refuses(ranks):
     ((sizes, counts, wrong),) = ranks(1).run(under_a_real_limit)
     assert sizes[0] == 10_000 and sizes[-1] < 6_000 and len(sizes) > 2
     assert counts == {"samples": 10_000} and wrong <= 1e-12
@@ -858,7 +858,7 @@ def one_rank_fails_to_step() -> list[str]:
     return told
 
 
-def test_an_error_in_the_step_of_one_rank_is_raised_there_and_told_before_the_next_window(ranks):
+def test_error_in_one_ranks_step_stops_all_ranks_before_the_next_window(ranks):
     zero, one = ranks(2).run(one_rank_fails_to_step)
     assert one[0] == "ZeroDivisionError: in the optimizer"
     assert zero[0].startswith("DistaccumError: ranks disagree on the update's index (rank 0: 4, rank 1: 3)")

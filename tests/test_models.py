@@ -291,7 +291,7 @@ def test_complex_and_real_parameters_in_one_group_are_refused_by_fsdp2(ranks):
         ranks(2).run(follow, "complex", "FSDP2", "")
 
 
-def test_a_scaler_with_complex_parameters_is_refused():
+def test_scaler_with_complex_parameters_is_refused():
     with pytest.raises(ValueError, match="complex"):
         follow("complex", "plain", "scaled")
 
@@ -355,12 +355,12 @@ ADVERSARIES = [
 
 
 @pytest.mark.parametrize(("kind", "how"), ADVERSARIES, ids=["-".join(case) for case in ADVERSARIES])
-def test_a_critic_and_a_generator_in_turn(ranks, kind, how):
+def test_critic_and_generator_in_turn_are_exact(ranks, kind, how):
     for wrong in on(ranks, kind, adversaries, kind, how):
         assert wrong <= BOUNDS[kind]
 
 
-def test_what_a_generator_left_in_its_critic_is_cleared_and_told():
+def test_gradients_left_in_a_critic_are_cleared_with_a_warning():
     with pytest.warns(UserWarning, match="gradients that stood before the window were cleared"):
         assert adversaries("plain", "nothing") <= 1e-12
 
@@ -383,6 +383,6 @@ def forwards_outside(unused: bool, layouts: Any) -> Any:
 
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
 @pytest.mark.parametrize("second", [[[3, 1], [2, 2]], [[3, 1], [2]], [[3, 1], []]], ids=["even", "one", "dry"])
-def test_a_forward_with_a_gradient_outside_of_windows_reduces_nothing(ranks, second, unused):
+def test_forward_with_a_gradient_outside_of_windows_reduces_nothing(ranks, second, unused):
     for seen in ranks(2).run(forwards_outside, unused, [[[2, 1, 3], [1, 4, 1]], second, second]):
         assert all(wrong <= 1e-12 and reductions == 1 for wrong, reductions in seen)

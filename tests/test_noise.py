@@ -84,14 +84,14 @@ def off(name: str, case: str, layouts: Any, **options: Any) -> float:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_both_norms_are_those_of_big_batches(case):
+def test_norms_equal_those_of_big_batches(case):
     layouts = [[[2, 1, 3]], [[4, 1]]]
     for options in ({}, {"max_norm": 0.01}, {"on_nonfinite": "ignore"}, {"on_nonfinite": "skip"}):
         assert off("plain", case, layouts, **options) <= 1e-12
 
 
 @pytest.mark.parametrize("case", ["samples mean", "samples sum_to_mean", "tokens sum"])
-def test_both_norms_on_ranks_with_different_micro_batches_or_none(ranks, case):
+def test_norms_are_exact_on_uneven_ranks(ranks, case):
     for sync in ("last", "every"):
         assert max(ranks(2).run(off_with, "DDP", case, UNEVEN, sync)) <= 1e-12
 
@@ -109,7 +109,7 @@ SHARDED = [
 
 
 @pytest.mark.parametrize(("name", "sync"), SHARDED, ids=[f"{name}, {sync}" for name, sync in SHARDED])
-def test_both_norms_where_gradients_are_sharded(ranks, name, sync):
+def test_norms_are_exact_where_gradients_are_sharded(ranks, name, sync):
     for how in ("raise", "ignore"):
         assert max(ranks(2).run(off_with, name, "samples mean", UNEVEN, sync, how)) <= 1e-12
     assert max(ranks(2).run(off_with, name, "tokens sum", UNEVEN[:1], sync)) <= 1e-12
@@ -119,7 +119,7 @@ MORE = ["HSDP, 2 replicas of 2 shards", "FSDP1, NO_SHARD", "FSDP1, HYBRID_SHARD"
 
 
 @pytest.mark.parametrize("name", [name for name in MORE if name in KINDS])
-def test_both_norms_on_replicas_of_shards(ranks, name):
+def test_norms_are_exact_on_replicas_of_shards(ranks, name):
     layouts = [layout * (KINDS[name].world // 2) for layout in UNEVEN[:3]]
     for how in ("raise", "ignore"):
         for off in ranks(KINDS[name].world).run(off_with, name, "samples mean", layouts, "last", how):
@@ -127,7 +127,7 @@ def test_both_norms_on_replicas_of_shards(ranks, name):
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_both_norms_under_deepspeed(ranks, stage):
+def test_norms_are_exact_under_deepspeed(ranks, stage):
     if stage > 1 and not COALESCES:
         pytest.skip("this version reduces in each micro-step")
     for off in ranks(2).run(off_with, f"ZeRO {stage}", "samples mean", EVERYBODY, "last"):
@@ -143,14 +143,14 @@ def refused_under_deepspeed() -> list[str]:
     return [str(caught.value), str(accumulator._engine.hides_own([]))]
 
 
-def test_deepspeed_says_where_it_shows_no_gradient(ranks):
+def test_deepspeed_is_refused_where_gradients_are_hidden(ranks):
     for each, half in ranks(2).run(refused_under_deepspeed):
         assert "reduces in each micro-step" in each and "sync='last'" in each
         assert "scales the loss by itself" in half
 
 
 @pytest.mark.parametrize("what", ["factor", "count", "scale"])
-def test_a_wrong_share_count_or_scale_shows(monkeypatch, what):
+def test_wrong_share_count_or_scale_shows_in_the_norms(monkeypatch, what):
     if what == "factor":
         monkeypatch.setattr(Noise, "_factor", lambda self, share, count: share * 1.001)
     elif what == "count":
@@ -208,7 +208,7 @@ def in_heads(model: Any) -> Any:
     return run
 
 
-def test_every_form_of_ddp_shows_a_ranks_own_gradient(ranks):
+def test_norms_are_exact_in_every_form_of_ddp(ranks):
     for found in ranks(2).run(forms_of_ddp):
         assert max(found.values()) <= 1e-12, found
 
@@ -228,14 +228,14 @@ def parts_under_fully_shard() -> Any:
 
 
 @pytest.mark.skipif("FSDP2" not in KINDS, reason="FSDP2 does not run on CPU in torch 2.6")
-def test_parts_under_fully_shard(ranks):
+def test_norms_of_parts_are_exact_under_fully_shard(ranks):
     for rank, (found, unseen, said) in enumerate(ranks(2).run(parts_under_fully_shard)):
         assert max(found) <= 1e-12
         assert unseen == [None, None]  # each part is reduced alone
         assert [one.startswith("measure_noise sees nothing") for one in said] == [True] * (rank == 0)
 
 
-def test_streaming_is_exact_although_its_shares_are_guesses():
+def test_norms_are_exact_while_streaming():
     model = make_net()
     for case in ("samples mean", "samples sum"):
         loss_fn, how, reduction, count = CASES[case]
@@ -262,7 +262,7 @@ def test_streaming_is_exact_although_its_shares_are_guesses():
 
 @pytest.mark.parametrize("caller_steps", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_scale_is_divided_out(fused, caller_steps):
+def test_loss_scale_is_divided_out(fused, caller_steps):
     model = make_net(torch.float32)
     optimizer = SGD(model.parameters(), lr=0.0, fused=fused)
     scaler = GradScaler("cpu", init_scale=1024.0)
@@ -278,7 +278,7 @@ def test_a_scale_is_divided_out(fused, caller_steps):
     assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1, 3]], 0, torch.float32)) <= 1e-5
 
 
-def test_the_caller_may_step_and_clip():
+def test_caller_may_clip_and_step():
     model = make_net()
     optimizer = SGD(model.parameters(), lr=0.0)
     for how in ("raise", "ignore"):
@@ -293,7 +293,7 @@ def test_the_caller_may_step_and_clip():
         assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1, 3]], 0)) <= 1e-12
 
 
-def test_only_what_the_optimizer_steps_counts():
+def test_norms_cover_only_the_optimizers_parameters():
     model = make_net()
     accumulator = Accumulator(model, SGD(model.head.parameters(), lr=0.0), measure_noise=True)
     window = accumulator.window(batches := micro_batches_of([[2, 3]], 0, 0))
@@ -327,7 +327,7 @@ def sums_under_ddp() -> list[float]:
     return found
 
 
-def test_with_accumulate_dtype_the_sums_are_measured(ranks):
+def test_norms_measure_the_sums_of_accumulate_dtype(ranks):
     for found in ranks(2).run(sums_under_ddp):
         assert max(found) < 0.05  # what bfloat16 rounds; without a part it would be 0.75
 
@@ -382,14 +382,14 @@ def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "sum_to_mean"])
-def test_over_every_arrangement_of_a_fixed_set_the_mean_is_the_true_value(reduction):
+def test_estimate_is_unbiased_over_all_arrangements(reduction):
     _, trace, square = population()
     for layout in ([[1, 3]], [[2, 1, 1]], [[3, 1]]):
         assert over_all_arrangements(layout, reduction) == pytest.approx((square, trace), rel=1e-12)
 
 
 @pytest.mark.parametrize("layout", [[[1], [3]], [[2, 1], [1]], [[1, 1, 1, 1], []]], ids=str)
-def test_on_two_ranks_too(ranks, layout):
+def test_estimate_is_unbiased_on_two_ranks(ranks, layout):
     _, trace, square = population()
     for reduction, sync in (("mean", "last"), ("sum", "every")):
         for found in ranks(2).run(over_all_arrangements, layout, reduction, sync):
@@ -419,7 +419,7 @@ def long_run(updates: int = 400) -> list[float]:
     return [update.noise_scale for update in seen]  # type: ignore[misc]
 
 
-def test_a_long_run_comes_to_the_true_value_and_ranks_agree(ranks):
+def test_long_run_comes_to_the_true_value(ranks):
     alone = long_run()
     # The standard error of a smoothed value: about 150 updates count, and the trace of one has an error of 60%.
     assert abs(alone[-1] / TRUE - 1) < 3 * 0.08
@@ -460,19 +460,19 @@ def costs(layout: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("layout", [[[2, 1, 3], [4, 2, 1]], [[2], [3]]], ids=["three", "one"])
-def test_it_sends_nothing_more_and_waits_no_more(ranks, layout):
+def test_measurement_adds_no_collective_and_no_wait(ranks, layout):
     for rows in ranks(2).run(costs, layout):
         for seen in rows:
             assert seen[:3] == seen[3:]
 
 
-def test_one_process_reads_no_more_either():
+def test_measurement_adds_no_host_read_in_one_process():
     for how in ("raise", "ignore"):
         seen = cost(lambda net, lr: (net, SGD(net.parameters(), lr=lr)), [[2, 1]], on_nonfinite=how)
         assert seen[:3] == seen[3:]
 
 
-def test_off_nothing_is_measured(monkeypatch):
+def test_noise_is_not_measured_by_default(monkeypatch):
     monkeypatch.setattr(Early, "norm", lambda self: pytest.fail("measured"))
     model = make_net()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
@@ -497,7 +497,7 @@ def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int,
     return window.step()
 
 
-def test_an_update_has_the_value_up_to_itself_whenever_it_is_read():
+def test_update_has_the_same_value_whenever_read():
     at_once, later = [], []
     model, accumulator = made()
     for index in range(40):
@@ -510,7 +510,7 @@ def test_an_update_has_the_value_up_to_itself_whenever_it_is_read():
     assert updates[3].grad_norm is None  # which nothing asked for
 
 
-def test_a_window_with_one_gradient_leaves_the_value_as_it_is():
+def test_window_of_one_micro_batch_leaves_the_value_alone():
     model, accumulator = made()
     assert go(model, accumulator, 0, (4,)).noise_scale is None
     value = go(model, accumulator, 1).noise_scale
@@ -536,7 +536,7 @@ def test_skipped_and_nonfinite_updates_do_not_count():
         assert go(model, accumulator, 2).noise_scale not in (value, None)
 
 
-def test_a_scaled_overflow_is_skipped_and_no_loss_is_blamed():
+def test_scaled_overflow_is_skipped_without_blaming_a_loss():
     model = make_net(torch.float32)
     optimizer = SGD(model.parameters(), lr=0.0)
     scaler = GradScaler("cpu", init_scale=2.0**127)
@@ -548,7 +548,7 @@ def test_a_scaled_overflow_is_skipped_and_no_loss_is_blamed():
     assert update.reason == "the scaled gradients overflowed" and update.noise_scale is None
 
 
-def test_where_noise_is_all_that_can_be_seen_it_is_infinite():
+def test_noise_scale_is_infinite_without_a_signal():
     model = Linear(2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
     window = accumulator.window([torch.ones(1, 4, dtype=torch.float64), -torch.ones(1, 4, dtype=torch.float64)])
@@ -557,7 +557,7 @@ def test_where_noise_is_all_that_can_be_seen_it_is_infinite():
     assert window.step().noise_scale == math.inf
 
 
-def test_alike_samples_have_no_noise():
+def test_equal_samples_have_no_noise():
     model = Linear(2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
     window = accumulator.window([torch.ones(1, 4, dtype=torch.float64)] * 2)
@@ -566,7 +566,7 @@ def test_alike_samples_have_no_noise():
     assert window.step().noise_scale == 0
 
 
-def test_a_state_goes_on_and_one_without_noise_starts_anew():
+def test_averages_go_on_with_the_state():
     model, accumulator = made()
     values = [go(model, accumulator, index).noise_scale for index in range(6)]
     model, accumulator = made()
@@ -583,7 +583,7 @@ def test_a_state_goes_on_and_one_without_noise_starts_anew():
     assert go(other, again, 0, (4,)).noise_scale is None
 
 
-def test_a_state_in_mid_window_has_the_first_micro_batch():
+def test_state_in_mid_window_holds_the_norm_of_the_first_micro_batch():
     batches = [make_batch(size, seed=i) for i, size in enumerate((2, 1, 3))]
     model, accumulator = made()
     window = accumulator.window(batches)
@@ -600,14 +600,14 @@ def test_a_state_in_mid_window_has_the_first_micro_batch():
     assert window.step().noise_scale == whole is not None
 
 
-def test_a_loss_over_pairs_has_no_estimate():
+def test_loss_over_pairs_has_no_estimate():
     model = nn.Linear(3, 2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2, measure_noise=True)
     update = accumulator.contrast(torch.randn(4, 3), model, lambda z: (z @ z.T).square().mean())
     assert update.stepped and update.noise_scale is None
 
 
-def test_update_and_check_run_with_it():
+def test_update_and_check_run_with_measure_noise():
     model, accumulator = made(micro_batch_size=2)
     assert accumulator.check(make_batch(5, seed=0), sample_loss_of(model)).equivalent
     assert accumulator.update(make_batch(5, seed=0), sample_loss_of(model)).noise_scale is not None
@@ -617,7 +617,7 @@ def sample_loss_of(model: nn.Module) -> Any:
     return lambda batch: sample_loss(model, batch)
 
 
-def test_several_denominators_are_refused_and_one_for_several_losses_is_not():
+def test_losses_must_share_one_denominator():
     tokens = count_tokens("labels")
     with pytest.raises(ValueError, match=r"several denominators \(a, b\), expected one"):
         made(count={"a": tokens, "b": count_samples})
@@ -630,7 +630,7 @@ def test_several_denominators_are_refused_and_one_for_several_losses_is_not():
     assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1]], 0)) <= 1e-12
 
 
-def test_an_engine_that_does_not_show_its_gradients_is_refused(ranks):
+def test_engine_that_hides_its_gradients_is_refused(ranks):
     for said in ranks(2).run(with_an_engine_from_outside):
         assert "Summing, whose engine does not say where a rank's own gradient is" in said
 
@@ -646,7 +646,7 @@ def with_an_engine_from_outside() -> str:
     return ""
 
 
-def test_what_it_means():
+def test_meaning_compares_the_batch_with_the_noise_scale():
     assert meaning(noise_scale=900, batch=100) == ("larger helps", 10.0, 1 + 1 / 9)
     assert meaning(noise_scale=300, batch=100).verdict == meaning(100, 300).verdict == "enough"
     assert meaning(noise_scale=99, batch=300).verdict == "wasteful"

@@ -78,7 +78,7 @@ def experts(how: str, sync: str) -> Any:
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("how", ["ignored_params", "a part"])
-def test_a_parameter_that_is_cut_over_data_parallel_ranks_is_exact_outside_of_fully_shard(ranks, how, sync):
+def test_parameter_cut_outside_of_fully_shard_is_exact(ranks, how, sync):
     for seen in ranks(2).run(experts, how, sync):
         for wrong, norm in seen:
             assert wrong <= 1e-10 and norm <= 1e-10
@@ -100,7 +100,7 @@ def refused() -> list[str]:
     return said
 
 
-def test_a_dtensor_outside_of_the_wrapper_whose_gradient_cannot_be_known_is_refused(ranks):
+def test_dtensor_of_unknown_gradient_is_refused_outside_of_the_wrapper(ranks):
     for replicated, gathered, fsdp1 in ranks(2).run(refused):
         assert "table is a DTensor outside of FSDP2" in replicated and "Place it as Shard over all" in replicated
         assert "with table, cut over the data-parallel ranks" in gathered
@@ -154,7 +154,7 @@ def loss_as_dtensor(kind: str) -> Any:
 
 
 @pytest.mark.parametrize(("kind", "placed"), [("loss_parallel", "R"), ("replicated", "R"), ("sharded", "P(avg)")])
-def test_a_loss_that_is_a_dtensor_is_taken_over_all_its_ranks(ranks, kind, placed):
+def test_dtensor_loss_is_taken_over_all_of_its_ranks(ranks, kind, placed):
     for kinds, wrong, loss in ranks(2).run(loss_as_dtensor, kind):
         assert kinds == [placed] and wrong <= 1e-10 and loss <= 1e-10
 
@@ -171,7 +171,7 @@ def loss_over_data_ranks() -> str:
     return "nothing"
 
 
-def test_a_loss_over_the_data_parallel_ranks_is_refused(ranks):
+def test_dtensor_loss_over_the_data_parallel_ranks_is_refused(ranks):
     for said in ranks(2).run(loss_over_data_ranks):
         assert "a DTensor over the data-parallel ranks [0, 1]" in said and "take the loss of local outputs" in said
 
@@ -204,7 +204,7 @@ def looks_at_hidden_parts(how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP1"])
-def test_what_looks_at_the_gradient_is_refused_where_parts_look_whole(ranks, how):
+def test_options_that_look_at_the_gradient_are_refused_over_hidden_parts(ranks, how):
     for (finite, norm, noise), stepped in ranks(2).run(looks_at_hidden_parts, how):
         assert finite.startswith("on_nonfinite='raise' with") and "over tensor-parallel modules" in finite
         assert norm.startswith("max_norm=1.0 with") and noise.startswith("measure_noise with")
@@ -232,7 +232,7 @@ def scaled_with_shards() -> Any:
     return seen
 
 
-def test_a_sharded_scaler_looks_at_an_optimizer_without_gradients_on_one_rank(ranks):
+def test_sharded_scaler_agrees_where_one_rank_lacks_gradients(ranks):
     first, second = ranks(2).run(scaled_with_shards, seconds=30)
     assert {has for has, _, _ in first + second} == {True, False}
     assert [told[1:] for told in first] == [told[1:] for told in second] == [(True, 8.0), (False, 4.0), (True, 4.0)]
