@@ -31,7 +31,7 @@ def scaled(**options):
     return model, scaler, Accumulator(model, optimizer, scaler=scaler, **options)
 
 
-def test_the_scaler_changes_no_gradient():
+def test_scaler_changes_no_gradient():
     model, scaler, accumulator = scaled()
     before = weights(model)
     window = run_window(accumulator.window(BATCHES), model)
@@ -44,7 +44,7 @@ def test_the_scaler_changes_no_gradient():
     assert scaler.get_scale() == 2.0**11, "one update() per window"
 
 
-def test_the_caller_may_unscale_to_look_at_the_gradient():
+def test_caller_may_unscale_to_look_at_the_gradient():
     model, scaler, accumulator = scaled()
     (optimizer,) = accumulator._optimizers
     before = weights(model)
@@ -61,7 +61,7 @@ def poison(batch, value=math.nan):
     return {**batch, "x": batch["x"] * value}
 
 
-def test_an_overflow_skips_the_update_and_says_so():
+def test_overflow_skips_the_update():
     model, scaler, accumulator = scaled(on_nonfinite="skip")
     schedule = StepLR(accumulator._optimizers[0], 1)
     accumulator._schedulers.append(schedule)
@@ -87,7 +87,7 @@ class Overflowing(torch.autograd.Function):
         return gradient * math.inf
 
 
-def test_with_a_scaler_raise_is_for_the_loss():
+def test_policy_raise_applies_to_the_loss_alone_with_a_scaler():
     model, scaler, accumulator = scaled()
     window = accumulator.window(BATCHES)
     for batch in window:
@@ -102,7 +102,7 @@ def test_with_a_scaler_raise_is_for_the_loss():
     assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_several_optimizers_share_a_scaler_each_unscaled_once():
+def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
     one, two = trunk(), trunk()
     optimizers = [SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.2)]
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
@@ -125,7 +125,7 @@ def test_several_optimizers_share_a_scaler_each_unscaled_once():
     assert scaler.get_scale() == 2.0**10
 
 
-def test_an_optimizer_without_gradients_is_unscaled_when_it_has_some():
+def test_optimizer_without_gradients_is_unscaled_in_a_later_window():
     model = trunk()
     optimizer = SGD(model[1].parameters(), lr=1.0)
     accumulator = Accumulator(model, optimizer, scaler=GradScaler("cpu"))
@@ -140,7 +140,7 @@ def test_an_optimizer_without_gradients_is_unscaled_when_it_has_some():
     assert error(before - weights(model[1]), gradient(plain[1])) <= 1e-12
 
 
-def test_a_disabled_scaler_is_no_scaler():
+def test_disabled_scaler_changes_nothing():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), scaler=GradScaler("cpu", enabled=False))
     before = weights(model)
@@ -148,7 +148,7 @@ def test_a_disabled_scaler_is_no_scaler():
     assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_the_scaler_goes_with_the_state():
+def test_scaler_is_part_of_the_state():
     model, _, accumulator = scaled(on_nonfinite="skip")
     run_window(accumulator.window([poison(BATCHES[0])]), model).step()
     _, other_scaler, other = scaled()
@@ -171,12 +171,12 @@ def scaler_on_ranks(layout):
     return update.stepped, scaler.get_scale(), error(step, 0.1 * gradient_of_trunk(BATCHES)), float(step.norm())
 
 
-def test_an_overflow_on_one_rank_skips_on_all(ranks):
+def test_overflow_on_one_rank_skips_the_update_on_all(ranks):
     for stepped, scale, _, moved in ranks(2).run(scaler_on_ranks, "one overflows"):
         assert (stepped, scale, moved) == (False, 2.0**9, 0.0)
 
 
-def test_a_rank_that_never_had_a_loss_keeps_its_scaler_in_step(ranks):
+def test_rank_without_a_loss_keeps_its_scaler_in_step(ranks):
     for stepped, scale, wrong, _ in ranks(2).run(scaler_on_ranks, "dry from the start"):
         assert (stepped, scale) == (True, 2.0**10)
         assert wrong <= 1e-12
@@ -186,7 +186,7 @@ def test_a_rank_that_never_had_a_loss_keeps_its_scaler_in_step(ranks):
 
 
 @pytest.mark.parametrize("of_norm", [1e-3, 0.9, 1.1, math.inf])
-def test_the_whole_gradient_is_clipped_once(of_norm):
+def test_gradient_of_all_models_is_clipped_once(of_norm):
     one, two = trunk(), trunk()
     before = torch.cat([weights(one), weights(two)])
     reference = nn.ModuleList([copy.deepcopy(one), copy.deepcopy(two)])
@@ -204,7 +204,7 @@ def test_the_whole_gradient_is_clipped_once(of_norm):
     assert error(before - torch.cat([weights(one), weights(two)]), gradient(reference)) <= 1e-12
 
 
-def test_the_norm_is_not_taken_unless_asked_for():
+def test_norm_is_not_taken_by_default():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1))
     assert run_window(accumulator.window(BATCHES), model).step().grad_norm is None
@@ -222,7 +222,7 @@ def test_clipping_comes_after_unscaling():
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_raise_names_it_and_changes_nothing(value):
+def test_policy_raise_names_the_loss_and_changes_nothing(value):
     model = trunk()
     optimizer = AdamW(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer)
@@ -240,7 +240,7 @@ def test_raise_names_it_and_changes_nothing(value):
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_skip_leaves_weights_and_optimizer_alone():
+def test_policy_skip_leaves_weights_and_optimizer_alone():
     model = trunk()
     optimizer = AdamW(model.parameters(), lr=0.1)
     schedule = StepLR(optimizer, 1)
@@ -258,21 +258,21 @@ def test_skip_leaves_weights_and_optimizer_alone():
     assert schedule.last_epoch == 1
 
 
-def test_ignore_steps_all_the_same():
+def test_policy_ignore_steps_with_nonfinite_gradients():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite="ignore")
     assert run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
     assert weights(model).isnan().any()
 
 
-def test_a_caller_who_steps_is_told_before_the_step():
+def test_nonfinite_gradient_raises_before_the_callers_step():
     model = trunk()
     accumulator = Accumulator(model)
     with pytest.raises(DistaccumError, match="not finite"):
         run_window(accumulator.window([poison(BATCHES[0])]), model)
 
 
-def test_large_finite_gradients_are_finite():
+def test_large_finite_gradients_are_clipped_to_the_norm():
     """Their sum of squares overflows, and they do not: clipped to a norm of 1, not to 0."""
     model = nn.Linear(4, 1, bias=False)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
@@ -322,7 +322,7 @@ class Poisoned(torch.autograd.Function):
 @pytest.mark.parametrize("where", ["loss", "backward"])
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("kind", ["DDP", *(["FSDP2"] if FSDP2_RUNS_ON_CPU else [])])
-def test_all_ranks_decide_alike_and_name_rank_and_micro_batch(ranks, kind, on_nonfinite, where):
+def test_ranks_agree_on_the_place_of_a_nan(ranks, kind, on_nonfinite, where):
     """A loss that is not finite at once; a backward in the window after, whose every micro-batch is looked at."""
     (seen, unchanged, wrong), (other, also_unchanged, also_wrong) = ranks(2).run(
         one_rank_is_poisoned, kind, on_nonfinite, where
@@ -343,7 +343,7 @@ def test_all_ranks_decide_alike_and_name_rank_and_micro_batch(ranks, kind, on_no
     assert max(wrong, also_wrong) <= 1e-12
 
 
-def test_a_run_of_skips_is_an_error():
+def test_long_run_of_skips_is_an_error():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite="skip")
     for i in range(MOST_SKIPS - 1):
@@ -371,13 +371,13 @@ def overflow_after_the_reduction():
     return update.stepped, scaler.get_scale(), torch.equal(weights(ddp), before), update.loss
 
 
-def test_found_inf_is_agreed_by_all_ranks(ranks):
+def test_ranks_agree_on_found_inf(ranks):
     (one, other) = ranks(2).run(overflow_after_the_reduction)
     assert one == other
     assert one[:3] == (False, 2.0**9, True) and math.isfinite(one[3])
 
 
-def test_sparse_gradients_are_normed_and_clipped():
+def test_sparse_gradients_are_clipped():
     model = nn.Embedding(10, 3, sparse=True)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1e-2)
     before = model.weight.detach().clone()
@@ -439,7 +439,7 @@ def foreach_adam(parameters):
 @pytest.mark.parametrize(("fused", "foreach"), [(fused_sgd, foreach_sgd), (fused_adam, foreach_adam)])
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("max_norm", [None, 0.01, 100.0])
-def test_a_fused_optimizer_unscales_and_clips_as_it_steps(fused, foreach, scaled, max_norm):
+def test_fused_optimizer_unscales_and_clips_in_its_step(fused, foreach, scaled, max_norm):
     seen, found, norms, scale = passes(fused, scaled, max_norm)
     _, expected, expected_norms, expected_scale = passes(foreach, scaled, max_norm)
     assert error(found, expected) <= 1e-6
@@ -450,13 +450,13 @@ def test_a_fused_optimizer_unscales_and_clips_as_it_steps(fused, foreach, scaled
 
 
 @pytest.mark.parametrize(("max_norm", "clips"), [(0.01, True), (100.0, False)])
-def test_a_gradient_within_the_norm_is_not_multiplied_by_one(max_norm, clips):
+def test_gradient_within_the_norm_is_not_multiplied_by_one(max_norm, clips):
     seen, *_ = passes(lambda parameters: SGD(parameters, lr=0.5, foreach=False), False, max_norm)
     assert seen == ["foreach_norm"] + ["foreach_mul"] * clips
 
 
 @pytest.mark.parametrize("optimizer", [fused_sgd, fused_adam, foreach_sgd])
-def test_an_overflow_steps_no_fused_optimizer(optimizer):
+def test_overflow_steps_no_fused_or_foreach_optimizer(optimizer):
     model = trunk().float()
     scaler = GradScaler("cpu", init_scale=2.0**10)
     accumulator = Accumulator(model, optimizer(model.parameters()), scaler=scaler, max_norm=1.0)
@@ -471,7 +471,7 @@ def test_an_overflow_steps_no_fused_optimizer(optimizer):
     assert not torch.equal(weights(model), before)
 
 
-def test_what_the_caller_unscaled_is_not_unscaled_again():
+def test_gradient_unscaled_by_the_caller_is_not_unscaled_again():
     (one, two) = (trunk().float(), trunk().float())
     for model, looks in ((one, True), (two, False)):
         optimizer = fused_sgd(model.parameters())
@@ -525,7 +525,7 @@ def with_a_hook_that_looks(parameters):
 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("make", [groups_of_two_kinds, in_a_wrapper, with_a_hook_that_looks])
-def test_what_cannot_divide_as_it_steps_is_clipped_before(make, scaled):
+def test_gradient_is_clipped_first_where_the_step_cannot_clip(make, scaled):
     model, plain = trunk().float(), trunk().float()
     optimizer = make(list(model.parameters()))
     scaler = {"scaler": GradScaler("cpu", init_scale=2.0**10)} if scaled else {}
@@ -534,7 +534,7 @@ def test_what_cannot_divide_as_it_steps_is_clipped_before(make, scaled):
     assert getattr(optimizer, "seen", [0.001] * 2) == pytest.approx([0.001] * 2, rel=1e-2)
 
 
-def test_another_user_of_the_scaler_is_heard_too():
+def test_overflow_of_another_user_of_the_scaler_counts():
     model, other = trunk().float(), trunk().float()
     scaler = GradScaler("cpu", init_scale=2.0**10)
     own = SGD(other.parameters(), lr=0.1)
@@ -550,7 +550,7 @@ def test_another_user_of_the_scaler_is_heard_too():
 
 
 @pytest.mark.parametrize("count", [2.0**-18, 1.1e6, 2.0**26], ids=["overflows", "subnormal", "underflows"])
-def test_a_share_that_float16_cannot_hold_is_refused(count):
+def test_share_that_float16_cannot_hold_is_refused(count):
     model = nn.Linear(1, 1, bias=False)
     accumulator = Accumulator(
         model, SGD(model.parameters(), lr=0.1), reduction="sum_to_mean", count=lambda _: count / 3
@@ -565,7 +565,7 @@ def test_a_share_that_float16_cannot_hold_is_refused(count):
     assert model.weight.grad.item() == pytest.approx(3 / count, rel=1e-6)
 
 
-def test_a_scaler_lifts_a_share_that_float16_cannot_hold():
+def test_scaler_lifts_a_share_that_float16_cannot_hold():
     model = nn.Linear(1, 1, bias=False)
     scaler = GradScaler("cpu", init_scale=2.0**20)
     accumulator = Accumulator(
@@ -581,7 +581,7 @@ def test_a_scaler_lifts_a_share_that_float16_cannot_hold():
 
 
 @pytest.mark.parametrize("policy", ["ignore", "pool"])
-def test_looking_whether_a_loss_was_scaled_runs_no_checkpointed_forward(policy):
+def test_search_for_a_scaled_loss_runs_no_checkpointed_forward(policy):
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -618,7 +618,7 @@ def test_looking_whether_a_loss_was_scaled_runs_no_checkpointed_forward(policy):
     ],
     ids=["scaled", "divided", "added up", "a mean", "half"],
 )
-def test_a_loss_that_the_scaler_has_scaled_is_refused(scale):
+def test_loss_scaled_by_the_caller_is_refused(scale):
     model, scaler, accumulator = scaled()
     run_window(accumulator.window(BATCHES), model).step()
     window = accumulator.window(BATCHES)
@@ -627,7 +627,7 @@ def test_a_loss_that_the_scaler_has_scaled_is_refused(scale):
             window.backward(scale(scaler, loss_of(model, micro_batch)))
 
 
-def test_a_loss_that_another_number_has_multiplied_is_none_of_the_scaler_s():
+def test_loss_multiplied_by_another_number_is_accepted():
     model, scaler, accumulator = scaled()
     other = GradScaler("cpu", init_scale=2.0**10)
     window = accumulator.window(BATCHES)
@@ -639,7 +639,7 @@ def test_a_loss_that_another_number_has_multiplied_is_none_of_the_scaler_s():
 
 
 @pytest.mark.parametrize("scaler", [False, True], ids=["", "scaler"])
-def test_weights_that_were_not_finite_before_are_named_and_not_the_data(scaler):
+def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
     model, _, accumulator = (
         scaled() if scaler else (model := trunk(), None, Accumulator(model, SGD(model.parameters())))
     )

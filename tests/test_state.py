@@ -135,7 +135,7 @@ def paused(name: str, sync: str, pause: tuple[int, int]) -> tuple[bool, list[flo
 
 @pytest.mark.parametrize("pause", [(0, 0), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize(("name", "sync", "world"), CASES)
-def test_a_window_goes_on_bit_for_bit(ranks, name, sync, world, pause):
+def test_window_goes_on_bit_for_bit(ranks, name, sync, world, pause):
     seen = ranks(world).run(paused, name, sync, pause) if world > 1 else [paused(name, sync, pause)]
     for same, expected, losses in seen:
         assert same and losses == expected
@@ -149,7 +149,7 @@ def half_a_window() -> Any:
     return made, run(made, micro_batches(0, 0), (1, 1))
 
 
-def test_what_the_window_was_is_checked():
+def test_resumed_window_with_other_data_is_refused():
     _, saved = half_a_window()
     resumed = make("plain", "last")
     load(resumed, saved)
@@ -159,7 +159,7 @@ def test_what_the_window_was_is_checked():
     assert len(losses) == 2
 
 
-def test_another_number_of_ranks_is_refused_in_mid_window_and_allowed_at_an_edge(ranks):
+def test_number_of_ranks_may_change_only_between_windows(ranks):
     _, saved = half_a_window()
     messages = ranks(2).run(loads_on_two, saved)
     assert all("mid-window on 1 ranks and this job has 2, expected as many" in message for message in messages)
@@ -180,7 +180,7 @@ def indices(state: Any) -> int:
     return accumulator.index
 
 
-def test_a_state_without_this_rank_s_part_is_told():
+def test_state_without_this_ranks_part_is_refused():
     _, saved = half_a_window()
     state = torch.load(io.BytesIO(saved), weights_only=False)["accumulator"]
     del state["rank 0"]
@@ -188,7 +188,7 @@ def test_a_state_without_this_rank_s_part_is_told():
         make("plain", "last")[2].load_state_dict(state)
 
 
-def test_the_state_is_loaded_without_running_code():
+def test_state_is_loaded_without_running_code():
     _, saved = half_a_window()
     in_window = torch.load(io.BytesIO(saved), weights_only=False)["accumulator"]
     for state in (in_window, make("plain", "last")[2].state_dict()):
@@ -269,7 +269,7 @@ SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
     ],
     ids=str,
 )
-def test_a_broken_state_is_told_in_a_sentence_and_nothing_of_it_is_loaded(change, message):
+def test_broken_state_is_refused_and_nothing_is_loaded(change, message):
     _, _, accumulator = measured()
     before = accumulator.state_dict(), vars(accumulator._fit).copy()
     with pytest.raises(ValueError, match=message) as told:
@@ -278,7 +278,7 @@ def test_a_broken_state_is_told_in_a_sentence_and_nothing_of_it_is_loaded(change
     assert (accumulator.state_dict(), vars(accumulator._fit)) == before
 
 
-def test_a_state_sets_what_it_knows_and_no_other_attribute():
+def test_state_sets_no_unknown_attribute():
     _, _, accumulator = measured()
     accumulator.load_state_dict(a_state(fit={**FIT, "is_proven": 3, "most": 1}, foreign=1))
     assert accumulator.index == 7 and accumulator._fit.most is None and callable(accumulator._fit.is_proven)
@@ -313,7 +313,7 @@ class TellsItsState:
     ],
     ids=["numpy", "code", "lambda"],
 )
-def test_a_loader_s_state_that_cannot_be_loaded_is_refused_when_it_is_saved(held, message):
+def test_loader_state_that_cannot_be_loaded_is_refused_on_saving(held, message):
     model = nn.Linear(3, 1)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.01), steps=2)
     for window in accumulator.windows(TellsItsState(held)):
@@ -326,7 +326,7 @@ def test_a_loader_s_state_that_cannot_be_loaded_is_refused_when_it_is_saved(held
         break
 
 
-def test_where_a_state_cannot_be_taken():
+def test_state_is_not_taken_before_a_step_nor_loaded_in_a_loop():
     model, _, accumulator = make("plain", "last")
     window = accumulator.window(micro_batches(2, 0))
     for batch in window:
@@ -344,7 +344,7 @@ def test_where_a_state_cannot_be_taken():
 
 
 @pytest.mark.parametrize("wide", [None, torch.float64])
-def test_a_deep_copy_between_windows_is_whole_and_one_within_is_refused(wide):
+def test_deep_copy_is_whole_between_windows_and_refused_within(wide):
     model = nn.Linear(3, 1)
     sgd = SGD(model.parameters(), lr=0.1)
     made = model, sgd, Accumulator(model, sgd, steps=2, accumulate_dtype=wide)
@@ -372,7 +372,7 @@ def test_a_deep_copy_between_windows_is_whole_and_one_within_is_refused(wide):
     assert torch.equal(model.weight, before.weight) and not torch.equal(twin.weight, before.weight)
 
 
-def test_can_pause_while_every_rank_has_more(ranks):
+def test_can_pause_is_true_while_every_rank_has_more(ranks):
     assert ranks(2).run(pauses) == [[False, True, True, False], [False, True, True, False, False]]
 
 
@@ -388,7 +388,7 @@ def pauses() -> list[bool]:
 
 
 @pytest.mark.parametrize("name", ["FSDP1", "ZeRO 0", "ZeRO 2"])
-def test_engines_that_cannot_say_so(ranks, name):
+def test_engines_that_hide_their_sums_refuse_a_state_in_mid_window(ranks, name):
     (told, _) = ranks(2).run(cannot, name)
     assert "does not show what it has added up; call it between two windows" in told
 
@@ -416,7 +416,7 @@ def cannot(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["DDP", *(["FSDP2"] if FSDP2_RUNS_ON_CPU else [])])
-def test_a_distributed_checkpoint_holds_a_window(ranks, tmp_path, name):
+def test_distributed_checkpoint_holds_a_window(ranks, tmp_path, name):
     seen = ranks(2).run(through_a_checkpoint, name, str(tmp_path))
     assert all(same and losses == expected for same, expected, losses in seen)
 
@@ -545,7 +545,7 @@ def stateful_loader(workers: int) -> Any:
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", ["in the window", "at its edge"])
-def test_a_stateful_loader_goes_on_where_it_stopped(workers, at):
+def test_stateful_loader_goes_on_from_its_place(workers, at):
     pytest.importorskip("torchdata")
     runs: list[list[float]] = []
     for stops in (False, True):
@@ -612,7 +612,7 @@ def first_after(state: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
 @pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "by an error", "not begun"])
-def test_a_state_taken_after_the_loop_was_left_knows_where_its_loader_stood(leave: str, lookahead: bool) -> None:
+def test_state_after_a_left_loop_knows_the_loaders_place(leave: str, lookahead: bool) -> None:
     model, accumulator = one_weight(lookahead)
     loader, left = Standing(), None
     with contextlib.suppress(KeyError):
@@ -646,7 +646,7 @@ def test_a_state_taken_after_the_loop_was_left_knows_where_its_loader_stood(leav
     assert first_after(accumulator.state_dict()) == 1  # an epoch that ended is over
 
 
-def test_another_loader_than_the_state_s_is_told():
+def test_loader_that_cannot_take_the_state_raises_a_warning():
     class Loader:
         def __iter__(self):
             return iter([make_batch(2, seed=0)])
@@ -699,7 +699,7 @@ def consumed(accumulator: Any, model: nn.Module, loader: Any) -> list[int]:
     return seeds_of(seen)
 
 
-def test_a_state_taken_before_the_window_begins_keeps_its_data():
+def test_state_before_a_window_begins_keeps_the_windows_data():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
     windows = accumulator.windows(Counted())
@@ -714,7 +714,7 @@ def test_a_state_taken_before_the_window_begins_keeps_its_data():
     assert consumed(accumulator, model, Counted()) == [2, 3, 4, 5]
 
 
-def test_a_state_that_was_loaded_can_be_saved_again_at_once():
+def test_loaded_state_can_be_saved_again_at_once():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
     window = next(accumulator.windows(Counted()))
@@ -748,7 +748,7 @@ def past_the_shortest() -> str:
     return told
 
 
-def test_a_state_past_the_shortest_rank_is_refused_on_all(ranks):
+def test_state_past_the_shortest_rank_is_refused_on_all_ranks(ranks):
     for told in ranks(2).run(past_the_shortest):
         assert "(they have [3, 1])" in told and "take it where window.can_pause" in told
 
@@ -765,7 +765,7 @@ def streams_alone() -> str:
     return str(error.value)
 
 
-def test_a_state_of_ranks_that_stream_alone_is_refused(ranks):
+def test_state_of_ranks_that_stream_alone_is_refused(ranks):
     assert all("streaming, what they have is not known" in told for told in ranks(2).run(streams_alone))
 
 
@@ -787,11 +787,11 @@ def taking_states(name: str, sync: str) -> bool:
 
 
 @pytest.mark.parametrize(("name", "sync", "world"), CASES)
-def test_taking_a_state_changes_nothing(ranks, name, sync, world):
+def test_state_dict_changes_nothing(ranks, name, sync, world):
     assert all(ranks(world).run(taking_states, name, sync) if world > 1 else [taking_states(name, sync)])
 
 
-def test_named_losses_a_scaler_and_dropped_micro_batches_go_on():
+def test_named_losses_and_dropped_micro_batches_go_on_bit_for_bit():
     from torch.amp import GradScaler
 
     from distaccum import count_samples, count_tokens

@@ -78,7 +78,7 @@ STREAMED = {
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("name", "sync"), [(name, sync) for name, syncs in STREAMED.items() for sync in syncs])
-def test_a_streamed_window_is_exact(ranks, name, sync, case):
+def test_streamed_window_is_exact(ranks, name, sync, case):
     kind = KINDS[name]
     layouts = [*EVEN, *UNEVEN] if kind.world > 1 else ONE
     if kind.world > 1:
@@ -88,7 +88,7 @@ def test_a_streamed_window_is_exact(ranks, name, sync, case):
     assert max(value for of_rank in seen for pair in of_rank for value in pair) <= 1e-10
 
 
-def test_one_micro_batch_beyond_the_current_is_alive():
+def test_stream_keeps_one_micro_batch_beyond_the_current_alive():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, lookahead=False)
     alive: list[Any] = []
@@ -110,7 +110,7 @@ def test_one_micro_batch_beyond_the_current_is_alive():
     assert most == 2 and len(alive) == 8
 
 
-def test_the_correction_needs_no_other_collective_than_the_count(ranks):
+def test_correction_needs_no_collective_but_the_count(ranks):
     seen, other = ranks(2).run(collectives, False)
     assert seen == other == [["allgather_", "allreduce_", "allgather_", "allreduce_"]] * 3
     seen, _ = ranks(2).run(collectives, True)
@@ -132,7 +132,7 @@ def collectives(lookahead: bool) -> Any:
     return [[name for name in names if name != "broadcast_"] for names in seen]
 
 
-def test_a_scaler_and_clipping_see_the_corrected_gradient():
+def test_scaler_and_clipping_see_the_corrected_gradient():
     ends = []
     for lookahead in (True, False):
         model = trunk()
@@ -149,7 +149,7 @@ def test_a_scaler_and_clipping_see_the_corrected_gradient():
     assert ends[0] == pytest.approx(ends[1], rel=1e-12)
 
 
-def test_an_abandoned_window_takes_its_data_with_it():
+def test_abandoned_window_takes_its_data_along():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=3, lookahead=False)
     batches = [make_batch(1, seed=i) for i in range(9)]
@@ -165,7 +165,7 @@ def test_an_abandoned_window_takes_its_data_with_it():
     assert seen == [0, 3, 4, 5, 6, 7, 8]  # as where windows are looked up whole
 
 
-def test_a_window_without_anything_that_counts_makes_no_update_and_goes_on():
+def test_window_without_counts_makes_no_update():
     model = make_net()
     accumulator = Accumulator(
         model, SGD(model.parameters(), lr=0.1), steps=2, count=count_tokens("labels"), lookahead=False
@@ -188,16 +188,16 @@ def streamed_each_step() -> str:
     return str(told.value)
 
 
-def test_a_reduction_per_micro_step_under_ddp_is_refused(ranks):
+def test_sync_every_under_ddp_is_refused(ranks):
     assert all("sync='every' with DistributedDataParallel" in told for told in ranks(2).run(streamed_each_step))
 
 
-def test_synchronised_norms_are_refused():
+def test_sync_batchnorm_is_refused():
     with pytest.raises(ValueError, match="lookahead=False with SyncBatchNorm"):
         Accumulator(nn.Sequential(trunk(), nn.SyncBatchNorm(4)), steps=2, lookahead=False)
 
 
-def test_several_denominators_are_refused():
+def test_losses_of_several_denominators_are_refused():
     names = {"tokens": count_tokens("labels"), "samples": count_samples}
     with pytest.raises(ValueError, match=r"several denominators \(tokens, samples\)"):
         Accumulator(trunk(), steps=2, count=names, lookahead=False)
@@ -214,7 +214,7 @@ def test_deepspeed_does_not_stream(ranks):
     assert all("keeps gradients where they cannot be corrected" in told for told in ranks(2).run(deepspeed_streams))
 
 
-def test_a_paused_stream_goes_on():
+def test_paused_stream_goes_on():
     ends = []
     for stops in (False, True):
         model = trunk()
@@ -263,7 +263,7 @@ def loader_fails(name: str) -> str:
 
 
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
-def test_where_ranks_step_together_all_hear_of_a_loader_that_fails(ranks):
+def test_failing_loader_of_one_rank_raises_on_all_ranks(ranks):
     zero, one = ranks(2).run(loader_fails, "FSDP2")
     assert one == "OSError: the disk is gone"
     assert zero.startswith("DistaccumError: rank 1 could not draw a micro-batch")
@@ -283,6 +283,6 @@ def skips_in_a_stream() -> Any:
 
 
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
-def test_a_skipped_update_leaves_uneven_ranks_in_step(ranks):
+def test_skipped_update_leaves_uneven_ranks_in_step(ranks):
     seen = ranks(2).run(skips_in_a_stream)
     assert seen == [[(False, {"samples": 12}), (True, {"samples": 8})]] * 2

@@ -67,7 +67,7 @@ def assert_nested(found: list[dict[str, Any]]) -> None:
 # What is written
 
 
-def test_a_window_is_plan_then_forward_and_backward_of_each_micro_batch_then_step(tmp_path):
+def test_window_shows_plan_forwards_backwards_and_step_in_order(tmp_path):
     model, accumulator = make(tmp_path / "new" / "folder", steps=2)
     for window in accumulator.windows(BATCHES):
         run(window, model)
@@ -87,7 +87,7 @@ def test_a_window_is_plan_then_forward_and_backward_of_each_micro_batch_then_ste
     assert {one["pid"] for one in found} == {0}
 
 
-def test_nothing_is_written_without_it_and_not_by_a_check(tmp_path, monkeypatch):
+def test_check_and_untraced_training_write_no_spans(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model, accumulator = make(None, steps=2)
     run(window := accumulator.window(BATCHES), model)
@@ -99,7 +99,7 @@ def test_nothing_is_written_without_it_and_not_by_a_check(tmp_path, monkeypatch)
     assert spans(tmp_path / "traces") == []
 
 
-def test_the_file_is_whole_while_the_job_runs(tmp_path):
+def test_file_is_whole_while_the_job_runs(tmp_path):
     model, accumulator = make(tmp_path)
     for updates in range(3):
         run(window := accumulator.window(BATCHES), model)
@@ -109,7 +109,7 @@ def test_the_file_is_whole_while_the_job_runs(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["break", "error", "discard", "failing backward"])
-def test_what_is_left_is_shown_as_undone(tmp_path, how):
+def test_discarded_window_is_shown_as_undone(tmp_path, how):
     model, accumulator = make(tmp_path)
     window = accumulator.window(BATCHES)
     with contextlib.suppress(KeyboardInterrupt, RuntimeError):
@@ -135,7 +135,7 @@ def test_what_is_left_is_shown_as_undone(tmp_path, how):
     assert [one for one in of_first if one["args"].get("unfinished")] == of_first[1:] * (how == "failing backward")
 
 
-def test_an_attempt_that_ran_out_of_memory_is_shown_beside_the_one_that_came_through(tmp_path):
+def test_attempt_that_ran_out_of_memory_is_shown_as_undone(tmp_path):
     model, accumulator = make(tmp_path, micro_batch_size=4)
     sizes = []
 
@@ -196,7 +196,7 @@ def both_ways(cases: list[tuple[str, str]], folder: str) -> list[bool]:
     return [traced(n, s, None) == traced(n, s, str(Path(folder) / f"{n} {s}")) for n, s in cases]
 
 
-def test_every_engine_is_traced_and_sends_no_more_for_it(ranks, tmp_path):
+def test_trace_of_every_engine_adds_no_collective(ranks, tmp_path):
     zero = "ZeRO 2", KINDS["ZeRO 2"].policies[0]
     cases = [("DDP", "last"), ("DDP", "every"), ("FSDP2", "last"), ("FSDP1", "last"), zero]
     cases = [case for case in cases if case[0] in KINDS]
@@ -241,7 +241,7 @@ def one_sleeps(folder: str, sync: str, where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["step", "loss"])
-def test_a_wait_that_ends_after_the_update_has_the_name_of_the_rank_that_is_late(ranks, tmp_path, where):
+def test_wait_that_ends_after_the_update_names_the_late_rank(ranks, tmp_path, where):
     ranks(2).run(one_sleeps, str(tmp_path), "last", where)
     timeline = cut(read(tmp_path), 1, 1)
     early, late = timeline.as_dict()["ranks"]
@@ -250,7 +250,7 @@ def test_a_wait_that_ends_after_the_update_has_the_name_of_the_rank_that_is_late
 
 
 @pytest.mark.parametrize(("sync", "where"), [("last", "forward"), ("every", "forward"), ("last", "draw")])
-def test_the_rank_that_sleeps_is_the_one_that_is_waited_for(ranks, tmp_path, sync, where):
+def test_waits_name_the_rank_that_sleeps(ranks, tmp_path, sync, where):
     ranks(2).run(one_sleeps, str(tmp_path), sync, where)
     timeline = cut(read(tmp_path), 1, 1)
     early, late = timeline.as_dict()["ranks"]
@@ -267,7 +267,7 @@ def test_the_rank_that_sleeps_is_the_one_that_is_waited_for(ranks, tmp_path, syn
     assert max(one["dur"] for one in waited) >= 1e6 * SLEEP / 2
 
 
-def test_clocks_of_other_machines_are_set_by_what_ends_at_once(ranks, tmp_path):
+def test_clocks_of_other_machines_are_aligned_by_collectives(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
     before = cut(read(tmp_path), 1, 1)
     found = json.loads((tmp_path / "rank1.json").read_text())
@@ -293,7 +293,7 @@ def streamed_and_read_ahead(folder: str) -> None:
         assert window.step().loss > 0  # reading it waits
 
 
-def test_streaming_and_looking_ahead_show_when_they_draw(ranks, tmp_path):
+def test_spans_show_when_micro_batches_are_drawn_ahead(ranks, tmp_path):
     ranks(2).run(streamed_and_read_ahead, str(tmp_path))
     streamed, ahead = spans(tmp_path / "streamed"), spans(tmp_path / "ahead")
     assert_nested(streamed)
@@ -308,7 +308,7 @@ def test_streaming_and_looking_ahead_show_when_they_draw(ranks, tmp_path):
     assert timeline.micro_batches == (2, 2)
 
 
-def test_a_reduction_that_only_one_rank_shows_keeps_its_place(ranks, tmp_path):
+def test_reduction_shown_by_one_rank_keeps_its_place(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
     before = cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"]
     found = json.loads((tmp_path / "rank0.json").read_text())
@@ -319,7 +319,7 @@ def test_a_reduction_that_only_one_rank_shows_keeps_its_place(ranks, tmp_path):
     assert cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"] <= before + 0.2 + NOISE
 
 
-def test_a_window_in_which_ddp_lays_out_its_buckets_is_not_typical(ranks, tmp_path):
+def test_window_in_which_ddp_lays_out_buckets_is_not_typical(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "nowhere")
     traces = read(tmp_path)  # it does so in the forward after its first reduction
     assert [bool(one["args"].get("lays_out")) for one in named(spans(tmp_path), "window")] == [False, True, False]
@@ -335,7 +335,7 @@ def test_a_window_in_which_ddp_lays_out_its_buckets_is_not_typical(ranks, tmp_pa
 # Folders
 
 
-def test_an_older_runs_trace_is_kept_under_another_name(tmp_path):
+def test_trace_of_an_older_run_is_kept_under_another_name(tmp_path):
     for _ in range(3):
         model, accumulator = make(tmp_path)
         run(window := accumulator.window(BATCHES), model)
@@ -345,7 +345,7 @@ def test_an_older_runs_trace_is_kept_under_another_name(tmp_path):
     assert all(json.loads(path.read_text())["traceEvents"] for path in tmp_path.iterdir())
 
 
-def test_two_accumulators_want_two_folders(tmp_path):
+def test_accumulators_need_a_folder_each(tmp_path):
     _, accumulator = make(tmp_path)
     with pytest.raises(ValueError, match="another Accumulator of this process writes its trace; give each a folder"):
         make(tmp_path)
@@ -370,7 +370,7 @@ def lets_go(folder: str) -> tuple[bool, float, float | None]:
         gc.enable()
 
 
-def test_an_update_that_is_kept_keeps_no_trace(ranks, tmp_path):
+def test_kept_update_keeps_no_trace_open(ranks, tmp_path):
     for gone, loss, noise in [lets_go(str(tmp_path / "one")), *ranks(2).run(lets_go, str(tmp_path / "two"))]:
         assert gone and loss > 0 and noise is not None
 
@@ -382,18 +382,18 @@ def unequal(folder: str) -> None:
 
 
 @pytest.mark.skipif("FSDP2" not in KINDS, reason="not on CPU in torch 2.6")
-def test_what_stands_in_is_no_micro_batch(ranks, tmp_path):
+def test_stand_in_is_not_counted_as_a_micro_batch(ranks, tmp_path):
     ranks(2).run(unequal, str(tmp_path))
     assert cut(read(tmp_path), 1, 1).micro_batches == (3, 1)
 
 
-def test_a_folder_that_cannot_be_made_is_one_sentence(tmp_path):
+def test_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=r"cannot be written \(.*\); name a folder that this process may make"):
         make(tmp_path / "file" / "traces")
 
 
-def test_a_full_disk_ends_the_trace_and_not_the_training(tmp_path):
+def test_full_disk_ends_the_trace_and_not_the_training(tmp_path):
     model, accumulator = make(tmp_path)
     trace = accumulator._engine.trace
     assert trace is not None
@@ -420,7 +420,7 @@ def traces(tmp_path_factory) -> Path:
     return folder
 
 
-def test_timeline_tells_a_typical_update_and_draws_it(traces, tmp_path, capsys):
+def test_timeline_prints_and_draws_a_typical_update(traces, tmp_path, capsys):
     update = typical(read(traces))
     for suffix, begins in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         out = tmp_path / "made" / f"picture.{suffix}"
@@ -430,7 +430,7 @@ def test_timeline_tells_a_typical_update_and_draws_it(traces, tmp_path, capsys):
     assert 0 < update < 4
 
 
-def test_what_is_printed_fits_the_terminal(traces, monkeypatch):
+def test_printed_timeline_fits_the_terminal(traces, monkeypatch):
     found = cut(read(traces), 1, 2)
     for columns, parts in ((30, 6), (60, 2), (120, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
@@ -439,7 +439,7 @@ def test_what_is_printed_fits_the_terminal(traces, monkeypatch):
         assert all(name in text for name in COLUMNS)
 
 
-def test_timeline_gives_json_and_several_updates(traces, capsys):
+def test_timeline_prints_several_updates_as_json(traces, capsys):
     assert main(["timeline", str(traces), "--updates", "1:2", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     (rank,) = found["ranks"]
@@ -467,7 +467,7 @@ def test_timeline_gives_json_and_several_updates(traces, capsys):
         ),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(traces, tmp_path, monkeypatch, capsys, words, text):
+def test_mistake_prints_one_line_and_exits_with_status_2(traces, tmp_path, monkeypatch, capsys, words, text):
     monkeypatch.chdir(tmp_path)
     files = {"others/rank1.json": "{}", "broken/rank0.json": '{"otherData": {', "foreign/rank0.json": "{}"}
     one = json.loads((traces / "rank0.json").read_text())
@@ -485,7 +485,7 @@ def test_a_mistake_is_one_line_and_status_2(traces, tmp_path, monkeypatch, capsy
     assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
 
 
-def test_help_carries_an_example(capsys):
+def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["timeline", "--help"])
     text = capsys.readouterr().out

@@ -115,7 +115,7 @@ LEAVINGS = [
 
 
 @pytest.mark.parametrize("leave", LEAVINGS)
-def test_a_window_that_is_left_leaves_no_trace(leave):
+def test_window_left_early_leaves_no_trace(leave):
     model, _, accumulator = make(steps=3)
     before = weights(model)
     leave(accumulator, model)
@@ -156,7 +156,7 @@ class Unwrapped(nn.Module):
 
 @pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
 @pytest.mark.parametrize("leave", LEAVINGS)
-def test_a_window_that_is_left_leaves_no_trace_on_ddp(ranks, leave, view):
+def test_window_left_early_leaves_no_trace_on_ddp(ranks, leave, view):
     for flag, wrongs in ranks(2).run(left_on_ranks, leave, view):
         assert flag
         assert max(wrongs) <= 1e-12
@@ -173,13 +173,13 @@ def flags_that_the_caller_set():
     return found, ddp.require_backward_grad_sync, wrong
 
 
-def test_flags_are_put_back_as_found(ranks):
+def test_flags_of_ddp_are_put_back_as_found(ranks):
     for inside, outside, wrong in ranks(2).run(flags_that_the_caller_set):
         assert (inside, outside) == (False, True)
         assert wrong <= 1e-12
 
 
-def test_breaking_out_of_the_epoch_after_the_loop_still_allows_the_step():
+def test_step_is_allowed_after_a_break_out_of_the_epoch():
     model, _, accumulator = make(steps=3)
     for window in accumulator.windows(BATCHES):
         run_window(window, model)
@@ -187,7 +187,7 @@ def test_breaking_out_of_the_epoch_after_the_loop_still_allows_the_step():
     assert window.step().stepped
 
 
-def test_the_first_window_may_be_taken_with_next():
+def test_first_window_may_be_taken_with_next():
     model, _, accumulator = make(steps=2)
     window = next(accumulator.windows(BATCHES))
     gc.collect()
@@ -416,7 +416,7 @@ def test_misuse_gets_a_clear_error_and_costs_nothing(misuse):
     next_is_exact(accumulator, model)
 
 
-def test_an_unstepped_window_can_still_be_stepped_after_the_error():
+def test_unstepped_window_survives_a_request_for_another():
     model, _, accumulator = make(steps=3)
     window = run_window(accumulator.window(BATCHES), model)
     with pytest.raises(DistaccumError, match="complete but not stepped"):
@@ -424,7 +424,7 @@ def test_an_unstepped_window_can_still_be_stepped_after_the_error():
     assert window.step().stepped
 
 
-def test_an_open_window_goes_on_after_the_error():
+def test_open_window_survives_a_request_for_another():
     model, _, accumulator = make(steps=3)
     window = accumulator.window(BATCHES)
     for micro_batch in window:
@@ -435,7 +435,7 @@ def test_an_open_window_goes_on_after_the_error():
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_asking_again_discards_the_open_window():
+def test_second_request_discards_the_open_window():
     model, _, accumulator = make(steps=3)
     window = accumulator.window(BATCHES)
     iterator = iter(window)
@@ -447,7 +447,7 @@ def test_asking_again_discards_the_open_window():
         next(iterator)
 
 
-def test_gradients_that_stood_before_are_cleared_with_a_warning():
+def test_gradients_from_before_the_window_are_cleared_with_a_warning():
     model, _, accumulator = make()
     loss_of(model, BATCHES[0]).backward()
     with pytest.warns(UserWarning, match="stood before the window were cleared"):
@@ -455,7 +455,7 @@ def test_gradients_that_stood_before_are_cleared_with_a_warning():
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_named_losses_must_all_come():
+def test_named_losses_must_all_be_given():
     model = trunk()
     count = {"tokens": count_tokens("labels"), "samples": count_samples}
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), count=count)
@@ -504,7 +504,7 @@ def schedule(optimizer):
         ({"model": "net"}, TypeError, "model='net' is a str"),
     ],
 )
-def test_a_wrong_argument_is_told_at_once(options, kind, message):
+def test_wrong_argument_is_refused_at_once(options, kind, message):
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
     options = {"model": model, "optimizer": optimizer, **options}
@@ -518,7 +518,7 @@ def test_a_wrong_argument_is_told_at_once(options, kind, message):
         Accumulator(options.pop("model"), options.pop("optimizer"), **options)
 
 
-def test_an_optimizer_of_another_model_is_refused():
+def test_optimizer_of_another_model_is_refused():
     with pytest.raises(ValueError, match="none of the model's parameters"):
         Accumulator(trunk(), SGD(trunk().parameters(), lr=0.1))
 
@@ -532,13 +532,13 @@ def test_windows_needs_a_number_and_split_a_size():
 
 
 @pytest.mark.parametrize("value", [-1, math.nan, math.inf])
-def test_a_count_must_be_a_number_of_things(value):
+def test_count_must_be_finite_and_not_negative(value):
     _, _, accumulator = make(count=lambda batch: value)
     with pytest.raises(ValueError, match=f"count gave {value} for 'count' in micro-batch 0"):
         accumulator.window(BATCHES)
 
 
-def test_a_ramp_that_gives_no_whole_number_says_where():
+def test_ramp_that_gives_no_whole_number_is_refused():
     _, _, accumulator = make(steps=lambda index: 1.5)
     with pytest.raises(TypeError, match=r"steps\(0\)=1.5 is a float"):
         next(accumulator.windows(BATCHES))
@@ -587,7 +587,7 @@ def bad_count(what):
         ("steps", "DistaccumError: ranks disagree on steps (rank 0: 2, rank 1: 3)", "DistaccumError: ranks disagree"),
     ],
 )
-def test_all_ranks_hear_of_a_failure_before_anything_is_spent(ranks, what, zero, one):
+def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what, zero, one):
     for (message, unchanged, wrong), expected in zip(ranks(2).run(planning_fails, what), [zero, one], strict=True):
         assert message.startswith(expected)
         assert unchanged
@@ -629,7 +629,7 @@ def ranks_disagree(what):
         ("kind", 0, "ranks disagree on who runs the window (rank 0: a loop, rank 1: update())"),
     ],
 )
-def test_ranks_that_disagree_are_told_by_name_before_anything_is_spent(ranks, what, index, expected):
+def test_ranks_that_disagree_are_named_before_the_window(ranks, what, index, expected):
     """A ramp of one rank in the update that it parts in; the ones before are as they were."""
     for rank, (told, seen, left, wrong) in enumerate(ranks(2).run(ranks_disagree, what)):
         assert told[0].startswith(expected)
@@ -640,7 +640,7 @@ def test_ranks_that_disagree_are_told_by_name_before_anything_is_spent(ranks, wh
 # The edge of a window
 
 
-def test_schedulers_step_once_per_update_and_ramps_change_at_edges():
+def test_schedulers_step_once_per_update_of_a_ramp():
     model = trunk()
     optimizer = Adam(model.parameters(), lr=1.0)
     schedules = [LambdaLR(optimizer, lambda n: 1 / (1 + n)), LambdaLR(optimizer, lambda n: 1.0)]
@@ -650,7 +650,7 @@ def test_schedulers_step_once_per_update_and_ramps_change_at_edges():
     assert [schedule.last_epoch for schedule in schedules] == [3, 3]
 
 
-def test_the_caller_may_own_the_optimizer():
+def test_caller_may_own_the_optimizer():
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, steps=3)
@@ -664,7 +664,7 @@ def test_the_caller_may_own_the_optimizer():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_batch_size_gives_the_steps_and_says_what_an_update_really_holds():
+def test_batch_size_gives_the_steps_and_warns_of_a_remainder():
     model, _, accumulator = make(batch_size=100, micro_batch_size=50)
     loader = [{"x": batch["x"][:1].expand(50, -1, -1)} for batch in BATCHES]
     assert [run_window(w, model).step().counts["samples"] for w in accumulator.windows(loader)] == [100, 50]
@@ -673,7 +673,7 @@ def test_batch_size_gives_the_steps_and_says_what_an_update_really_holds():
         assert len(next(accumulator.windows(loader * 2))) == 4
 
 
-def test_the_state_goes_on_at_a_window_edge():
+def test_state_goes_on_between_windows():
     model, _, accumulator = make(steps=lambda index: index + 1)
     for window in accumulator.windows(BATCHES):
         run_window(window, model).step()
@@ -703,14 +703,14 @@ def complex_loss(accumulator, model, optimizer):
         (complex_loss, TypeError, "complex128, expected a real number"),
     ],
 )
-def test_what_would_corrupt_the_gradient_in_silence_is_seen(misuse, kind, message):
+def test_stray_backward_and_complex_loss_are_refused(misuse, kind, message):
     model, optimizer, accumulator = make(steps=3)
     with pytest.raises(kind, match=message):
         misuse(accumulator, model, optimizer)
     next_is_exact(accumulator, model)
 
 
-def test_an_update_whose_step_failed_is_not_stepped_again():
+def test_update_whose_step_failed_is_not_stepped_again():
     model, optimizer, accumulator = make()
 
     def fail(*_):
@@ -771,7 +771,7 @@ def interrupted_after_the_step(at: int, how: str) -> tuple[str, int, float] | No
 
 @pytest.mark.filterwarnings("ignore:gradients that stood before")
 @pytest.mark.parametrize("how", ["update", "loop"])
-def test_after_the_step_ctrl_c_leaves_index_schedule_and_weights_together(how):
+def test_ctrl_c_after_the_step_keeps_index_schedule_and_weights_together(how):
     found, at = [], 1
     while (end := interrupted_after_the_step(at, how)) is not None:
         found.append(end)
@@ -782,7 +782,7 @@ def test_after_the_step_ctrl_c_leaves_index_schedule_and_weights_together(how):
     assert len(apart) <= 3 and all("base.py" in line or "self.has_stepped = reason is None" in line for line in apart)
 
 
-def test_a_schedule_that_fails_does_not_step_the_weights_twice():
+def test_failing_schedule_does_not_step_the_weights_twice():
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
     schedule = LambdaLR(optimizer, lambda n: 1.0 if n == 0 else 1 / 0)
@@ -796,7 +796,7 @@ def test_a_schedule_that_fails_does_not_step_the_weights_twice():
     assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_parameters_that_come_later_are_cleared_too():
+def test_parameters_added_later_are_cleared():
     model, optimizer, accumulator = make()
     run_window(accumulator.window(BATCHES), model).step()
     model.append(nn.Linear(4, 4).double())
@@ -806,7 +806,7 @@ def test_parameters_that_come_later_are_cleared_too():
         assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_planning_error_keeps_nothing_alive():
+def test_planning_error_keeps_no_batch_alive():
     _, _, accumulator = make(count=lambda batch: -1)
     batch = torch.zeros(2, 3)
     alive = weakref.ref(batch)
@@ -820,7 +820,7 @@ def test_a_planning_error_keeps_nothing_alive():
         gc.enable()
 
 
-def test_what_is_done_with_is_freed():
+def test_finished_micro_batches_and_losses_are_freed():
     model, _, accumulator = make()
     window = accumulator.window([make_batch(1, seed=i) for i in range(3)])
     seen = []
@@ -834,7 +834,7 @@ def test_what_is_done_with_is_freed():
         del micro_batch, loss
 
 
-def test_a_copy_in_mid_window_is_refused_and_the_window_goes_on():
+def test_copy_in_mid_window_is_refused():
     model = nn.Linear(3, 1)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
     window = accumulator.split(torch.ones(4, 3))
@@ -852,7 +852,7 @@ def test_a_copy_in_mid_window_is_refused_and_the_window_goes_on():
     assert other.update(torch.ones(4, 3), lambda x: twin(x).mean()).index == 1 and accumulator.index == 1
 
 
-def test_an_update_can_be_copied_and_pickled():
+def test_update_can_be_copied_and_pickled():
     model, _, accumulator = make(max_norm=math.inf)
     update = run_window(accumulator.window(BATCHES), model).step()
     for copied in (copy.deepcopy(update), pickle.loads(pickle.dumps(update))):
@@ -861,7 +861,7 @@ def test_an_update_can_be_copied_and_pickled():
 
 
 @pytest.mark.parametrize("value", ["8", None, [2], 1 + 2j, torch.ones(2)])
-def test_a_count_that_is_no_number_is_named(value):
+def test_count_that_is_no_number_is_refused(value):
     _, _, accumulator = make(count=lambda batch: value)
     with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0, expected a finite number"):
         accumulator.window(BATCHES)
@@ -873,7 +873,7 @@ def test_large_counts_stay_exact():
     assert accumulator.window(BATCHES[:2]).counts == {"count": 16777218}
 
 
-def test_a_loader_is_not_asked_again_when_it_ended():
+def test_ended_loader_is_not_asked_again():
     """Some start anew then."""
     asked = []
 
@@ -903,13 +903,13 @@ def a_ramp_fails_on_one_rank():
     return None
 
 
-def test_a_ramp_that_fails_on_one_rank_is_heard_on_all(ranks):
+def test_failing_ramp_of_one_rank_is_raised_on_all_ranks(ranks):
     zero, one = ranks(2).run(a_ramp_fails_on_one_rank)
     assert zero.startswith("DistaccumError: rank 1 could not plan")
     assert one.startswith("TypeError: steps(0)=None is a NoneType")
 
 
-def test_a_step_forgotten_on_the_last_window_is_an_error():
+def test_step_forgotten_on_the_last_window_is_an_error():
     model, _, accumulator = make(steps=2)
     windows = accumulator.windows(BATCHES)
     run_window(next(windows), model).step()
@@ -922,7 +922,7 @@ def forget_to_step(accumulator, model):
     run_window(accumulator.window(BATCHES), model)
 
 
-def test_a_step_that_failed_before_a_checkpoint_was_loaded_is_not_told_as_forgotten():
+def test_load_state_dict_forgives_a_forgotten_step():
     model, _, accumulator = make(steps=2)
     state = accumulator.state_dict()
     forget_to_step(accumulator, model)
@@ -932,7 +932,7 @@ def test_a_step_that_failed_before_a_checkpoint_was_loaded_is_not_told_as_forgot
 
 
 @pytest.mark.parametrize("again", ["window", "update", "windows"])
-def test_a_step_forgotten_in_a_function_is_told_by_the_next_window(again):
+def test_forgotten_step_is_warned_of_by_the_next_window(again):
     model, _, accumulator = make(steps=2)
     forget_to_step(accumulator, model)
     with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
@@ -945,7 +945,7 @@ def test_a_step_forgotten_in_a_function_is_told_by_the_next_window(again):
     forget_to_step(accumulator, model)  # once
 
 
-def test_a_window_that_was_given_up_is_not_taken_for_a_forgotten_step():
+def test_window_given_up_is_not_taken_for_a_forgotten_step():
     model, _, accumulator = make(steps=2, count=lambda batch: len(batch["x"]))
     run_window(accumulator.window(BATCHES), model).discard()
     for leave in (leave_by_break, leave_by_exception):
@@ -971,7 +971,7 @@ def test_a_window_that_was_given_up_is_not_taken_for_a_forgotten_step():
     next_is_exact(accumulator, model)
 
 
-def test_what_happens_to_a_loss_in_place_is_no_part_of_the_record():
+def test_in_place_change_of_a_loss_stays_out_of_the_record():
     model, _, accumulator = make()
     exact = run_window(accumulator.window(BATCHES), model).step().loss
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
