@@ -110,6 +110,15 @@ def summoned_weights(model: nn.Module) -> Tensor:
         return torch.cat([tidy[name] for name, _ in Net().named_parameters()]).clone()
 
 
+def engine_name(model: Any, optimizer: Any, **options: Any) -> str:
+    """The engine that an Accumulator chooses, as an error calls it."""
+    try:
+        Accumulator(model, optimizer, sync="replicas", **options)
+    except ValueError as refused:
+        return str(refused).rpartition(" for ")[2]
+    raise AssertionError("the engine has this policy; use it on one that has not")
+
+
 def zero(stage: int, **config: Any):
     """A DeepSpeed engine."""
 

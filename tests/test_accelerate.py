@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU
+from engines import FSDP2_RUNS_ON_CPU, engine_name
 from problems import big_batch, error, gradient, make_batch, make_net, make_net_without_router, sample_loss, weights
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -343,7 +343,7 @@ def fsdp2_of_accelerate() -> Any:
                 everything = [b for r in range(2) for b in batches(10 * index + r, layout[r])]
                 sample_loss(reference, {"x": torch.cat([b["x"] for b in everything])}).backward()
                 seen.append(error(before - after, gradient(reference)))
-            return type(accumulator._engine).__name__, max(seen)
+            return engine_name(net, optimizer, accelerator=accelerator), max(seen)
         finally:
             for key in [key for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_"))]:
                 del os.environ[key]
@@ -352,7 +352,7 @@ def fsdp2_of_accelerate() -> Any:
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_fsdp2_model_from_prepare_trains_exactly(ranks):
     for engine, wrong in ranks(2).run(fsdp2_of_accelerate):
-        assert engine == "FullyShardEngine"
+        assert engine == "FSDP2 (fully_shard)"
         assert wrong <= 1e-10
 
 
@@ -400,13 +400,14 @@ def deepspeed_of_accelerate(stage: int) -> Any:
                 accelerator.backward(sample_loss(engine, batch))  # steps the engine
         except DistaccumError as refused:
             seen.append(str(refused))
-    return type(accumulator._engine).__name__, seen
+        name = engine_name(engine, optimizer, accelerator=accelerator)
+    return name, seen
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_deepspeed_engine_from_prepare_trains_exactly(ranks, stage):
     for engine, (one, two, refused) in ranks(2).run(deepspeed_of_accelerate, stage):
-        assert engine == "DeepSpeedEngine"
+        assert engine == "DeepSpeed"
         assert max(one[0], two[0]) <= 1e-5
         assert (one[1], two[1]) == (1.0, 0.5)
         assert "accelerator.backward(), which calls it" in refused

@@ -10,7 +10,7 @@ from typing import Any, final
 import pytest
 import torch
 import torch.distributed as dist
-from engines import KINDS, fully_sharded, layers, with_sgd
+from engines import KINDS, engine_name, fully_sharded, layers, with_sgd
 from problems import error, full_batch_gradient, gradient, loss_of, make_net, make_net_without_router, micro_batches_of
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -23,16 +23,17 @@ from distaccum.engines import Engine, RanksEngine
 
 def chosen(name: str) -> str:
     model, optimizer = KINDS[name].wrap(make_net(KINDS[name].dtype), 0.1)
-    return type(Accumulator(model, optimizer)._engine).__name__
+    Accumulator(model, optimizer)
+    return engine_name(model, optimizer)
 
 
 @pytest.mark.parametrize(
     ("name", "engine"),
     [
-        ("DDP", "DDPEngine"),
-        ("FSDP2, parts", "FullyShardEngine"),
-        ("FSDP1", "FSDPEngine"),
-        ("ZeRO 1", "DeepSpeedEngine"),
+        ("DDP", "DistributedDataParallel"),
+        ("FSDP2, parts", "FSDP2 (fully_shard)"),
+        ("FSDP1", "FSDP1 (FullyShardedDataParallel)"),
+        ("ZeRO 1", "DeepSpeed"),
     ],
 )
 def test_engine_is_chosen_by_type(ranks, name, engine):
