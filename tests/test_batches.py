@@ -213,14 +213,14 @@ class WithColumns:
         self.x, self.names = self.x.clone(), list(self.names)
         self.noisy = self.x + torch.randn(len(self.x))
         self.length = len(self.x)
-        self._kept = None
+        self.cache = None
 
 
 def test_derived_column_of_a_dataclass_is_cut_and_not_recomputed():
     whole = WithColumns(torch.arange(5.0), list("abcde"))
     whole.weights = torch.arange(5.0) * 2
     parts = split(whole, steps=2)
-    assert [part.length for part in parts] == [2, 3] and [part._kept for part in parts] == [None, None]
+    assert [part.length for part in parts] == [2, 3] and [part.cache for part in parts] == [None, None]
     for name in ("x", "noisy", "weights"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name)), name
     assert [part.names for part in parts] == [["a", "b"], ["c", "d", "e"]]

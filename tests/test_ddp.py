@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
+from inside import storages_kept
 from problems import (
     CASES,
     big_batch,
@@ -309,8 +310,7 @@ def old_buckets():
             window.backward(ddp(x).sum())
             if i == 1:
                 used = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
-                kept = {view.untyped_storage().data_ptr() for view, _ in accumulator._engine._zeroed.values()}
-                counted.append(len(kept - used))
+                counted.append(len(storages_kept(accumulator) - used))
                 layouts.append(len(used))
         window.step()
     return counted, layouts

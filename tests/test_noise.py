@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from counting import Counting
 from engines import COALESCES, KINDS, ddp, fully_sharded, zero
+from inside import norms_of, pending_updates
 from problems import (
     CASES,
     Batch,
@@ -31,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from distaccum.noise import MOST_PENDING, Early, Noise, Norms, meaning
+from distaccum.noise import MOST_PENDING, Early, Noise, Norms, Small, meaning
 
 UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
 EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
@@ -46,9 +47,7 @@ def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dt
         for batch in window:
             run(window, batch)
         updates.append(window.step())
-    assert accumulator._noise is not None
-    accumulator._noise.averages.fold()
-    return [update._noise.norms for update in updates]
+    return [norms_of(update) for update in updates]
 
 
 def exact_norms(case: str, layout: Any, index: int, dtype: torch.dtype = torch.float64) -> Norms:
@@ -138,9 +137,13 @@ def refused_under_deepspeed() -> list[str]:
     model, _ = zero(2)(make_net(torch.float32), 0.1)
     with pytest.raises(ValueError, match="measure_noise=True with DeepSpeed") as caught:
         Accumulator(model, measure_noise=True, sync="every")
-    accumulator = Accumulator(model)
-    accumulator._engine.scales = True  # fp16, which is not for CPUs
-    return [str(caught.value), str(accumulator._engine.hides_own([]))]
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed says no of CPUs
+    half, _ = zero(1, fp16={"enabled": True, "initial_scale_power": 8})(make_net(torch.float32), 0.1)
+    with pytest.raises(ValueError, match="measure_noise=True with DeepSpeed") as scaled:
+        Accumulator(half, measure_noise=True)
+    return [str(caught.value), str(scaled.value)]
 
 
 def test_deepspeed_is_refused_where_gradients_are_hidden(ranks):
@@ -151,13 +154,15 @@ def test_deepspeed_is_refused_where_gradients_are_hidden(ranks):
 
 @pytest.mark.parametrize("what", ["factor", "count", "scale"])
 def test_wrong_share_count_or_scale_shows_in_the_norms(monkeypatch, what):
-    if what == "factor":
-        monkeypatch.setattr(Noise, "_factor", lambda self, share, count: share * 1.001)
-    elif what == "count":
-        right = Noise.small
-        monkeypatch.setattr(Noise, "small", lambda self, e, share, count: right(self, e, share, count + 1))
-    else:
-        monkeypatch.setattr(Noise, "_unscaled", lambda self, number: number * 1.001)
+    right = Noise.small
+
+    def wrong(self: Noise, early: Early, share: float, count: float) -> Small:
+        if what == "scale":
+            small = right(self, early, share, count)
+            return small._replace(square=small.square * 1.001**2)
+        return right(self, early, share * 1.001 if what == "factor" else share, count + (what == "count"))
+
+    monkeypatch.setattr(Noise, "small", wrong)
     assert off("plain", "samples mean", [[[2, 1, 3]]]) > 1e-4
 
 
@@ -256,8 +261,7 @@ def test_norms_are_exact_while_streaming():
                 window.backward(loss_fn(model, batch, how))
             updates.append(window.step())
         for index, update in enumerate(updates):
-            update.noise_scale  # noqa: B018  # reads it
-            assert difference(update._noise.norms, exact_norms(case, [sizes[index]], index)) <= 1e-12
+            assert difference(norms_of(update), exact_norms(case, [sizes[index]], index)) <= 1e-12
 
 
 @pytest.mark.parametrize("caller_steps", [False, True])
@@ -274,8 +278,7 @@ def test_loss_scale_is_divided_out(fused, caller_steps):
         scaler.step(optimizer)
         scaler.update()
     update = window.step()
-    update.noise_scale  # noqa: B018
-    assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1, 3]], 0, torch.float32)) <= 1e-5
+    assert difference(norms_of(update), exact_norms("samples mean", [[2, 1, 3]], 0, torch.float32)) <= 1e-5
 
 
 def test_caller_may_clip_and_step():
@@ -290,7 +293,7 @@ def test_caller_may_clip_and_step():
         optimizer.step()
         update = window.step()
         assert update.noise_scale is not None
-        assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1, 3]], 0)) <= 1e-12
+        assert difference(norms_of(update), exact_norms("samples mean", [[2, 1, 3]], 0)) <= 1e-12
 
 
 def test_norms_cover_only_the_optimizers_parameters():
@@ -301,7 +304,8 @@ def test_norms_cover_only_the_optimizers_parameters():
         window.backward(sample_loss(model, batch))
     update = window.step()
     assert update.noise_scale is not None
-    for seen, over in ((update._noise.norms.small, batches[:1]), (update._noise.norms.large, batches)):
+    norms = norms_of(update)
+    for seen, over in ((norms.small, batches[:1]), (norms.large, batches)):
         gradients = torch.autograd.grad(sample_loss(model, join(over)), list(model.head.parameters()))
         assert seen == pytest.approx(float(sum(g.square().sum() for g in gradients)), rel=1e-12)
 
@@ -364,8 +368,6 @@ def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "
     accumulator = Accumulator(
         model, SGD(model.parameters(), lr=0.0), reduction=reduction, measure_noise=True, sync=sync
     )
-    noise = accumulator._noise.averages
-    assert noise is not None
     splits = []
     for order in permutations(range(5), 4):
         drawn = x[list(order)].split([size for sizes in layout for size in sizes])
@@ -374,10 +376,7 @@ def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "
         for samples in window:
             loss = model(samples)
             window.backward(loss.mean() if reduction == "mean" else loss.sum())
-        window.step()
-        noise._square = noise._trace = noise._weight = 0.0
-        noise.fold()
-        splits.append((noise._square, noise._trace))
+        splits.append(norms_of(window.step()).split())
     return tuple(sum(values) / len(values) for values in zip(*splits, strict=True))  # type: ignore[return-value]
 
 
@@ -415,7 +414,7 @@ def long_run(updates: int = 400) -> list[float]:
         for x in window:
             window.backward(model(x).mean())
         seen.append(window.step())
-    assert len(accumulator._noise.averages._pending) <= MOST_PENDING  # type: ignore[union-attr]
+    assert pending_updates(accumulator) <= MOST_PENDING
     return [update.noise_scale for update in seen]  # type: ignore[misc]
 
 
@@ -627,7 +626,7 @@ def test_losses_must_share_one_denominator():
         window.backward(a=sample_loss(model, batch) / 4, b=sample_loss(model, batch) * 3 / 4)
     update = window.step()
     assert update.noise_scale is not None
-    assert difference(update._noise.norms, exact_norms("samples mean", [[2, 1]], 0)) <= 1e-12
+    assert difference(norms_of(update), exact_norms("samples mean", [[2, 1]], 0)) <= 1e-12
 
 
 def test_engine_that_hides_its_gradients_is_refused(ranks):
