@@ -242,7 +242,7 @@ class Run:
             raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
 
     def loss(self, batch: Any, window: Any) -> torch.Tensor:
-        where = window.num_done, window._turns - 1, len(window) - 1
+        where = window.num_done, turns_of(window) - 1, len(window) - 1
         forward, backward = self.pending("forward", *where), self.pending("backward", *where)
         self.trunk.strike = None
         if forward is not None or backward is not None:
@@ -305,7 +305,7 @@ class Run:
     def windows(self) -> bool:
         for window in self.accumulator.windows(self.micro_batches()):
             inputs = []
-            if window._unfinished is None:
+            if not self.accumulator.state_dict()["in_window"]:
                 self.random = torch.get_rng_state()
             for batch in window:
                 self.asked_to_break = False
@@ -332,7 +332,7 @@ class Run:
         state = {"turn": 0, "inputs": 0.0}
 
         def loss_fn(micro_batch: Any) -> torch.Tensor:
-            window = self.accumulator._window()
+            window = window_of(self.accumulator)
             if window.num_done == 0:
                 state["inputs"] = 0.0
             state["inputs"] += float(micro_batch["x"].sum())
