@@ -328,16 +328,25 @@ def copies() -> list[Any]:
         one(inputs(1, rank)[0]).square().mean().backward()
         return apart(one.module.weight.grad) == 0
 
+    def steps_alone(one: Any, copied_scaler: Any) -> bool:
+        """Whether a copied scaler knows nothing of the open window of its original, else the step is refused."""
+        one.zero_grad()
+        twin = Accumulator(one, SGD(one.parameters(), lr=0.1), scaler=copied_scaler)
+        for x in (inner := twin.window(inputs(1, rank))):
+            inner.backward(one(x).square().mean())
+        return inner.step().stepped
+
     accumulator = Accumulator(ddp, optimizer, scaler=scaler, steps=3)
     for window in accumulator.windows(inputs(6, rank)):
         for x in window:
             made = copied(ddp)
-            copied(optimizer), copied(scaler)
+            copied(optimizer)
             seen += [reduces(one) for one in made]
+            seen += [steps_alone(*both) for both in zip(made, copied(scaler), strict=True)]
             window.backward(ddp(x).square().mean())
         update = window.step()
         seen += [reduces(one) for one in copied(ddp)]
-        seen += [not one.__dict__["_distaccum_windows"] for one in copied(scaler)]
+        copied(scaler)
         copied(update)
     again = copied(ddp)[0]
     other = Accumulator(again, SGD(again.parameters(), lr=0.1), scaler=copied(scaler)[0], steps=2)

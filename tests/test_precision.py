@@ -24,9 +24,9 @@ from distaccum.accumulator import MOST_SKIPS
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 
 
-def scaled(**options):
-    model = trunk()
-    optimizer = SGD(model.parameters(), lr=0.1)
+def scaled(model=None, optimizer=None, **options):
+    model = model or trunk()
+    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     return model, scaler, Accumulator(model, optimizer, scaler=scaler, **options)
 
@@ -45,8 +45,9 @@ def test_scaler_changes_no_gradient():
 
 
 def test_caller_may_unscale_to_look_at_the_gradient():
-    model, scaler, accumulator = scaled()
-    (optimizer,) = accumulator._optimizers
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    _, scaler, accumulator = scaled(model, optimizer)
     before = weights(model)
     for _ in range(2):  # the second time after a window that was given up
         window = run_window(accumulator.window(BATCHES), model)
@@ -62,9 +63,10 @@ def poison(batch, value=math.nan):
 
 
 def test_overflow_skips_the_update():
-    model, scaler, accumulator = scaled(on_nonfinite="skip")
-    schedule = StepLR(accumulator._optimizers[0], 1)
-    accumulator._schedulers.append(schedule)
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    _, scaler, accumulator = scaled(model, optimizer, on_nonfinite="skip", scheduler=schedule)
     before = weights(model)
     update = run_window(accumulator.window([*BATCHES, poison(BATCHES[0])]), model).step()
     assert (update.stepped, update.reason) == (False, "the scaled gradients overflowed")

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engines import FSDP2_RUNS_ON_CPU, KINDS, fully_sharded
+from inside import fit_of
 from problems import error, gradient, make_batch, make_net_without_router, trunk, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -91,7 +92,8 @@ def run(made: Any, loader: Any, pause: tuple[int, int] | None = None) -> Any:
     model, optimizer, accumulator = made
     losses = []
     for window in accumulator.windows(loader):
-        for i, batch in enumerate(window, start=window._done_before):
+        for batch in window:
+            i = window.num_done
             x = batch["x"].to(next(model.parameters()).dtype)
             window.backward(model(x).float().square().mean())
             if (window.index, i) == pause:
@@ -205,9 +207,9 @@ class RunsCode:
 
 def a_state(**change: Any) -> dict[str, Any]:
     _, _, accumulator = measured()
-    accumulator._fit.ran_out(64)
     state = {
         **accumulator.state_dict(),
+        "fit": {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16},  # after 64 samples ran out of memory
         "index": 7,
         "skipped": 3,
         "watched_windows": 2,
@@ -271,17 +273,18 @@ SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
 )
 def test_broken_state_is_refused_and_nothing_is_loaded(change, message):
     _, _, accumulator = measured()
-    before = accumulator.state_dict(), vars(accumulator._fit).copy()
+    before = accumulator.state_dict(), vars(fit_of(accumulator)).copy()
     with pytest.raises(ValueError, match=message) as told:
         accumulator.load_state_dict(a_state(**change))
     assert len(str(told.value)) < 300 and "weights_only" not in str(told.value)
-    assert (accumulator.state_dict(), vars(accumulator._fit)) == before
+    assert (accumulator.state_dict(), vars(fit_of(accumulator))) == before
 
 
 def test_state_sets_no_unknown_attribute():
     _, _, accumulator = measured()
     accumulator.load_state_dict(a_state(fit={**FIT, "is_proven": 3, "most": 1}, foreign=1))
-    assert accumulator.index == 7 and accumulator._fit.most is None and callable(accumulator._fit.is_proven)
+    fit = fit_of(accumulator)
+    assert accumulator.index == 7 and fit.most is None and callable(fit.is_proven)
     assert accumulator.state_dict()["fit"] == FIT and accumulator.state_dict()["noise"] == [1.0, 2.0, 3.0]
     for foreign in (None, [1], "state"):
         with pytest.raises(TypeError, match=r"expected what state_dict\(\) gave"):
