@@ -39,6 +39,7 @@ from distaccum.memory import PROOFS
 # Before this folder, which has an engines.py too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
 from engines import FSDP2_RUNS_ON_CPU, fully_sharded  # the tests' own harness
+from inside import turns_of, window_of
 from problems import make_batch, make_net_without_router
 from ranks import RankError, Ranks
 
