@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,15 @@ SCRIPTS = sorted(ROOT.glob("launch/*.sh"))
 BIN = Path(sys.executable).parent
 
 
-def run(*command: object, status: int = 0, seconds: float = 400, **environment: str) -> str:
+SMALL = ("--model", "cnn", "--updates", 3)
+
+
+def run(*command: object, status: int = 0, seconds: float = 400, cwd: Path = ROOT, **environment: str) -> str:
     """What a command prints, to either stream."""
     mine = {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
     words = [str(word) for word in command]
     done = subprocess.run(
-        words, cwd=ROOT, env={**os.environ, **mine}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        words, cwd=cwd, env={**os.environ, **mine}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         timeout=seconds,
     )  # fmt: skip
     assert done.returncode == status, done.stdout
@@ -41,21 +45,26 @@ def weights_of(folder: Path) -> torch.Tensor:
 
 
 @pytest.fixture(scope="session")
-def big_batch(programs, tmp_path_factory) -> torch.Tensor:
-    """The default configuration in one process, with all samples of an update in one batch, by hand."""
-    out = tmp_path_factory.mktemp("big") / "run"
-    assert programs.run("train", "--updates", 3, "--out", out).status == 0
-    done = programs.run("prove", out, "--bound", 1e-5)
-    assert done.status == 0, done.text
-    return weights_of(out)
+def big_batch(programs, tmp_path_factory) -> Callable[..., torch.Tensor]:
+    """The weights of one process with all samples of an update in one batch, by hand, and these options."""
+
+    @cache
+    def of(*options: object) -> torch.Tensor:
+        out = tmp_path_factory.mktemp("big") / "run"
+        assert programs.run("train", *options, "--out", out).status == 0
+        done = programs.run("prove", out, "--bound", 1e-5)
+        assert done.status == 0, done.text
+        return weights_of(out)
+
+    return of
 
 
 def launch(*command: object, **environment: str) -> Callable[[Path], str]:
-    """Starts `command` with the default configuration; gives what it prints."""
+    """Starts `command` with a small model; gives what it prints."""
 
     def job(folder: Path) -> str:
         words = [free_port() if word == "PORT" else word for word in command]
-        return run(*words, "--updates", 3, "--device", "cpu", "--out", folder / "run", **environment)
+        return run(*words, *SMALL, "--device", "cpu", "--out", folder / "run", **environment)
 
     return job
 
@@ -80,17 +89,15 @@ def two_namespaces(folder: Path) -> str:
 
 
 def deepspeed_under_accelerate(folder: Path) -> str:
-    return run(*command_of(ROOT / "configs/accelerate/zero2.yaml"), "--updates", 3, "--out", folder / "run")
+    return run(*command_of(ROOT / "configs/accelerate/zero2.yaml"), *SMALL, "--out", folder / "run")
 
 
 def demo(folder: Path) -> str:
     return run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(folder / "run"))
 
 
-# How many ranks, and how they are started.
+# How many ranks, and how they are started. The demo goes through torchrun, and so does the test that kills a rank.
 LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
-    "python": (1, launch(sys.executable, "launch/train.py")),
-    "torchrun": (2, launch("bash", "launch/torchrun.sh", 2)),
     "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
     "accelerate, one rank": (1, launch("bash", "launch/accelerate.sh", "configs/accelerate/one.yaml")),
     "accelerate, DeepSpeed": (2, deepspeed_under_accelerate),
@@ -117,19 +124,19 @@ def launched(request, tmp_path_factory) -> Iterator[Callable[[str], tuple[str, P
     pool.shutdown(wait=False, cancel_futures=True)  # interrupted, those that run end with the session
 
 
-def error(folder: Path, big_batch: torch.Tensor) -> float:
-    return float((weights_of(folder) - big_batch).norm() / big_batch.norm())
+def error(folder: Path, exact: torch.Tensor) -> float:
+    return float((weights_of(folder) - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("job", LAUNCHERS)
-def test_each_launcher_ends_with_the_weights_of_the_big_batch(launched, big_batch, job):
+def test_launchers_end_with_the_weights_of_the_big_batch(launched, big_batch, job):
     ranks, _ = LAUNCHERS[job]
     text, folder = launched(job)
-    assert f"{ranks} rank" in text
+    assert f"{ranks} rank" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
     assert ("starts anew" in text) == (job == "two nodes of Slurm"), "which is always told to resume"
-    assert error(folder / "run", big_batch) <= 1e-5
+    assert error(folder / "run", big_batch(*SMALL)) <= 1e-5
 
 
 ALONE = {  # what each launcher tells one process
@@ -192,11 +199,11 @@ def runs_here(job: str) -> bool:
 
 @pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces() or "-")
 @pytest.mark.parametrize("job", ["two namespaces"])
-def test_two_nodes_train_and_reduce_once_per_update(launched, big_batch, job):
+def test_nodes_reduce_once_per_update_over_the_link(launched, big_batch, job):
     text, folder = launched(job)
     sent = {}
     for sync in ("last", "every"):
-        assert error(folder / sync, big_batch) <= 1e-5
+        assert error(folder / sync, big_batch("--updates", 3)) <= 1e-5
         sent[sync] = int((folder / sync / "sent").read_text()) / 3 / 44.7e6
     assert 1 <= sent["last"] < 1.1, "the gradients, once, and little else"
     assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
@@ -218,7 +225,7 @@ def goes(seen: Callable[[], bool], seconds: float = 60) -> bool:
 
 
 @pytest.mark.parametrize("job", ["demo"])
-def test_the_demo_trains_and_proves_itself(launched, job):
+def test_demo_trains_and_proves_itself(launched, job):
     text, folder = launched(job)
     *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # after each evaluation, and at the end
     assert float(accuracy) >= 95
@@ -235,7 +242,7 @@ def command_of(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_config_starts(programs, tmp_path, path):
+def test_configs_start(programs, tmp_path, path):
     """As its first line says; those that need GPUs as far as the plan."""
     command = command_of(path)
     assert command[-2:] == ["--config", str(path.relative_to(ROOT))]
@@ -286,13 +293,13 @@ def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs,
     assert "use --engine fsdp2" in done.text
 
 
-def test_each_deepspeed_file_is_that_of_its_stage():
+def test_deepspeed_files_are_of_the_stage_in_their_name():
     for path in ROOT.glob("configs/deepspeed/*.json"):
         assert f"zero{json.loads(path.read_text())['zero_optimization']['stage']}" == path.stem
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_each_script_is_clean_and_has_help(path):
+def test_scripts_are_clean_and_have_help(path):
     subprocess.run([shutil.which("shellcheck") or BIN / "shellcheck", path], cwd=ROOT, check=True)
     if path.stem in ("lib", "venv"):
         return
@@ -315,28 +322,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("command", WRONG, ids=" ".join)
-def test_a_wrong_call_of_a_script_gets_one_line_and_status_2(command):
+def test_wrong_calls_of_scripts_get_one_line_and_status_2(command):
     text = run("bash", *command, status=2)
     assert WRONG[command] in text
     assert len(text.splitlines()) == 1
 
 
-def test_paths_are_those_of_the_folder_that_a_script_is_called_in(tmp_path):
-    folder = tmp_path / "my folder"
-    folder.mkdir()
-    (folder / "my.toml").write_text('model = "cnn"\n')
-    words = ["bash", str(ROOT / "launch/torchrun.sh"), "1", "--config", "my.toml", "--plan"]
-    text = subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
-    assert "cnn on digits" in text
-
-
-def test_an_interpreter_without_torch_is_named_with_the_cure(tmp_path):
+def test_interpreter_without_torch_is_named_with_the_cure(tmp_path):
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
     text = run("bash", "launch/torchrun.sh", "2", status=2, PYTHON=str(tmp_path / "bare" / "bin" / "python"))
     assert "has no torch or no distaccum; run 'bash launch/venv.sh launch'" in text
 
 
-def processes_of(out: Path, rank: int) -> list[int]:
+def processes_of(out: str, rank: int) -> list[int]:
     """The ids of this rank's processes of the run with that folder."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
@@ -344,29 +342,37 @@ def processes_of(out: Path, rank: int) -> list[int]:
             command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
             continue
-        if str(out).encode() in command and f"RANK={rank}".encode() in environment.split(b"\0"):
+        if out.encode() in command and f"RANK={rank}".encode() in environment.split(b"\0"):
             found.append(int(folder.name))
     return found
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
-def test_a_rank_that_is_killed_under_torchrun_starts_all_again_and_nothing_is_lost(programs, tmp_path):
+def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp_path):
     """From a checkpoint in mid-window, to the bits of the run that nobody killed."""
-    model = ("--model", "cnn", "--batch-size", 128, "--micro-batch-size", 1)
-    options = (*model, "--updates", 5, "--checkpoint-every", "0.005m", "--keep", 3)
-    assert programs.run("train", *options[:-4], "--out", tmp_path / "whole", ranks=2).status == 0
+    (tmp_path / "my folder").mkdir()
+    config = tmp_path / "my folder" / "my.toml"
+    config.write_text('model = "cnn"\nbatch_size = 128\nmicro_batch_size = 1\nupdates = 5\n')
+    assert programs.run("train", "--config", config, "--out", tmp_path / "whole", ranks=2).status == 0
     out = tmp_path / "run"
-    words = ["bash", "launch/torchrun.sh", "2", *options, "--device", "cpu", "--resume", "--out", out]
+    # Paths are those of the folder that the script is called in.
+    words = ["bash", ROOT / "launch/torchrun.sh", 2, "--config", "my.toml", "--out", "../run", "--resume"]
+    words += ["--checkpoint-every", "0.005m", "--keep", 3, "--device", "cpu"]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": "2"}
     job = subprocess.Popen(
-        [*map(str, words)], cwd=ROOT, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*map(str, words)],
+        cwd=config.parent,
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     try:
         until = time.monotonic() + 200
         while not list(out.glob("checkpoints/update-*-*")):
             assert time.monotonic() < until and job.poll() is None
             time.sleep(0.01)
-        (victim,) = processes_of(out, 1)
+        (victim,) = processes_of("../run", 1)
         os.kill(victim, signal.SIGKILL)
         text, _ = job.communicate(timeout=300)
     finally:
