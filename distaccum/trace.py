@@ -13,7 +13,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
 
@@ -357,9 +357,15 @@ class _File:
             for name, began, end, about, _ in spans
         )
         try:
-            self._file.seek(-len(TAIL), os.SEEK_END)
-            self._file.write("".join(lines).encode() + TAIL)
+            whole = self._file.seek(-len(TAIL), os.SEEK_END)
+            left = memoryview("".join(lines).encode() + TAIL)
+            while left:  # a disk that fills up takes a part, and refuses the next
+                left = left[self._file.write(left) :]
         except OSError as error:
+            with suppress(OSError):  # as it was, in bytes that it has already
+                self._file.seek(whole)
+                self._file.write(TAIL)
+                self._file.truncate()
             self.close()
             warnings.warn(f"the trace ends here ({error.strerror}); training goes on", stacklevel=2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import resource
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+SECONDS = 60  # for one program; what takes longer hangs
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ class Program:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def wait(self, seconds: float = 180) -> Done:
+    def wait(self, seconds: float = SECONDS) -> Done:
         return wait_for([self], seconds)[0]
 
 
-def wait_for(programs: list[Program], seconds: float = 180) -> list[Done]:
+def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
     """How they ended. Where one fails the others may wait for it: they get a few seconds more."""
     until = time.monotonic() + seconds
     statuses: dict[int, int] = {}
@@ -76,7 +78,7 @@ def wait_for(programs: list[Program], seconds: float = 180) -> list[Done]:
     return [Done(statuses[i], one.text, one.errors) for i, one in enumerate(programs)]
 
 
-def wait_until(seen: Callable[[], object], program: Program, seconds: float = 180) -> bool:
+def wait_until(seen: Callable[[], object], program: Program, seconds: float = SECONDS) -> bool:
     """Whether it was seen before the program ended."""
     until = time.monotonic() + seconds
     while not seen():
@@ -211,6 +213,7 @@ def answer(programs: dict[str, Callable[[list[str]], Any]]) -> None:
     for stream, log in enumerate(request["logs"], start=1):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     os.close(0)
+    faulthandler.enable(2)
     os.environ.update(request["environment"])
     sys.path[:0] = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[0] = request["program"] if request["program"] == "distaccum" else f"{request['program']}.py"

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-SECONDS = 90  # for one function; what takes longer hangs (DeepSpeed's first import takes 20)
+SECONDS = 60  # for one function; what takes longer hangs
 
 
 class Ranks:
@@ -34,6 +34,7 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
+        __tracebackhide__ = True
         try:
             if not self._processes:
                 self._start()
@@ -69,6 +70,7 @@ class Ranks:
         self._collect(time.monotonic() + SECONDS)  # importing torch may take its time, which is no function's
 
     def _collect(self, until: float) -> list[Any]:
+        __tracebackhide__ = True
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while len(results) + len(errors) < self.num and time.monotonic() < until:
@@ -78,7 +80,8 @@ class Ranks:
                 try:
                     good, value = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
-                    good, value = False, f"died\n{self._last_words(rank)}"
+                    words = self._last_words(rank)
+                    good, value = False, f"{'hangs' if words.startswith('Timeout') else 'died'}\n{words}"
                 if good:
                     results[rank] = value
                 else:
@@ -88,9 +91,11 @@ class Ranks:
             if rank not in results | errors:
                 errors[rank] = f"did not end\n{self._last_words(rank)}"
         if errors:
-            raise RankError(
-                "\n".join(f"rank {rank} {text}" for rank, text in sorted(errors.items(), key=_is_of_others))
-            )
+            first, *others = sorted(errors.items(), key=_is_of_others)
+            lines = [f"rank {first[0]} {first[1]}"]
+            # What comes of the first is one line each; where ranks hang, all of them say where they stand.
+            lines += [f"rank {rank} {text if _hangs(text) else text.splitlines()[-1]}" for rank, text in others]
+            raise RankError("\n".join(lines))
         return [results[rank] for rank in range(self.num)]
 
     def _last_words(self, rank: int) -> str:
@@ -110,9 +115,23 @@ class RankError(AssertionError):
 
 
 def _is_of_others(error: tuple[int, str]) -> tuple[bool, bool]:
-    """What comes of another rank's failure is told after it."""
+    """What comes of another rank's failure stands after it."""
     _, text = error
     return "Connection closed by peer" in text, text.startswith("did not end")
+
+
+def _hangs(text: str) -> bool:
+    return text.startswith(("hangs", "did not end"))
+
+
+def _in_short(error: BaseException) -> str:
+    """The error, where it was raised, and of the frames between those of this repository."""
+    shown = traceback.TracebackException.from_exception(error, compact=True)
+    root = str(Path(__file__).parent.parent)
+    own = [frame for frame in shown.stack[1:] if frame.filename.startswith(root) and ".venv" not in frame.filename]
+    last = [frame for frame in shown.stack[-1:] if frame not in own]
+    shown.stack = traceback.StackSummary.from_list([*own, *last])
+    return "".join(shown.format())
 
 
 def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
@@ -141,7 +160,8 @@ def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
         torch.manual_seed(0)
         try:
             answer = (True, function(*args))
-        except BaseException:
-            answer = (False, traceback.format_exc())
+        except BaseException as error:
+            answer = (False, _in_short(error))
+            del error
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)

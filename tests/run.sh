@@ -1,18 +1,41 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: style, types, tests, doctests, the README's code.
-# Arguments go to pytest: bash tests/run.sh -k ddp
-# Two workers take a file of tests each at a time: most of a test of ranks is waiting. -n 0 runs all in one process.
-# bash tests/run.sh --oldest runs the tests on the oldest versions that the README names, in .venv-oldest.
+#
+#   bash tests/run.sh                     # all, about 8 minutes on two cores
+#   bash tests/run.sh --quick             # style, types, doctests, and the tests that find most mistakes: 2 minutes
+#   bash tests/run.sh --quick -k resumed  # of those, the tests with this in their name
+#   bash tests/run.sh --slowest 20        # and which took longest
+#   bash tests/run.sh -n 0 tests/test_law.py
+#   bash tests/run.sh --shuffle 7         # in a random order, which the number names
+#   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-oldest
+#
+# What is not of these goes to pytest (-k, -x, a file, a test). Two workers take a file of tests each at a time, the
+# longest first: most of a test of ranks is waiting. -n 0 runs all in one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-if [[ ${1:-} == --oldest ]]; then
+# shellcheck disable=SC1091 # which is checked by itself
+source launch/lib.sh
+
+venv=.venv only='' lint=yes
+words=()
+while (($#)); do
+    case $1 in
+    -h | --help) help tests/run.sh && exit ;;
+    --quick) words+=(-m quick) ;;
+    --slowest)
+        [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--slowest ${2:-}, expected how many"
+        words+=("--durations=$2" --durations-min=0.1) && shift
+        ;;
+    --oldest) venv=.venv-oldest only="torch==2.6.* accelerate==1.8.* deepspeed==0.16.*" lint='' ;;
+    *) words+=("$1") ;;
+    esac
     shift
-    VENV=.venv-oldest ONLY="torch==2.6.* accelerate==1.8.* deepspeed==0.16.*" bash launch/venv.sh test
-    exec .venv-oldest/bin/exec python -m pytest -n 2 --dist loadfile "$@"
+done
+VENV=$venv ONLY=$only bash launch/venv.sh test
+export PATH="$PWD/$venv/bin:$PATH"
+if [[ -n $lint ]]; then
+    ruff check -q .
+    ruff format -q --check .
+    mypy --no-error-summary
 fi
-bash launch/venv.sh test
-export PATH="$PWD/.venv/bin:$PATH"
-ruff check .
-ruff format --check .
-mypy
-exec python -m pytest -n 2 --dist loadfile "$@"
+exec "$venv/bin/python" -m pytest -q --no-header -n 2 --dist loadfile --no-loadscope-reorder "${words[@]}"

@@ -244,5 +244,5 @@ def compiled(name: str) -> Any:
 def test_compiled_model_is_exact(ranks, name):
     if name not in KINDS:
         pytest.skip("FSDP2 does not run on CPU in torch 2.6")
-    for wrong in ranks(2).run(compiled, name, seconds=120):
+    for wrong in ranks(2).run(compiled, name):
         assert wrong <= KINDS[name].bound

@@ -43,20 +43,22 @@ def die_on_rank_1():
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (fail_on_rank_1, ["rank 1 Traceback", "this is why", "in fail_on_rank_1"]),
-        (hang_on_rank_1, ["rank 1 died", "in hang_on_rank_1"]),
+        (fail_on_rank_1, ["rank 1 Traceback", "in fail_on_rank_1", "KeyError: 'this is why'", "rank 0 "]),
+        (hang_on_rank_1, ["rank 1 hangs", "in hang_on_rank_1"]),
         (die_on_rank_1, ["rank 1 died"]),
     ],
 )
-def test_what_goes_wrong_on_a_rank_is_an_error_here(ranks, function, words):
+def test_failure_of_a_rank_is_an_error_that_shows_it_first(ranks, function, words):
     these = ranks(2)
     these.run(sum_of_ranks)  # starting them may take its time
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         these.run(function, seconds=6)
     assert time.monotonic() - start < 50
-    for word in words:
-        assert word in str(caught.value)
+    message = str(caught.value)
+    assert len(message.splitlines()) <= (8 if function is fail_on_rank_1 else 60), message
+    places = [message.find(word) for word in words]
+    assert -1 not in places and places == sorted(places) and places[0] == 0, message
     assert these.run(sum_of_ranks) == [1.0, 1.0], "started anew"
 
 
@@ -78,7 +80,7 @@ def test_it():
 
 
 @NEEDS_PROC
-def test_a_test_run_that_is_interrupted_ends_what_it_started(tmp_path):
+def test_test_run_that_is_interrupted_ends_its_processes(tmp_path):
     runs = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         folder = tmp_path / number.name
@@ -110,3 +112,9 @@ def test_programs_end_with_the_process_that_started_them(tmp_path):
     server.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(program.pid, 0)
+
+
+def test_program_that_hangs_shows_where_it_stands(programs):
+    program = programs.start("-c", "import time\ndef wait(): time.sleep(1000)\nwait()")
+    with pytest.raises(AssertionError, match=r"(?s)none, hangs.*in wait"):
+        program.wait(1)
