@@ -19,7 +19,7 @@ QUICK = {
     f"test_{name}"
     for name in (
         *("law", "loops", "engines", "transaction", "state", "streaming", "loaders", "ahead", "batches", "memory"),
-        *("ddp", "ddp_shared", "fully_shard", "deepspeed", "accelerate", "parts", "heads", "contrast", "check"),
+        *("ddp", "ddp_shared", "fully_shard", "deepspeed", "accelerate", "parts"),
         *("precision", "accumulate_dtype", "batchnorm"),
     )
 }
@@ -83,7 +83,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """The files that take longest come first, so that no worker is left with one in the end; or any order."""
+    """Of several workers' files those that take longest come first, so that none is left with one in the end."""
     for item in items:
         is_doctest = isinstance(item, pytest.DoctestItem)
         if is_doctest or (item.path.stem in QUICK and not item.get_closest_marker("slow")):
@@ -91,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)
-    else:
+    elif hasattr(config, "workerinput"):  # one of several workers
         seconds = {file: every for file, (every, _) in known_times().items()}
         items.sort(key=lambda item: -seconds.get(file_of(item.nodeid), 0.0))
 

@@ -17,19 +17,21 @@ from distaccum import DistaccumError
 
 GRID = [(name, sync) for name, kind in KINDS.items() for sync in kind.policies]
 WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1", "ZeRO 3") if name in KINDS]
-WRAPPERS = pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
 
 
-def in_turn(values: tuple[str, ...], number: int = 1) -> list[tuple[str, str, str]]:
-    """Wrapper, policy and value: all values of the six wrappers, `number` of them of each other pair."""
+def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1) -> list[Any]:
+    """Wrapper, policy and value: all values of the six wrappers, so many of them of each other pair."""
     found = []
     for place, (name, sync) in enumerate(GRID):
-        mine = values if (name, sync) in WHOLE else [values[(place + i * 3) % len(values)] for i in range(number)]
-        found += [(name, sync, value) for value in mine]
+        is_whole = (name, sync) in WHOLE
+        mine = values if is_whole else [values[(place + i * 3) % len(values)] for i in range(quick + slow)]
+        for i, value in enumerate(mine):
+            marks = [] if is_whole or i < quick else [pytest.mark.slow]
+            found.append(pytest.param(name, sync, value, marks=marks, id=f"{name}-{sync}-{value}"))
     return found
 
 
-@pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), 2))
+@pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), quick=1, slow=1))
 def test_windows_equal_one_big_batch(ranks, name, sync, case):
     kind = KINDS[name]
     for seen in ranks(kind.world).run(laws, name, sync, (case,)):
@@ -73,10 +75,10 @@ def clipped(name: str, sync: str, max_norm: float) -> Any:
     return [run.window(layout, i, max_norm=max_norm) for i, layout in enumerate(LAYOUTS if run.world > 1 else [EVEN])]
 
 
-@WRAPPERS
-def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, name, sync):
+@pytest.mark.parametrize(("name", "sync", "max_norm"), in_turn((0.01,)))
+def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, name, sync, max_norm):
     kind = KINDS[name]
-    for seen in ranks(kind.world).run(clipped, name, sync, 0.01):
+    for seen in ranks(kind.world).run(clipped, name, sync, max_norm):
         for window in seen:
             assert window.norm is not None and window.norm <= kind.bound
             assert window.gradient <= max(1e-4, kind.bound)  # torch adds 1e-6 to the norm
@@ -133,7 +135,8 @@ def evaluated(name: str, sync: str) -> Any:
     return seen
 
 
-@WRAPPERS
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
 def test_evaluation_in_a_window_changes_no_gradient(ranks, name, sync):
     kind = KINDS[name]
     for seen in ranks(kind.world).run(evaluated, name, sync):

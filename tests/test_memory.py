@@ -385,6 +385,7 @@ KINDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [[0, 1], [1, 1], [1, 2], [0, 4]], ids=str)
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -399,6 +400,7 @@ def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
             assert not told
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
@@ -759,6 +761,7 @@ def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
     return told, max(wrong)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [[1, 2], [0, 6]], ids=str)
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 @pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 2"])
@@ -831,6 +834,7 @@ def under_a_real_limit() -> Any:
     return sizes, update.counts, wrong
 
 
+@pytest.mark.slow
 def test_update_survives_a_real_allocator_that_refuses(ranks):
     ((sizes, counts, wrong),) = ranks(1).run(under_a_real_limit)
     assert sizes[0] == 10_000 and sizes[-1] < 6_000 and len(sizes) > 2
