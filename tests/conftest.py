@@ -18,8 +18,20 @@ from ranks import Ranks
 QUICK = {
     f"test_{name}"
     for name in (
-        *("law", "loops", "engines", "transaction", "state", "streaming", "loaders", "ahead", "batches", "memory"),
-        *("ddp", "ddp_shared", "fully_shard", "deepspeed", "accelerate", "parts"),
+        *(
+            "suite",
+            "law",
+            "loops",
+            "engines",
+            "transaction",
+            "state",
+            "streaming",
+            "loaders",
+            "ahead",
+            "batches",
+            "memory",
+        ),
+        *("ddp", "ddp_shared", "ddp_forms", "heads", "fully_shard", "deepspeed", "accelerate", "parts"),
         *("precision", "accumulate_dtype", "batchnorm"),
     )
 }

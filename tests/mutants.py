@@ -7,7 +7,8 @@
 
 The defects stand in mutants.txt. Where the text of one is not found exactly once the program says so, and the mutant
 must be written anew for the code that stands there now. Answers are kept in runs/mutants.json after each mutant, and a
-run goes on where one was broken off; `--again` forgets them. This is no part of the suite: all of them take half an hour.
+run goes on where one was broken off; `--again` forgets them. This is no part of the suite: all of them take half an
+hour.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ def run_tests(tree: Path, files: Sequence[str], marker: str) -> str | None:
     return str(failed[0]).removeprefix("tests/") if failed else f"status {status}: {log.read_text()[-300:]}"
 
 
-def examine(mutant: Mutant, tree: Path) -> dict[str, Any]:
+def examine(mutant: Mutant, tree: Path, *, quick_alone: bool, known: dict[str, Any]) -> dict[str, Any]:
     """What finds it: the quick tests of its area, all quick ones, or the others; each only where those before pass."""
     path = tree / "distaccum" / mutant.file
     whole, began = path.read_text(), time.monotonic()
@@ -127,21 +128,25 @@ def examine(mutant: Mutant, tree: Path) -> dict[str, Any]:
     far = sorted(str(one.relative_to(tree)) for one in (tree / "tests").glob("test_*.py"))
     far = [*(one for one in far if one not in near), "distaccum"]
     try:
-        quick = run_tests(tree, near, "quick") or run_tests(tree, far, "quick")
-        rest = None if quick else run_tests(tree, [*near, *far, "launch/training"], "not quick")
+        quick, rest = known.get("quick"), "not run"
+        if not known:
+            quick = run_tests(tree, near, "quick") or run_tests(tree, far, "quick")
+        if not quick and not quick_alone:
+            rest = run_tests(tree, [*near, *far, "launch/training"], "not quick")
     finally:
         path.write_text(whole)
-    return {"area": mutant.area, "quick": quick, "rest": rest, "seconds": round(time.monotonic() - began)}
+    seconds = known.get("seconds", 0) + round(time.monotonic() - began)
+    return {"area": mutant.area, "quick": quick, "rest": None if quick else rest, "seconds": seconds}
 
 
 def table(answers: dict[str, Any]) -> str:
     lines = ["| area | defect | found by | quick |", "| --- | --- | --- | --- |"]
     for name, answer in answers.items():
         found = answer["quick"] or answer["rest"]
-        by = "**nobody**" if found is None else f"`{found}`"
+        by = "**nobody**" if found is None else found if found == "not run" else f"`{found}`"
         lines.append(f"| {answer['area']} | {name} | {by} | {'yes' if answer['quick'] else ''} |")
     quick = sum(bool(answer["quick"]) for answer in answers.values())
-    every = sum(bool(answer["quick"] or answer["rest"]) for answer in answers.values())
+    every = sum((answer["quick"] or answer["rest"] or "not run") != "not run" for answer in answers.values())
     lines.append(f"\n{len(answers)} defects: {every} found, {quick} of them by the quick tests")
     return "\n".join(lines)
 
@@ -154,6 +159,7 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the defects and run nothing")
     parser.add_argument("--table", action="store_true", help="print what was found so far and run nothing")
     parser.add_argument("--again", action="store_true", help="forget earlier answers, of those that are asked for")
+    parser.add_argument("--quick", action="store_true", help="the quick tests alone; without it, later, the others")
     parser.add_argument("--jobs", type=int, default=2, metavar="N", help="so many at a time (2)")
     arguments = parser.parse_args()
     every = mutants()
@@ -170,7 +176,10 @@ def main() -> int:
         print("\n".join(f"{one.area}: {one.name}" for one in chosen))
         return 0
     ANSWERS.parent.mkdir(exist_ok=True)
-    wanted = [one for one in chosen if arguments.again or one.title not in answers]
+    if arguments.again:
+        answers = {title: one for title, one in answers.items() if title not in {mutant.title for mutant in chosen}}
+    done = {title for title, one in answers.items() if arguments.quick or one["rest"] != "not run"}
+    wanted = [one for one in chosen if one.title not in done]
     waiting, lock = iter(wanted), threading.Lock()
 
     def work() -> None:
@@ -181,7 +190,8 @@ def main() -> int:
                     mutant = next(waiting, None)
                 if mutant is None:
                     return
-                answer = examine(mutant, tree)
+                known = answers.get(mutant.title, {})
+                answer = examine(mutant, tree, quick_alone=arguments.quick, known=known)
                 with lock:
                     answers[mutant.title] = answer
                     ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
@@ -195,7 +205,7 @@ def main() -> int:
         worker.join()
     answers = {one.title: answers[one.title] for one in every if one.title in answers}  # in their order
     ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
-    alive = [name for name, answer in answers.items() if not (answer["quick"] or answer["rest"])]
+    alive = [name for name, answer in answers.items() if (answer["quick"] or answer["rest"]) in (None, "not run")]
     return 1 if alive else 0
 
 

@@ -97,7 +97,7 @@ COUNT = ("--count", "tokens:labels")
         (("factories:good", *COUNT, "--reduction", "sum"), 1, "reduction: the criterion averages"),
     ],
 )
-def test_check_prints_the_report_and_its_status_tells(folder, capsys, words, status, text):
+def test_check_prints_the_report_and_ends_with_its_status(folder, capsys, words, status, text):
     assert main(["check", *words]) == status
     assert text in capsys.readouterr().out
 
@@ -119,14 +119,14 @@ def test_check_prints_the_report_and_its_status_tells(folder, capsys, words, sta
         (("factories:good", "--steps", "2", "--micro-batch-size", "3"), "give one or the other"),
     ],
 )
-def test_a_mistake_is_one_line_and_status_2(folder, capsys, words, text):
+def test_mistakes_are_one_line_and_status_2(folder, capsys, words, text):
     assert main(["check", *words]) == 2
     seen = capsys.readouterr()
     lines = [line for line in seen.err.splitlines() if line != "noise"]
     assert len(lines) == 1 and text in lines[0] and not seen.out
 
 
-def test_traceback_and_json(folder, capsys):
+def test_check_prints_a_traceback_or_json_on_request(folder, capsys):
     with pytest.raises(KeyError):
         main(["check", "factories:fails", "--traceback"])
     main(["check", "factories:talks", *COUNT, "--json"])
@@ -159,14 +159,14 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("words", MISSPELT)
-def test_a_wrong_option_is_one_line_with_the_one_that_was_meant(capsys, words):
+def test_wrong_option_is_one_line_with_the_nearest_one(capsys, words):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     seen = capsys.readouterr()
     assert ended.value.code == 2 and MISSPELT[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
 
 
-def test_an_option_may_be_shortened_and_have_a_negative_value(capsys):
+def test_options_may_be_shortened_and_have_negative_values(capsys):
     assert main(["plan", "--batch-s", "64", "--micro-b=8"]) == 0
     assert main(["plan", "--lr", "-0.1"]) == 2
     assert "lr=-0.1, expected a number above 0" in capsys.readouterr().err

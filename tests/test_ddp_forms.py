@@ -51,6 +51,7 @@ def compiled(how):
     return wrongs, group._get_sequence_number_for_group() - before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["inside", "around"])
 def test_compiled_models_are_exact_and_reduce_once(ranks, how):
     for wrongs, collectives in ranks(2).run(compiled, how, seconds=50):
@@ -127,6 +128,7 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_one_process_that_torchrun_started_trains_as_several_do(programs, tmp_path):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)

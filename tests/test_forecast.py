@@ -33,7 +33,7 @@ def policy(forecast, name):
 
 
 @pytest.mark.parametrize(("batch", "micro", "ranks"), [(1000, 32, 8), (101, 50, 1), (3, 1, 8), (64, 64, 1), (97, 7, 5)])
-def test_the_cut_is_the_librarys(batch, micro, ranks):
+def test_cut_is_that_of_the_library(batch, micro, ranks):
     forecast = plan(batch_size=batch, micro_batch_size=micro, ranks=ranks)
     assert forecast.steps == steps_for(batch, micro, ranks)
     assert forecast.windows.samples == forecast.steps * micro * ranks >= batch
@@ -54,7 +54,7 @@ def test_large_numbers_are_exact_and_quick():
 @pytest.mark.parametrize(
     ("samples", "steps", "micro", "ranks"), [(50, 3, 4, 3), (97, 2, 5, 4), (25, 3, 4, 2), (24, 3, 4, 2), (5, 2, 3, 4)]
 )
-def test_the_tail_of_windows_is_that_of_loaders_dealt_out(samples, steps, micro, ranks):
+def test_last_window_is_that_of_loaders_dealt_out(samples, steps, micro, ranks):
     tail = plan(batch_size=steps * micro * ranks, micro_batch_size=micro, ranks=ranks, samples=samples).windows_tail
     loaders = [torch.arange(samples)[rank::ranks].split(micro) for rank in range(ranks)]
     updates = max(-(-len(loader) // steps) for loader in loaders)
@@ -126,7 +126,7 @@ def test_bytes_are_those_of_counted_collectives(ranks, world):
             assert sent == pytest.approx(policy(forecast, f"{engine}, {sync}")["bytes_per_update"]), (engine, sync)
 
 
-def test_bytes_of_each_kind():
+def test_bytes_of_each_policy_add_up():
     def sent(backend, name):
         return policy(plan(parameters=4000, dtype_bytes=2, ranks=4, nodes=2, backend=backend), name)
 
@@ -170,7 +170,7 @@ def test_latency_grows_with_hops_and_buckets():
     assert policy(forecast, "DDP, last")["timing"]["latency"] == pytest.approx(4 * 2 * 3 * 1e-4 + small)
 
 
-def test_the_window_from_which_accumulation_stops_helping_is_the_shortest():
+def test_window_from_which_accumulation_stops_helping_is_the_shortest():
     known = {"ranks": 4, "nodes": 2, "node_gbit": 10, "micro_step_seconds": 0.1, "micro_batch_size": 1, **KNOWN}
     for name in ("DDP, last", "ZeRO 1 and 2, last", "FSDP2 hybrid, replicas"):
         length = policy(plan(batch_size=4, **known), name)["window_for"]["10%"]
@@ -195,7 +195,7 @@ def test_rings_of_replicas_share_a_nodes_link():
 # The learning rate
 
 
-def test_rules_for_the_learning_rate():
+def test_learning_rates_follow_their_rules():
     sgd = scaled_learning_rate(8192, 256, 0.1, "sgd", (0.9, 0.999), "mean", updates_per_epoch=156)
     assert sgd["lr"] == pytest.approx(3.2)  # Goyal et al.: 0.1 for 256, 3.2 for 8k, and 5 epochs of warm-up
     assert "1706.02677" in sgd["advice"][0] and "780 updates" in sgd["advice"][1]
@@ -204,7 +204,7 @@ def test_rules_for_the_learning_rate():
     assert adam["betas"] == pytest.approx([0.6, 0.996]) and "2205.10287" in adam["advice"][0]
 
 
-def test_a_sum_scales_by_itself():
+def test_sum_needs_no_other_learning_rate():
     """An SGD step on the sum at the same rate is one on the mean at the linearly scaled rate."""
     sgd = scaled_learning_rate(1024, 256, 0.1, "sgd", (0.9, 0.999), "sum")
     assert sgd["lr"] == pytest.approx(0.1) and "do not scale the rate again" in sgd["advice"][0]
@@ -220,7 +220,7 @@ def test_adams_rule_ends_where_a_beta_would_fall_below_0():
 # What is given
 
 
-def test_what_is_not_given_is_left_out_and_asked_for():
+def test_missing_arguments_are_left_out_and_asked_for():
     forecast = plan(ranks=8, nodes=2, parameters="350M")
     assert forecast.steps is None and policy(forecast, "DDP, last")["bytes_once"] == 2 * 7 * 1_400_000_000 // 8
     assert policy(forecast, "DDP, last")["timing"] is None
@@ -248,7 +248,7 @@ def test_what_is_not_given_is_left_out_and_asked_for():
         *(("4k", 4000), ("4K", 4000), ("1g", 10**9)),
     ],
 )
-def test_amounts(text, number):
+def test_amounts_are_read_with_their_units(text, number):
     assert amount("parameters", text) == number
 
 
@@ -268,12 +268,12 @@ def test_amounts(text, number):
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
     ],
 )
-def test_a_mistake_is_one_clear_sentence(options, message):
+def test_mistakes_are_one_clear_sentence(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(**options)
 
 
-def test_the_backend_that_nobody_named_is_said_with_the_reason(monkeypatch):
+def test_backend_that_is_assumed_is_named_with_the_reason(monkeypatch):
     known = {"ranks": 2, "parameters": "7b"}
     for is_here, backend, other in ((False, "gloo", "nccl"), (True, "nccl", "gloo")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_here=is_here: is_here)
@@ -285,7 +285,7 @@ def test_the_backend_that_nobody_named_is_said_with_the_reason(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120, 300])
-def test_what_is_printed_fits_the_terminal(monkeypatch, columns):
+def test_report_fits_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     known = {"batch_size": 1000, "micro_batch_size": 32, "samples": 50000, "base_batch_size": 256, "ranks": 8}
     text = str(plan(**known, nodes=2, node_gbit=10, micro_step_seconds=0.1, **KNOWN))
@@ -310,7 +310,7 @@ class Net(nn.Module):
         return self.norm(torch.dropout(self.layer(x), 0.5, True)).square().mean()
 
 
-def test_a_model_is_measured_and_left_as_it_was():
+def test_model_is_measured_and_left_as_it_was():
     net, batch = Net(), {"x": torch.randn(16, 6)}
     net.layer.weight.grad = torch.ones(4, 6)
     mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
@@ -323,7 +323,7 @@ def test_a_model_is_measured_and_left_as_it_was():
     assert forecast.steps == 2 and policy(forecast, "DDP, last")["seconds_per_update"] > 0
 
 
-def test_a_model_without_anything_to_train_is_refused():
+def test_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         measure(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
 
@@ -342,7 +342,7 @@ RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 
 RUN += " --micro-step-seconds 0.1 --samples 50000 --backend gloo"
 
 
-def test_the_command_prints_text_json_and_a_picture(tmp_path, capsys):
+def test_command_prints_text_and_json_and_draws(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     words = ["plan", *RUN.split(), "--base-batch-size", "256", "--lr", "0.1"]
     for name in ("plan.png", "plan.svg"):
@@ -358,7 +358,7 @@ def test_the_command_prints_text_json_and_a_picture(tmp_path, capsys):
     assert rows["DDP, every"]["seconds_per_update"] > rows["DDP, last"]["seconds_per_update"] > 0.4
 
 
-def test_the_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
+def test_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
     (tmp_path / "planned.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2", "--link-gbit", "1"]) == 0
@@ -375,13 +375,13 @@ def test_the_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys)
         (f"{RUN} --plot a.txt", "expected .png, .svg or .pdf"),
     ],
 )
-def test_a_mistake_at_the_command_is_one_line_and_status_2(capsys, words, text):
+def test_mistakes_at_the_command_are_one_line_and_status_2(capsys, words, text):
     assert main(["plan", *words.split()]) == 2
     seen = capsys.readouterr()
     assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
 
 
-def test_a_missing_matplotlib_is_one_sentence_with_the_cure(monkeypatch, capsys):
+def test_missing_matplotlib_is_one_sentence_with_the_cure(monkeypatch, capsys):
     for name in ("matplotlib", "matplotlib.figure"):  # which another test may have imported
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["plan", *RUN.split(), "--plot", "a.png"]) == 2

@@ -160,7 +160,7 @@ def scaled_by(weight, micro_batch, dtype):
     return (weight * micro_batch.mean()).to(dtype)
 
 
-def test_a_loss_in_half_precision_rounds_its_share_and_warns():
+def test_loss_in_half_precision_rounds_its_share_and_warns():
     x = torch.linspace(1, 2, 3)
     model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(()))})
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
@@ -169,7 +169,7 @@ def test_a_loss_in_half_precision_rounds_its_share_and_warns():
         for micro_batch in window:
             window.backward(scaled_by(model["weight"], micro_batch, torch.bfloat16))
     assert model["weight"].grad.item() == pytest.approx(1.5, rel=2e-3)  # a third in bf16 is 0.33398
-    window.step()
+    assert window.step().loss == pytest.approx(1.5, rel=1e-6), "the record has the share itself"
     for dtype, num in [(torch.float32, 3), (torch.bfloat16, 2)]:  # a half is exact, and no warning comes
         window = accumulator.window(x[:num].split(1))
         for micro_batch in window:
@@ -207,7 +207,7 @@ def test_several_models_and_optimizers_are_trained_together():
     assert all(p.grad is None for p in [*one.parameters(), *two.parameters()])
 
 
-def test_the_optimizer_may_hold_parameters_of_the_loss_alone():
+def test_optimizer_may_hold_parameters_of_the_loss_alone():
     net, temperature = make_net(), torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
     batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
     accumulator = Accumulator(net, SGD([*net.parameters(), temperature], lr=0.0))
@@ -238,7 +238,7 @@ windows = st.lists(
 
 @settings(max_examples=int(os.environ.get("WINDOWS", "300")), deadline=None, derandomize="WINDOWS" not in os.environ)
 @given(drawn=windows, case=st.sampled_from(sorted(CASES)), dtype=st.sampled_from(list(BOUNDS)))
-def test_any_window_equals_one_big_batch(drawn, case, dtype):
+def test_random_window_equals_one_big_batch(drawn, case, dtype):
     """Any sizes, empty ones too, any masking, one window after the other on the same accumulator."""
     loss_fn, how, reduction, count = CASES[case]
     net = make_net(dtype)

@@ -52,14 +52,14 @@ def test_dropout_over_more_than_one_layer_draws_other_masks_and_is_no_error():
     assert causes(model, limits.of_classes(model), limits.make_batch()) == ["dropout"]
 
 
-def test_a_loss_with_state_differs_unless_it_moves_after_the_window():
+def test_loss_with_state_differs_unless_it_moves_after_the_window():
     assert limits.of_state(8, moves=True) > 0.01
     assert limits.of_state(8, moves=False) <= EXACT
     model = limits.network(2, limits.nn.Identity)
     assert causes(model, limits.Scaled(model, moves=True), limits.make_batch()) == ["state"]
 
 
-def test_a_penalty_on_each_sample_s_gradient_is_exact_and_one_across_samples_is_not():
+def test_penalty_on_the_gradient_is_exact_by_sample_and_not_across():
     assert limits.of_penalty(8, across=False) <= EXACT < 0.1 < limits.of_penalty(8, across=True)
     model = limits.network(2, limits.nn.Identity)
     assert causes(model, limits.penalty_across_samples(model), limits.make_batch()) == ["loss"]

@@ -80,7 +80,7 @@ def test_it():
 
 
 @NEEDS_PROC
-def test_test_run_that_is_interrupted_ends_its_processes(tmp_path):
+def test_interrupted_run_of_tests_ends_its_processes(tmp_path):
     runs = {}
     for number in (signal.SIGINT, signal.SIGTERM):
         folder = tmp_path / number.name

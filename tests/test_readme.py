@@ -63,21 +63,21 @@ def made():
 
 
 @pytest.mark.parametrize(("num", "code"), BLOCKS, ids=[str(i) for i in range(len(BLOCKS))])
-def test_block(ranks, num, code):
+def test_block_prints_what_its_comments_say(ranks, num, code):
     comments = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
     expected = [line.strip() for comment in comments for line in comment.split(" | ")]
     for printed in ranks(int(num)).run(printed_by, code) if num else [printed_by(code)]:
         assert [line.strip() for line in printed] == expected
 
 
-def test_the_readme_has_blocks():
+def test_readme_has_blocks():
     assert len(BLOCKS) > 5
 
 
 SHOWN = re.findall(r"^```python run=no\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
 
 
-def test_what_is_only_shown_is_python_and_the_engine_is_the_tested_one():
+def test_blocks_that_are_not_run_are_python_and_tested_elsewhere():
     for code in SHOWN:
         compile(code, "README.md", "exec")
     tested = (Path(__file__).parent / "test_choosing.py").read_text()
@@ -85,6 +85,6 @@ def test_what_is_only_shown_is_python_and_the_engine_is_the_tested_one():
     assert len(engines) == 1 and engines[0].strip() in tested
 
 
-def test_all_links_in_the_repository_lead_somewhere():
+def test_links_into_the_repository_lead_somewhere():
     for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
         assert (README.parent / target).exists(), target

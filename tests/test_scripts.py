@@ -107,7 +107,7 @@ def train_pictures(stage: int, epochs: int, steps: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_script_on_the_loader_that_deepspeed_makes_runs_to_its_end(ranks, stage):
+def test_script_on_deepspeeds_own_loader_runs_to_its_end(ranks, stage):
     one, two = ranks(2).run(train_pictures, stage, 2, 2)
     assert one == two
     # 38 pictures are 19 on each rank: micro-batches of 4, 4, 4, 4 and 3.
@@ -212,7 +212,7 @@ def rows_of(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     ]
 
 
-def test_a_script_of_accelerate_with_a_schedule_and_metrics_runs_to_its_end(ranks):
+def test_script_of_accelerate_with_schedule_and_metrics_runs_to_its_end(ranks):
     one, two = ranks(2).run(train_pairs, 3, 2)
     assert one == two
     # 22 pairs are 6 batches, 3 on each rank; Accelerate fills the last one up.

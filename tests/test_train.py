@@ -67,7 +67,7 @@ ENGINES = {
 
 
 @pytest.mark.parametrize(("ranks", "options"), ENGINES.values(), ids=ENGINES)
-def test_each_engine_ends_with_the_weights_of_the_big_batch(programs, tmp_path, ranks, options):
+def test_engines_end_with_the_weights_of_the_big_batch(programs, tmp_path, ranks, options):
     # 25 updates of the small network end in the second epoch, past a short last window.
     updates = 25 if "deepspeed" not in options else 4
     text = trained(programs, tmp_path / "run", *SMALL, "--updates", updates, *options, ranks=ranks)
@@ -110,7 +110,7 @@ TEXT = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batc
 NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 
 
-def test_a_hugging_face_model_by_path(programs, tmp_path):
+def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     model = hugging_face(tmp_path / "model", **NO_DROPOUT)
     text = trained(programs, tmp_path / "run", *TEXT, "--model", model, "--updates", 3)
     assert f"{model} on README.md: 0.05 million parameters" in text, "the model of that folder"
@@ -118,7 +118,7 @@ def test_a_hugging_face_model_by_path(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
-def test_dropout_is_on_from_the_first_update_whether_evaluated_resumed_or_neither(programs, tmp_path):
+def test_dropout_is_on_from_the_first_update_also_when_resumed(programs, tmp_path):
     model = hugging_face(tmp_path / "model")
     options = (*TEXT, "--model", model, "--updates", 4, "--checkpoint-every", 2, "--keep", 9)
     trained(programs, tmp_path / "whole", *options, "--evaluate-every", 10**6)
@@ -144,7 +144,7 @@ def go_back(run: Path, update: int) -> None:
     (run / "weights.pt").unlink()
 
 
-def test_a_tokenizer_that_is_missing_or_too_large_is_told(programs, tmp_path):
+def test_tokenizer_that_is_missing_or_too_large_is_refused(programs, tmp_path):
     for words, size, told in (
         (0, 256, "has no tokenizer (such as tokenizer.json)"),
         (200, 64, "and its model knows 64"),
@@ -161,7 +161,7 @@ def only_line(text: str) -> str:
     return line
 
 
-def test_an_image_folder_is_the_same_on_any_number_of_ranks_with_augmentation(programs, tmp_path):
+def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
     from torchvision.transforms.functional import to_pil_image
 
     torch.manual_seed(0)
@@ -176,7 +176,7 @@ def test_an_image_folder_is_the_same_on_any_number_of_ranks_with_augmentation(pr
     assert same(tmp_path / "one", tmp_path / "workers")
 
 
-def test_a_torchvision_dataset(programs, tmp_path):
+def test_torchvision_dataset_trains_by_its_name(programs, tmp_path):
     folder = tmp_path / "data" / "FashionMNIST" / "raw"
     folder.mkdir(parents=True)
     for name, number in (("train", 40), ("t10k", 10)):  # in the format of the files that it downloads
@@ -208,7 +208,7 @@ def test_torchvision_models_of_all_shapes_take_data(tmp_path, monkeypatch, model
     assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
 
 
-def test_an_image_that_cannot_be_read_is_named(programs, tmp_path):
+def test_image_that_cannot_be_read_is_named(programs, tmp_path):
     from torchvision.transforms.functional import to_pil_image
 
     for name in ("cats", "dogs"):
@@ -263,7 +263,7 @@ def test_mixed_precision_trains(programs, tmp_path, engine, precision):
 # Options
 
 
-def test_a_key_on_the_command_line_beats_the_file(programs, tmp_path):
+def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('batch_size = 32\nmicro_batch_size = 4\nmodel = "cnn"\nlr = 1\n')
     done = programs.run("train", "--config", file, "--batch-size", 96, "--plan", 3)
@@ -274,7 +274,7 @@ def test_a_key_on_the_command_line_beats_the_file(programs, tmp_path):
     assert "46 updates, 23 per epoch" in programs.run("train", "--config", file, "--epochs", 2, "--plan").text
 
 
-def test_the_plan_is_worked_out(programs):
+def test_plan_shows_micro_batches_and_updates(programs):
     text = programs.run("train", "--model", "resnet101", "--batch-size", 100, "--micro-batch-size", 50, "--plan").text
     assert "42.5" in text and "100 samples: 1 x 2 micro-batches of 50" in text
     assert "15 per epoch, whose last is 38 samples" in text
@@ -335,7 +335,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_a_mistake_gets_one_line_and_status_2(programs, tmp_path, arguments):
+def test_mistakes_get_one_line_and_status_2(programs, tmp_path, arguments):
     if arguments == ("--device", "cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
@@ -361,7 +361,7 @@ def test_a_mistake_gets_one_line_and_status_2(programs, tmp_path, arguments):
     assert not list(tmp_path.glob("runs/*/*")), "nothing is written"
 
 
-def test_several_ranks_say_it_once(programs):
+def test_ranks_print_a_mistake_once(programs):
     ended = wait_for(programs.start_ranks(2, "train", "--batch-size", 1))
     assert [done.status for done in ended] == [2, 2]
     assert sum(done.text.count("train: ") for done in ended) == 1
@@ -370,7 +370,7 @@ def test_several_ranks_say_it_once(programs):
 # What is left behind
 
 
-def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
+def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
     text = trained(
@@ -414,7 +414,7 @@ def test_the_log_the_summary_the_picture_and_tensorboard(programs, tmp_path):
     assert told == ["10", "20", "30", "40", "46"] and "\r" not in text, "lines and no bar off a terminal"
 
 
-def test_off_a_terminal_it_says_how_far_it_is_unless_it_shall_be_quiet(programs, tmp_path):
+def test_progress_is_printed_off_a_terminal_unless_quiet(programs, tmp_path):
     options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every")
     text = trained(programs, tmp_path / "often", *options, 1e-9)
     done = re.findall(r"^(\d) of 3 updates and (\d) micro-batch", text, re.MULTILINE)
@@ -426,7 +426,7 @@ def test_off_a_terminal_it_says_how_far_it_is_unless_it_shall_be_quiet(programs,
     assert same(tmp_path / "often", tmp_path / "quiet")
 
 
-def test_the_noise_scale_is_logged_and_its_meaning_told(programs, tmp_path):
+def test_noise_scale_is_logged_and_explained(programs, tmp_path):
     run = tmp_path / "run"
     text = trained(programs, run, *SMALL, "--updates", 8, "--measure-noise")
     scales = [update["noise_scale"] for update in log_of(run)]
@@ -439,7 +439,7 @@ def test_the_noise_scale_is_logged_and_its_meaning_told(programs, tmp_path):
     assert text.count(f"x the fewest samples: {batch['verdict']}") == 1
 
 
-def test_the_learning_rate_is_scaled_from_a_base_batch_on_request(programs, tmp_path):
+def test_learning_rate_is_scaled_from_a_base_batch_on_request(programs, tmp_path):
     for how, factor in (("linear", 2.0), ("sqrt", 2.0**0.5)):
         options = ("--lr", 0.01, "--base-batch-size", 32, "--lr-scaling", how, "--schedule", "constant", "--updates", 2)
         trained(programs, tmp_path / how, *SMALL, *options)
@@ -461,7 +461,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize(("ranks", "options"), KEPT.values(), ids=KEPT)
-def test_resume_goes_on_bit_for_bit(programs, tmp_path, ranks, options):
+def test_resumed_run_has_the_same_bits(programs, tmp_path, ranks, options):
     options = (*options, "--updates", 6, "--checkpoint-every", 3, "--keep", 9)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
@@ -474,7 +474,7 @@ def test_resume_goes_on_bit_for_bit(programs, tmp_path, ranks, options):
     assert logs[0] == logs[1]
 
 
-def test_a_run_goes_on_under_another_engine_and_on_other_ranks(programs, tmp_path):
+def test_resumed_run_may_change_engine_and_ranks(programs, tmp_path):
     options = (*SMALL, "--precision", "float64", "--schedule", "constant")
     trained(programs, tmp_path / "run", *options, "--updates", 4, ranks=2)
     trained(programs, tmp_path / "run", *options, "--updates", 8, "--engine", "fsdp2", "--resume", ranks=2)
@@ -484,7 +484,7 @@ def test_a_run_goes_on_under_another_engine_and_on_other_ranks(programs, tmp_pat
     proven(programs, tmp_path / "run", 1e-10)
 
 
-def test_a_resumed_run_has_the_schedule_of_its_own_options(programs, tmp_path):
+def test_resumed_run_has_the_schedule_of_its_own_options(programs, tmp_path):
     options = (*SMALL, "--precision", "float64")
     trained(programs, tmp_path / "run", *options, "--epochs", 1)
     trained(programs, tmp_path / "run", *options, "--epochs", 2, "--lr", 0.01, "--resume")
@@ -494,7 +494,7 @@ def test_a_resumed_run_has_the_schedule_of_its_own_options(programs, tmp_path):
     proven(programs, tmp_path / "run", 1e-10)
 
 
-def test_a_loss_that_is_not_finite_gets_a_line_and_what_was_saved_stays(programs, tmp_path):
+def test_nonfinite_loss_gets_one_line_and_checkpoints_stay(programs, tmp_path):
     options = (*SMALL, "--updates", 5, "--checkpoint-every", 1, "--max-norm", 0, "--schedule", "constant")
     done = programs.run("train", *options, "--lr", 1e30, "--out", tmp_path / "run")
     assert done.status == 1
@@ -509,7 +509,7 @@ def test_a_loss_that_is_not_finite_gets_a_line_and_what_was_saved_stays(programs
         assert "NaN" not in (tmp_path / "skip" / file).read_text()
 
 
-def test_resume_says_what_it_found(programs, tmp_path):
+def test_resume_prints_the_checkpoint_that_it_found(programs, tmp_path):
     text = trained(programs, tmp_path / "run", *SMALL, "--updates", 2, "--resume")
     assert "no checkpoint in" in text
     summary = (tmp_path / "run" / "summary.json").read_text()
@@ -575,7 +575,7 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(programs, tmp_path, ranks):
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_path, ranks):
     whole, run, number = tmp_path / "whole", tmp_path / "run", 1 + len(DAMAGE)
     options = (*SMALL[:2], "--batch-size", 16, "--updates", number, "--checkpoint-every", 1, "--keep", 99)
     trained(programs, whole, *options, ranks=ranks)
@@ -594,7 +594,7 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_is_taken(programs, tmp_
     assert same(whole, run)
 
 
-def test_where_each_checkpoint_is_damaged_it_stops_and_touches_none(programs, tmp_path):
+def test_run_stops_where_each_checkpoint_is_damaged(programs, tmp_path):
     run = tmp_path / "run"
     trained(programs, run, *SMALL, "--updates", 2, "--checkpoint-every", 1)
     (run / "weights.pt").unlink()
@@ -607,7 +607,7 @@ def test_where_each_checkpoint_is_damaged_it_stops_and_touches_none(programs, tm
     assert len(list(run.glob("checkpoints/update-*"))) == 2
 
 
-def test_a_disk_that_is_full_gets_a_line_and_what_was_saved_stays(programs, tmp_path):
+def test_full_disk_gets_one_line_and_checkpoints_stay(programs, tmp_path):
     run = tmp_path / "run"
     options = (*SMALL[:2], "--updates", 3, "--checkpoint-every", 1, "--schedule", "constant", "--out", run)
     done = programs.run("train", *options, LARGEST_FILE="50000")
@@ -627,14 +627,14 @@ def test_a_disk_that_is_full_gets_a_line_and_what_was_saved_stays(programs, tmp_
     ],
     ids=str,
 )
-def test_each_optimizer_goes_on(programs, tmp_path, ranks, engine, optimizer):
+def test_optimizers_keep_their_state_when_resumed(programs, tmp_path, ranks, engine, optimizer):
     options = (*SMALL, *optimizer, "--engine", engine, "--schedule", "constant", "--precision", "float64")
     trained(programs, tmp_path / "run", *options, "--updates", 2, ranks=ranks)
     trained(programs, tmp_path / "run", *options, "--updates", 4, "--resume", ranks=ranks)
     proven(programs, tmp_path / "run", 1e-10)
 
 
-def test_an_optimizer_that_never_stepped_is_not_stepped_by_a_checkpoint(programs, tmp_path):
+def test_checkpoint_steps_no_optimizer_that_never_stepped(programs, tmp_path):
     model = hugging_face(tmp_path / "model", layer_norm_epsilon=float("nan"))
     options = ("--optimizer", "adamw", "--on-nonfinite", "skip", "--updates", 1, "--checkpoint-every", 1)
     trained(programs, tmp_path / "run", *TEXT, "--model", model, *options)
@@ -654,7 +654,7 @@ def test_an_optimizer_that_never_stepped_is_not_stepped_by_a_checkpoint(programs
     ],
     ids=["adamw", "sgd"],
 )
-def test_a_parameter_that_no_update_has_reached_goes_on_as_it_would_have(make, kinds, monkeypatch):
+def test_parameter_without_a_gradient_yet_resumes_exactly(make, kinds, monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "launch"))
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from training.checkpoints import fill_state
@@ -689,7 +689,7 @@ def test_a_parameter_that_no_update_has_reached_goes_on_as_it_would_have(make, k
 
 @pytest.mark.parametrize("content", [b"", b"half", b"{}\n", b"[1]\n", b'{"index": 0}\n'], ids=repr)
 @pytest.mark.parametrize("file", ["config.json", "log.jsonl", "weights.pt"])
-def test_prove_says_in_a_line_what_is_no_run(programs, tmp_path, proven_run, file, content):
+def test_prove_refuses_in_one_line_a_folder_that_is_no_run(programs, tmp_path, proven_run, file, content):
     shutil.copytree(proven_run, tmp_path / "run")
     (tmp_path / "run" / file).write_bytes(content)
     done = programs.run("prove", tmp_path / "run")
@@ -704,7 +704,7 @@ def proven_run(programs, tmp_path_factory) -> Path:
     return run
 
 
-def test_what_a_kill_left_of_a_checkpoint_is_passed_over(programs, tmp_path):
+def test_checkpoint_that_a_kill_left_unfinished_is_passed_over(programs, tmp_path):
     options = (*SMALL, "--updates", 4)
     trained(programs, tmp_path / "run", *options[:-1], 2, "--schedule", "constant")
     partial = tmp_path / "run" / "checkpoints" / ".update-00000003"
@@ -718,7 +718,7 @@ def test_what_a_kill_left_of_a_checkpoint_is_passed_over(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
-def test_a_finished_run_that_goes_on_and_is_killed_is_not_taken_for_finished(programs, tmp_path):
+def test_finished_run_that_is_extended_and_killed_is_unfinished(programs, tmp_path):
     options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
     run = tmp_path / "run"
     trained(programs, run, *options, "--updates", 2)
@@ -734,7 +734,7 @@ def newest_update(run: Path) -> int:
 
 
 @pytest.mark.parametrize(("ranks", "kills"), [(1, 14), (2, 6)])
-def test_killed_at_random_moments_and_resumed_the_weights_are_the_same_bit_for_bit(programs, tmp_path, ranks, kills):
+def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path, ranks, kills):
     options = ("--model", "cnn", "--epochs", 1, "--checkpoint-every", 1)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
     seed = random.SystemRandom().randrange(10**6)
@@ -761,7 +761,7 @@ def test_killed_at_random_moments_and_resumed_the_weights_are_the_same_bit_for_b
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_told_to_stop_it_saves_and_goes_on_later(programs, tmp_path, ranks, number):
+def test_run_that_is_asked_to_stop_saves_and_resumes(programs, tmp_path, ranks, number):
     """The signal reaches one rank alone; the others stop after the same update."""
     options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
     run = tmp_path / "run"
@@ -794,7 +794,7 @@ def steps_into(run: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2")), (2, ("--engine", "accelerate"))], ids=str
 )
-def test_told_to_stop_in_a_long_window_it_saves_within_a_micro_step(programs, tmp_path, ranks, options):
+def test_run_that_is_asked_to_stop_saves_within_a_micro_step(programs, tmp_path, ranks, options):
     """Dropout and all: the resumed run ends with the same bits."""
     options = (*LONG, *options)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
@@ -817,7 +817,7 @@ def test_told_to_stop_in_a_long_window_it_saves_within_a_micro_step(programs, tm
 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2", "--sync", "gathered"))], ids=str)
-def test_checkpoints_by_the_clock_come_in_mid_window_and_change_nothing(programs, tmp_path, ranks, options):
+def test_checkpoints_by_the_clock_change_nothing_in_mid_window(programs, tmp_path, ranks, options):
     trained(programs, tmp_path / "whole", *LONG, *options, ranks=ranks)
     options = (*LONG[:-1], "0.0005m", *options, "--keep", 99)
     trained(programs, tmp_path / "run", *options, ranks=ranks)
@@ -840,7 +840,7 @@ def test_checkpoints_by_the_clock_come_in_mid_window_and_change_nothing(programs
         assert f"in mid-window by {ranks} ranks and this run has {3 - ranks}; start as many" in done.text
 
 
-def test_a_rank_that_dies_is_told_by_the_others(programs, tmp_path):
+def test_ranks_name_the_loss_of_another(programs, tmp_path):
     started = programs.start_ranks(2, "train", *SMALL, "--updates", 10**5, "--timeout", 0.2, "--out", tmp_path / "run")
     log = tmp_path / "run" / "log.jsonl"
     assert wait_until(lambda: log.exists() and log.read_text(), started[0])
