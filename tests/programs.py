@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import json
 import os
 import resource
@@ -109,6 +110,10 @@ class Programs:
         self._server.stdin.flush()
         return json.loads(self._server.stdout.readline())
 
+    def load(self, module: str) -> None:
+        """Programs that start after this have imported it."""
+        self.ask(load=module)
+
     def start(
         self, program: str, *arguments: object, cwd: Path | None = None, apart: bool = False, **environment: str
     ) -> Program:
@@ -194,7 +199,10 @@ def answer(programs: dict[str, Callable[[list[str]], Any]]) -> None:
     started: set[int] = set()
     for line in sys.stdin:
         request = json.loads(line)
-        if "wait" in request:
+        if "load" in request:
+            importlib.import_module(request["load"])
+            reply = 0
+        elif "wait" in request:
             pid, status = os.waitpid(request["wait"], os.WNOHANG)
             started.discard(pid)
             reply = status if pid else None
