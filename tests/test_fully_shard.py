@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, full, full_gradient, fully_sharded
+from engines import FSDP2_RUNS_ON_CPU, full, full_gradient, full_weights, fully_sharded
 from problems import (
     error,
     gradient,
@@ -99,13 +99,13 @@ class Choosing(nn.Module):
         )
 
 
-def chosen(uses: list[list[str]], sync: str) -> Any:
-    """`uses`: which layers a rank uses in each of its micro-batches."""
+def chosen(turns: list[list[list[str]]], sync: str) -> Any:
+    """By window and rank, which layers are used in each micro-batch."""
     rank = dist.get_rank()
     model = fully_shard(Choosing())
     accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
     seen = []
-    for turn in range(3):
+    for turn, uses in enumerate(turns):
         plain = Choosing()
         window = accumulator.window(list(zip(micro_batches_of(EVEN, turn, rank), uses[rank], strict=False)))
         for batch, which in window:
@@ -138,10 +138,40 @@ USES = {
     reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
 )
 def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, uses, sync):
-    for seen in ranks(2).run(chosen, uses, sync):
+    for seen in ranks(2).run(chosen, [uses] * 3, sync):
         for wrong, nones_are_right in seen:
             assert wrong <= 1e-10
             assert nones_are_right, "None where nobody used it, as without sharding"
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.skipif(
+    not hasattr(FSDPParamGroup, "_validate_unused_param_grad_dtypes"),
+    reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
+)
+def test_stand_in_of_an_earlier_window_makes_no_parameter_used(ranks, sync):
+    turns = [[["12", "12"], ["12"]], [["1", "1"], []]]  # where the second rank has none, it uses both layers
+    for seen in ranks(2).run(chosen, turns, sync):
+        assert all(wrong <= 1e-10 and same_nones for wrong, same_nones in seen)
+
+
+def clipped_beyond_float32() -> tuple[float, float]:
+    """Squares of gradients overflow, and the largest are on one rank."""
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(4, 4, bias=False))  # two rows on each rank
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
+    factors, before = torch.tensor([1e22, 1e22, 3e25, 3e25]), full_weights(model)
+    window = accumulator.window([torch.ones(2, 4), torch.ones(1, 4)])
+    for x in window:
+        window.backward((model(x) * factors).mean())
+    update = window.step()
+    exact = float((factors.double() / 4).norm()) * 2  # each row has four elements alike
+    return update.grad_norm / exact - 1, float((full_weights(model) - before).norm())
+
+
+def test_norm_is_exact_where_its_square_overflows_on_one_rank(ranks):
+    for off, moved in ranks(2).run(clipped_beyond_float32):
+        assert abs(off) <= 1e-5 and moved == pytest.approx(1.0, rel=1e-4)
 
 
 def divided_by(factors: list[float]) -> Any:
