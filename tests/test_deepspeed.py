@@ -92,6 +92,27 @@ def test_window_counts_all_backwards_and_not_the_last_alone(ranks, stage):
         assert ours <= 1e-5
 
 
+def both_losses(model: Any, batch: Any) -> torch.Tensor:
+    outputs = model(batch["x"])
+    return outputs.square().mean() + outputs.mean()
+
+
+def two_named_losses(stage: int) -> float:
+    engine, _, _ = initialize(make_net_without_router().float(), stage)
+    before = zero_weights(engine)
+    window = Accumulator(engine, count={"squares": count_samples, "means": count_samples}).window(mine(UNEVEN, 0))
+    for batch in window:
+        outputs = engine(batch["x"])
+        window.backward(squares=outputs.square().mean(), means=outputs.mean())
+    window.step()
+    return moved(engine, before, UNEVEN, 0, both_losses)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_named_losses_go_backward_together(ranks, stage):
+    assert max(ranks(2).run(two_named_losses, stage)) <= 1e-5
+
+
 def one_step_after_the_other(stage: int, config: dict[str, Any]) -> Any:
     """Each window steps, short ones too, and the engine's schedule counts updates."""
     schedule = None
