@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -153,6 +154,26 @@ def test_stand_in_of_an_earlier_window_makes_no_parameter_used(ranks, sync):
     turns = [[["12", "12"], ["12"]], [["1", "1"], []]]  # where the second rank has none, it uses both layers
     for seen in ranks(2).run(chosen, turns, sync):
         assert all(wrong <= 1e-10 and same_nones for wrong, same_nones in seen)
+
+
+def statistics_beside_a_longer_rank() -> tuple[int, float]:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    plain, model = copy.deepcopy(net), fully_shard(net)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), batchnorm="ignore")
+    batches = [torch.randn(4, 3) for _ in range((3, 1)[dist.get_rank()])]
+    window = accumulator.window(batches)
+    for batch in window:
+        window.backward(model(batch).square().mean())
+    window.step()
+    for batch in batches:
+        plain(batch)
+    return int(model[1].num_batches_tracked) - len(batches), error(model[1].running_var, plain[1].running_var)
+
+
+def test_stand_in_moves_no_running_statistics(ranks):
+    for more, wrong in ranks(2).run(statistics_beside_a_longer_rank):
+        assert more == 0 and wrong <= 1e-6
 
 
 def clipped_beyond_float32() -> tuple[float, float]:
