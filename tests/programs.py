@@ -67,9 +67,14 @@ def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
                 statuses[i] = status
                 until = min(until, time.monotonic() + 10) if status else until
         if time.monotonic() > until:
-            for i, one in enumerate(programs):
-                if i not in statuses:
-                    one.send(signal.SIGKILL)
+            left = [one for i, one in enumerate(programs) if i not in statuses]
+            for one in left:
+                one.send(signal.SIGABRT)  # on which it shows where it stands
+            patience = time.monotonic() + 5
+            while any(one.poll() is None for one in left) and time.monotonic() < patience:
+                time.sleep(0.02)
+            for one in left:
+                one.send(signal.SIGKILL)
             texts = [
                 f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}{p.errors}"
                 for i, p in enumerate(programs)

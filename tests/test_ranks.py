@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import marked
-from programs import Programs
+from programs import Programs, wait_until
 from ranks import RankError
 
 
@@ -115,6 +115,7 @@ def test_programs_end_with_the_process_that_started_them(tmp_path):
 
 
 def test_program_that_hangs_shows_where_it_stands(programs):
-    program = programs.start("-c", "import time\ndef wait(): time.sleep(1000)\nwait()")
+    program = programs.start("-c", "import time\ndef wait():\n print('here', flush=True)\n time.sleep(1000)\nwait()")
+    assert wait_until(lambda: program.text, program)
     with pytest.raises(AssertionError, match=r"(?s)none, hangs.*in wait"):
         program.wait(1)
