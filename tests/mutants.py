@@ -115,7 +115,7 @@ def run_tests(tree: Path, files: Sequence[str], marker: str) -> str | None:
             return f"does not end within {MINUTES} minutes"
     if status in (0, 5):  # 5: nothing was selected
         return None
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", log.read_text(), re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
     return str(failed[0]).removeprefix("tests/") if failed else f"status {status}: {log.read_text()[-300:]}"
 
 
