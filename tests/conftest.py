@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forks
+import processes
 import pytest
-import torch
-from processes import pytest_configure as pytest_configure
 from processes import pytest_unconfigure as pytest_unconfigure
 from programs import ROOT, Programs
 from ranks import Ranks
@@ -35,7 +35,14 @@ QUICK = {
         *("precision", "accumulate_dtype", "batchnorm"),
     )
 }
+collect_ignore = ["preloaded.py", "preloaded_programs.py"]  # without doctests, and long to import
 TIMES = Path(__file__).parent / "times.json"  # what each file takes, and its quick tests, in seconds of one worker
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    processes.pytest_configure()
+    if config.getoption("numprocesses", None) and not config.option.collectonly:
+        forks.start()  # all workers'; it imports while they collect
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -52,11 +59,15 @@ def _runs_of_the_contributor() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch  # which the process that shows the results does without
+
     torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 

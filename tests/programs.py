@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import faulthandler
-import importlib
-import json
 import os
 import resource
 import runpy
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import forks
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60  # for one program; what takes longer hangs
@@ -32,8 +30,8 @@ class Done:
 class Program:
     """A process that runs a program with these arguments."""
 
-    def __init__(self, server: Programs, pid: int, log: Path, errors: Path) -> None:
-        self._server, self.pid, self._log, self._errors = server, pid, log, errors
+    def __init__(self, forked: forks.Forks, pid: int, log: Path, errors: Path) -> None:
+        self._forks, self.pid, self._log, self._errors = forked, pid, log, errors
         self._status: int | None = None
 
     @property
@@ -45,8 +43,8 @@ class Program:
         return self._errors.read_text() if self._errors.exists() else ""
 
     def poll(self) -> int | None:
-        if self._status is None and (status := self._server.ask(wait=self.pid)) is not None:
-            self._status = os.waitstatus_to_exitcode(status)
+        if self._status is None:
+            self._status = self._forks.status(self.pid)
         return self._status
 
     def send(self, number: int) -> None:
@@ -98,26 +96,15 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = SE
 class Programs:
     """`programs.run("train", "--updates", "2")`; with `ranks=2` there are two, as a launcher would start them.
 
-    A program is one of `serve`'s, a script ("launch/bench/noise.py"), or "-c" with Python code as its first argument.
+    A program is one of `preloaded_programs`, a script ("launch/bench/noise.py"), or "-c" with Python code as its first
+    argument.
     """
 
-    def __init__(self, folder: Path, command: tuple[str, ...] = (__file__,)) -> None:
+    def __init__(self, folder: Path) -> None:
         self._folder, self._number = folder, 0
-        # Ctrl-C in the terminal is not for the programs: `stop` ends them.
-        self._server = subprocess.Popen(
-            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
-            start_new_session=True,
-        )  # fmt: skip
-
-    def ask(self, **request: Any) -> Any:
-        assert self._server.stdin is not None and self._server.stdout is not None
-        self._server.stdin.write(json.dumps(request) + "\n")
-        self._server.stdin.flush()
-        return json.loads(self._server.stdout.readline())
-
-    def load(self, module: str) -> None:
-        """Programs that start after this have imported it."""
-        self.ask(load=module)
+        self._forks = forks.connect()
+        self._forks.load("preloaded_programs")
+        self.load = self._forks.load  # programs that start after it have imported the module
 
     def start(
         self, program: str, *arguments: object, cwd: Path | None = None, apart: bool = False, **environment: str
@@ -129,8 +116,8 @@ class Programs:
         words = [str(argument) for argument in arguments]
         cwd = cwd or self._folder  # where a run without --out may be
         logs = [str(log), str(errors if apart else log)]
-        pid = self.ask(program=program, arguments=words, logs=logs, cwd=str(cwd), environment=environment)
-        return Program(self, pid, log, errors)
+        pid = self._forks.fork("programs:run", program, words, logs, str(cwd), environment)
+        return Program(self._forks, pid, log, errors)
 
     def start_ranks(self, ranks: int, program: str, *arguments: object, **environment: str) -> list[Program]:
         port = free_port()
@@ -154,8 +141,8 @@ class Programs:
         return ended[0]
 
     def stop(self) -> None:
-        """The server ends the programs that still run when it hears no more, as where this process is killed."""
-        self._server.__exit__(None, None, None)
+        """Ends the programs that still run, as it does where this process is killed."""
+        self._forks.close()
 
 
 def free_port() -> str:
@@ -164,26 +151,28 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def serve() -> None:
-    sys.path.insert(0, str(ROOT / "launch"))
-    import matplotlib
+def run(program: str, arguments: list[str], logs: list[str], cwd: str, environment: dict[str, str]) -> int:
+    """In a process that was forked for it: the program, and its status."""
+    for stream, log in enumerate(logs, start=1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    faulthandler.enable(2)
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv[0] = program if program == "distaccum" else f"{program}.py"
+    os.chdir(cwd)
+    if limit := os.environ.get("LARGEST_FILE"):  # in bytes: as on a disk that is full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    try:
+        return _main_of(program)(arguments) or 0
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        return left.code if isinstance(left.code, int) else int(left.code is not None)
 
-    matplotlib.use("Agg")
-    import matplotlib.pyplot
-    import preloaded
-    import prove
-    import sklearn.datasets
-    import torchvision
-    import train
 
-    import distaccum.cli
-
-    assert preloaded.LOADED and matplotlib.pyplot and sklearn.datasets and torchvision  # to be there
-    answer({"train": train.main, "prove": prove.main, "distaccum": distaccum.cli.main})
-
-
-def main_of(program: str, programs: dict[str, Callable[[list[str]], Any]]) -> Callable[[list[str]], Any]:
+def _main_of(program: str) -> Callable[[list[str]], int | None]:
     """What runs it. A script and code run as they would under `python`."""
+    import preloaded_programs
 
     def script(arguments: list[str]) -> None:
         sys.argv[:] = [program, *arguments]
@@ -196,58 +185,4 @@ def main_of(program: str, programs: dict[str, Callable[[list[str]], Any]]) -> Ca
 
     if program == "-c":
         return code
-    return script if program.endswith(".py") else programs[program]
-
-
-def answer(programs: dict[str, Callable[[list[str]], Any]]) -> None:
-    """Forks for each line of the input that names one of these programs."""
-    started: set[int] = set()
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "load" in request:
-            importlib.import_module(request["load"])
-            reply = 0
-        elif "wait" in request:
-            pid, status = os.waitpid(request["wait"], os.WNOHANG)
-            started.discard(pid)
-            reply = status if pid else None
-        else:
-            reply = os.fork()
-            if not reply:
-                break
-            started.add(reply)
-        print(json.dumps(reply), flush=True)
-    else:
-        for pid in started:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        os._exit(0)  # without the seconds that so many libraries take to leave
-    # The child.
-    for stream, log in enumerate(request["logs"], start=1):
-        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
-    os.close(0)
-    faulthandler.enable(2)
-    os.environ.update(request["environment"])
-    sys.path[:0] = filter(None, request["environment"].get("PYTHONPATH", "").split(os.pathsep))
-    sys.argv[0] = request["program"] if request["program"] == "distaccum" else f"{request['program']}.py"
-    os.chdir(request["cwd"])
-    if limit := os.environ.get("LARGEST_FILE"):  # in bytes: as on a disk that is full
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    try:
-        status = main_of(request["program"], programs)(request["arguments"]) or 0
-    except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else int(left.code is not None)
-        if isinstance(left.code, str):
-            print(left.code, file=sys.stderr)
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    serve()
+    return script if program.endswith(".py") else preloaded_programs.PROGRAMS[program]

@@ -5,18 +5,19 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import sys
+import socket
 import tempfile
 import time
 import traceback
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
+from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+
+import forks
 
 SECONDS = 60  # for one function; what takes longer hangs
 
@@ -30,13 +31,13 @@ class Ranks:
 
     def __init__(self, num: int) -> None:
         self.num = num
-        self._processes: list[Any] = []
+        self._forks: forks.Forks | None = None
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
         __tracebackhide__ = True
         try:
-            if not self._processes:
+            if self._forks is None:
                 self._start()
             for pipe in self._pipes:
                 pipe.send((function, args, seconds))
@@ -46,27 +47,24 @@ class Ranks:
             raise
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()
+        if self._forks is not None:
+            self._forks.close()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes = [], []
+        self._forks, self._pipes = None, []
 
     def _start(self) -> None:
-        # Forking this process is not safe once it has threads; the server has none, and has imported what takes long.
-        context = multiprocessing.get_context("forkserver")
-        _start_server(context)
+        # Forking this process is not safe once it has threads.
+        self._forks = forks.connect()
         self._folder = Path(tempfile.mkdtemp())
+        # Where functions of the program itself are found, and its key, without which no rank could use its queues.
+        mine = {**spawn.get_preparation_data("ranks"), "authkey": bytes(multiprocessing.current_process().authkey)}
         for rank in range(self.num):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve, args=(rank, self.num, str(self._folder), theirs), daemon=True, name=f"rank {rank}"
-            )
-            process.start()
+            ours, theirs = socket.socketpair()
+            self._forks.fork("ranks:serve", rank, self.num, str(self._folder), pass_socket=theirs)
             theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+            self._pipes.append(Connection(ours.detach()))
+            self._pipes[-1].send(mine)
         self._collect(time.monotonic() + SECONDS)  # importing torch may take its time, which is no function's
 
     def _collect(self, until: float) -> list[Any]:
@@ -81,7 +79,7 @@ class Ranks:
                     good, value = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     words = self._last_words(rank)
-                    good, value = False, f"{'hangs' if words.startswith('Timeout') else 'died'}\n{words}"
+                    good, value = False, f"{'hangs' if 'Timeout (' in words else 'died'}\n{words}"
                 if good:
                     results[rank] = value
                 else:
@@ -101,13 +99,6 @@ class Ranks:
     def _last_words(self, rank: int) -> str:
         path = self._folder / f"{rank}.log"
         return path.read_text()[-4000:] if path.exists() else ""
-
-
-def _start_server(context: Any) -> None:
-    """Python 3.11 does not tell the server where modules are, and passes over what it cannot import."""
-    context.set_forkserver_preload(["preloaded"])
-    with patch.dict(os.environ, {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}):
-        forkserver.ensure_running()
 
 
 class RankError(AssertionError):
@@ -134,11 +125,16 @@ def _in_short(error: BaseException) -> str:
     return "".join(shown.format())
 
 
-def _serve(rank: int, num: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, num: int, folder: str, file: int) -> None:
+    """In a process that was forked for it."""
     import torch
     import torch.distributed as dist
 
+    pipe = Connection(file)
+    spawn.prepare(pipe.recv())
     log = (Path(folder) / f"{rank}.log").open("w")
+    for stream in (1, 2):  # what C++ code says before it ends the process
+        os.dup2(log.fileno(), stream)
     faulthandler.enable(log)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning

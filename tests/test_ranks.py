@@ -105,11 +105,10 @@ def test_interrupted_run_of_tests_ends_its_processes(tmp_path):
 
 
 def test_programs_end_with_the_process_that_started_them(tmp_path):
-    code = f"import sys, time; sys.path.insert(0, {str(HERE)!r}); import programs; "
-    server = Programs(tmp_path, ("-c", code + "programs.answer({'sleep': lambda _: time.sleep(1000)})"))
-    program = server.start("sleep")
+    mine = Programs(tmp_path)
+    program = mine.start("-c", "import time; time.sleep(1000)")
     assert program.poll() is None
-    server.stop()
+    mine.stop()
     with pytest.raises(ProcessLookupError):
         os.kill(program.pid, 0)
 

@@ -1,0 +1,183 @@
+"""One process that has imported what takes long, and forks: the ranks and the programs of all workers of a run.
+
+Importing costs 12 seconds of a core, and a fork a twentieth of one. `DISTACCUM_FORKS` is the address of the process
+where one runs; else the first that needs it starts one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ADDRESS = "DISTACCUM_FORKS"
+MOST = 1 << 16  # bytes of a message that are read at once
+
+
+class Forks:
+    """Asks the process at `address` for forks, and of them how they ended. Those that are left end with this object."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(address)
+        self._replies = self._socket.makefile("r")
+
+    def fork(self, function: str, *arguments: Any, pass_socket: socket.socket | None = None) -> int:
+        """The id of a process that calls `module:function` with these, and with the file number of the socket."""
+        return self._ask(
+            {"function": function, "arguments": arguments, "path": sys.path},
+            [] if pass_socket is None else [pass_socket.fileno()],
+        )
+
+    def load(self, module: str) -> None:
+        """Processes that are forked after this have imported it."""
+        self._ask({"load": module})
+
+    def status(self, pid: int) -> int | None:
+        """How a process that was forked here ended; None while it runs. Once: then it is forgotten."""
+        status = self._ask({"wait": pid})
+        return None if status is None else os.waitstatus_to_exitcode(status)
+
+    def close(self) -> None:
+        """Returns when all that were forked here have ended."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+            self._replies.read()
+        self._replies.close()
+        self._socket.close()
+
+    def _ask(self, request: dict[str, Any], files: list[int] | None = None) -> Any:
+        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], files or [])
+        reply = json.loads(self._replies.readline() or '{"error": "the process that forks has died"}')
+        if isinstance(reply, dict):
+            raise RuntimeError(reply["error"])
+        return reply
+
+
+def connect() -> Forks:
+    if ADDRESS not in os.environ:
+        start()
+    return Forks(os.environ[ADDRESS])
+
+
+def start() -> None:
+    """It ends when this process does, whose pipe it holds, and imports while others have something else to do."""
+    address = Path(tempfile.mkdtemp(prefix="distaccum-")) / "forks"
+    # Ctrl-C in the terminal is not for it.
+    process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, start_new_session=True)
+    atexit.register(process.communicate)
+    until = time.monotonic() + 60
+    while not address.exists():
+        assert process.poll() is None and time.monotonic() < until
+        time.sleep(0.01)
+    os.environ[ADDRESS] = str(address)
+
+
+def serve(address: str) -> None:
+    """Answers until standard input ends."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(f"{address}.new")
+    listener.listen()
+    Path(f"{address}.new").rename(address)  # there when it listens
+    _load("preloaded")
+    selector = selectors.DefaultSelector()
+    selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
+    selector.register(listener, selectors.EVENT_READ)
+    clients: dict[socket.socket, tuple[bytes, list[int], set[int]]] = {}  # what came, files, processes
+    while True:
+        for key, _ in selector.select():
+            if key.fileobj is listener:
+                client, _ = listener.accept()
+                clients[client] = b"", [], set()
+                selector.register(client, selectors.EVENT_READ)
+                continue
+            if not isinstance(key.fileobj, socket.socket):  # standard input
+                for _, _, pids in clients.values():
+                    _end(pids)
+                os._exit(0)  # without the seconds that so many libraries take to leave
+            client = key.fileobj
+            text, files, pids = clients[client]
+            data, more, _, _ = socket.recv_fds(client, MOST, 1)
+            text, files = text + data, files + list(more)
+            if not data:
+                _end(pids)
+                selector.unregister(client)
+                del clients[client]
+                client.close()
+                continue
+            if not text.endswith(b"\n"):
+                clients[client] = text, files, pids
+                continue
+            request, reply = json.loads(text), None
+            try:
+                if "load" in request:
+                    _load(request["load"])
+                elif "wait" in request:
+                    pid, status = os.waitpid(request["wait"], os.WNOHANG)
+                    pids.discard(pid)
+                    reply = status if pid else None
+                else:
+                    reply = os.fork()
+                    if not reply:
+                        selector.close()
+                        listener.close()
+                        for other in clients:
+                            other.close()
+                        _child(request["function"], [*request["arguments"], *files], request["path"])
+                    pids.add(reply)
+            except Exception as error:
+                reply = {"error": repr(error)}
+            for file in files:
+                os.close(file)
+            clients[client] = b"", [], pids
+            with suppress(OSError):
+                client.sendall(json.dumps(reply).encode() + b"\n")
+
+
+def _load(module: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()  # or each fork would copy what its first collection looks at
+
+
+def _end(pids: set[int]) -> None:
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _child(function: str, arguments: list[Any], path: list[str]) -> None:
+    status = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.path[:] = path
+        module, _, name = function.partition(":")
+        status = getattr(importlib.import_module(module), name)(*arguments) or 0
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        with suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

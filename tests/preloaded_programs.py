@@ -1,0 +1,20 @@
+"""What the programs under launch/ import beside `preloaded`, for the process that forks them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import matplotlib
+import torchvision
+
+matplotlib.use("Agg")
+sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
+import matplotlib.pyplot
+import prove  # which is there by the line above
+import train
+
+import distaccum.cli
+
+LOADED = (matplotlib.pyplot, torchvision)
+PROGRAMS = {"train": train.main, "prove": prove.main, "distaccum": distaccum.cli.main}
