@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -35,12 +36,9 @@ class Forks:
         self._socket.connect(address)
         self._replies = self._socket.makefile("r")
 
-    def fork(self, function: str, *arguments: Any, pass_socket: socket.socket | None = None) -> int:
-        """The id of a process that calls `module:function` with these, and with the file number of the socket."""
-        return self._ask(
-            {"function": function, "arguments": arguments, "path": sys.path},
-            [] if pass_socket is None else [pass_socket.fileno()],
-        )
+    def fork(self, function: str, *arguments: Any, files: Sequence[int] = ()) -> int:
+        """The id of a process that calls `module:function` with these, and with its numbers of these open files."""
+        return self._ask({"function": function, "arguments": arguments, "path": sys.path}, files)
 
     def load(self, module: str) -> None:
         """Processes that are forked after this have imported it."""
@@ -59,8 +57,8 @@ class Forks:
         self._replies.close()
         self._socket.close()
 
-    def _ask(self, request: dict[str, Any], files: list[int] | None = None) -> Any:
-        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], files or [])
+    def _ask(self, request: dict[str, Any], files: Sequence[int] = ()) -> Any:
+        socket.send_fds(self._socket, [json.dumps(request).encode() + b"\n"], list(files))
         reply = json.loads(self._replies.readline() or '{"error": "the process that forks has died"}')
         if isinstance(reply, dict):
             raise RuntimeError(reply["error"])
@@ -68,13 +66,14 @@ class Forks:
 
 
 def connect() -> Forks:
-    if ADDRESS not in os.environ:
-        start()
+    start()
     return Forks(os.environ[ADDRESS])
 
 
 def start() -> None:
     """It ends when this process does, whose pipe it holds, and imports while others have something else to do."""
+    if ADDRESS in os.environ:
+        return
     address = Path(tempfile.mkdtemp(prefix="distaccum-")) / "forks"
     # Ctrl-C in the terminal is not for it.
     process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, start_new_session=True)
@@ -110,7 +109,7 @@ def serve(address: str) -> None:
                 os._exit(0)  # without the seconds that so many libraries take to leave
             client = key.fileobj
             text, files, pids = clients[client]
-            data, more, _, _ = socket.recv_fds(client, MOST, 1)
+            data, more, _, _ = socket.recv_fds(client, MOST, 3)
             text, files = text + data, files + list(more)
             if not data:
                 _end(pids)
@@ -165,9 +164,13 @@ def _child(function: str, arguments: list[Any], path: list[str]) -> None:
     status = 1
     try:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        sys.path[:] = path
+        sys.path += [folder for folder in path if folder not in sys.path]
         module, _, name = function.partition(":")
         status = getattr(importlib.import_module(module), name)(*arguments) or 0
+    except SystemExit as left:
+        if isinstance(left.code, str):
+            print(left.code, file=sys.stderr)
+        status = left.code if isinstance(left.code, int) else int(left.code is not None)
     except BaseException:
         import traceback
 

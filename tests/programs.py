@@ -151,7 +151,7 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def run(program: str, arguments: list[str], logs: list[str], cwd: str, environment: dict[str, str]) -> int:
+def run(program: str, arguments: list[str], logs: list[str], cwd: str, environment: dict[str, str]) -> int | None:
     """In a process that was forked for it: the program, and its status."""
     for stream, log in enumerate(logs, start=1):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
@@ -162,12 +162,7 @@ def run(program: str, arguments: list[str], logs: list[str], cwd: str, environme
     os.chdir(cwd)
     if limit := os.environ.get("LARGEST_FILE"):  # in bytes: as on a disk that is full
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    try:
-        return _main_of(program)(arguments) or 0
-    except SystemExit as left:
-        if isinstance(left.code, str):
-            print(left.code, file=sys.stderr)
-        return left.code if isinstance(left.code, int) else int(left.code is not None)
+    return _main_of(program)(arguments)
 
 
 def _main_of(program: str) -> Callable[[list[str]], int | None]:

@@ -61,7 +61,7 @@ class Ranks:
         mine = {**spawn.get_preparation_data("ranks"), "authkey": bytes(multiprocessing.current_process().authkey)}
         for rank in range(self.num):
             ours, theirs = socket.socketpair()
-            self._forks.fork("ranks:serve", rank, self.num, str(self._folder), pass_socket=theirs)
+            self._forks.fork("ranks:serve", rank, self.num, str(self._folder), files=[theirs.fileno()])
             theirs.close()
             self._pipes.append(Connection(ours.detach()))
             self._pipes[-1].send(mine)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 
 from distaccum import __version__
 from distaccum.cli import main
@@ -204,12 +205,13 @@ def test_help_mistakes_and_plan_do_without_torch():
     assert (answer.stdout, answer.stderr, answer.returncode) == (f"distaccum {__version__}\n", "", 0)
 
 
-def test_command_is_installed_and_check_runs_under_torchrun(folder):
+def test_command_is_installed_and_check_runs_under_torchrun(folder, tmp_path_factory):
     installed = subprocess.run(
         [str(Path(sys.executable).parent / "distaccum"), "--version"], text=True, stdout=subprocess.PIPE
     )
     assert installed.stdout == f"distaccum {__version__}\n"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    python = str(warm.make(tmp_path_factory.mktemp("warm")))
+    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launched = subprocess.run(
         [*torchrun, "-m", "distaccum", "check", "factories:on_ranks", *COUNT],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
