@@ -109,7 +109,10 @@ def serve(address: str) -> None:
                 os._exit(0)  # without the seconds that so many libraries take to leave
             client = key.fileobj
             text, files, pids = clients[client]
-            data, more, _, _ = socket.recv_fds(client, MOST, 3)
+            try:
+                data, more, _, _ = socket.recv_fds(client, MOST, 3)
+            except ConnectionError:  # killed before it read the last reply
+                data, more = b"", []
             text, files = text + data, files + list(more)
             if not data:
                 _end(pids)
@@ -129,13 +132,10 @@ def serve(address: str) -> None:
                     pids.discard(pid)
                     reply = status if pid else None
                 else:
+                    module, _, function = request["function"].partition(":")
                     reply = os.fork()
                     if not reply:
-                        selector.close()
-                        listener.close()
-                        for other in clients:
-                            other.close()
-                        _child(request["function"], [*request["arguments"], *files], request["path"])
+                        _child(module, function, [*request["arguments"], *files], request["path"], [listener, *clients])
                     pids.add(reply)
             except Exception as error:
                 reply = {"error": repr(error)}
@@ -160,13 +160,14 @@ def _end(pids: set[int]) -> None:
         os.waitpid(pid, 0)
 
 
-def _child(function: str, arguments: list[Any], path: list[str]) -> None:
+def _child(module: str, function: str, arguments: list[Any], path: list[str], others: list[socket.socket]) -> None:
     status = 1
     try:
+        for one in others:
+            one.close()
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         sys.path += [folder for folder in path if folder not in sys.path]
-        module, _, name = function.partition(":")
-        status = getattr(importlib.import_module(module), name)(*arguments) or 0
+        status = getattr(importlib.import_module(module), function)(*arguments) or 0
     except SystemExit as left:
         if isinstance(left.code, str):
             print(left.code, file=sys.stderr)

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -118,3 +119,13 @@ def test_program_that_hangs_shows_where_it_stands(programs):
     assert wait_until(lambda: program.text, program)
     with pytest.raises(AssertionError, match=r"(?s)none, hangs.*in wait"):
         program.wait(1)
+
+
+def test_process_that_forks_outlives_a_client_that_was_killed(programs):
+    ask = f"mine.connect({os.environ[forks.ADDRESS]!r}); mine.sendall(b'{{}}\\n'); print('asked', flush=True)"
+    program = programs.start("-c", f"import socket, time; mine = socket.socket(1); {ask}; time.sleep(1000)")
+    assert wait_until(lambda: program.text, program)
+    time.sleep(0.2)  # the answer lies there, unread
+    program.send(signal.SIGKILL)
+    assert program.poll() is not None or program.wait().status == -signal.SIGKILL
+    assert programs.run("-c", "print('here')").text == "here\n"
