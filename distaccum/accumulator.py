@@ -948,7 +948,7 @@ def _guard(optimizer: Optimizer, accumulator: Accumulator) -> None:
                 "before it"
             )
 
-    optimizer.register_step_pre_hook(refuse)
+    weakref.finalize(accumulator, optimizer.register_step_pre_hook(refuse).remove)
 
 
 def _unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

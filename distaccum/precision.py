@@ -277,6 +277,8 @@ class Sums:
         self._sums: dict[int, Sum] = {}
         self._dtype, self._kept = dtype, kept
         self.phase = Phase.OFF
+        self._hooks: list[Any] = []
+        weakref.finalize(self, _remove, self._hooks)
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -292,12 +294,18 @@ class Sums:
                 )
             if id(p) not in self._sums and p.requires_grad and (wide := _wider(p, self._dtype)):
                 self._sums[id(p)] = Sum(p, wide)
-                p.register_hook(_before(this, id(p)))  # type: ignore[no-untyped-call]  # torch's
-                p.register_post_accumulate_grad_hook(_into(this))  # type: ignore[no-untyped-call]  # torch's
+                self._hooks += [
+                    p.register_hook(_before(this, id(p))),  # type: ignore[no-untyped-call]  # torch's
+                    p.register_post_accumulate_grad_hook(_into(this)),  # type: ignore[no-untyped-call]  # torch's
+                ]
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a copy, which watches other parameters."""
-        return {**self.__dict__, "_sums": {}}
+        return {**self.__dict__, "_sums": {}, "_hooks": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        weakref.finalize(self, _remove, self._hooks)
 
     def of(self, parameter: nn.Parameter) -> Sum | None:
         return self._sums.get(id(parameter))
@@ -376,8 +384,13 @@ def _wider(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype | None:
     return None if torch.promote_types(parameter.dtype, wide) == parameter.dtype else wide
 
 
+def _remove(hooks: list[Any]) -> None:
+    for hook in hooks:
+        hook.remove()
+
+
 def _into(sums: weakref.ref[Sums]) -> Callable[[Tensor], None]:
-    """A hook. It outlives the sums, and does nothing then."""
+    """A hook, which goes with the sums."""
 
     def take(parameter: Any) -> None:
         known = sums()

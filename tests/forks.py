@@ -87,6 +87,7 @@ def start() -> None:
 
 def serve(address: str) -> None:
     """Answers until standard input ends."""
+    sys.path.insert(0, str(Path(__file__).parent.parent))  # the library beside these tests, wherever one is installed
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
     listener.listen()

@@ -74,7 +74,7 @@ class DDPEngine(RanksEngine):
         self._unreduced: list[DistributedDataParallel] = []  # those of them that saw a backward and did not reduce
         self._strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward that was none of a window's
         for wrapper in self.wrappers:
-            wrapper.register_forward_pre_hook(_Noting(self))
+            weakref.finalize(self, wrapper.register_forward_pre_hook(_Noting(self)).remove)
         self._early = 0  # backwards to come in this window that reduce and are not the last
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
@@ -451,7 +451,7 @@ def _takers(wrapper: DistributedDataParallel) -> _Takers:
 
 
 class _Noting:
-    """A hook, since DDP does not tell whether it is armed. It outlives the engine, and does nothing then."""
+    """A hook, since DDP does not tell whether it is armed. It goes with the engine."""
 
     def __init__(self, engine: DDPEngine) -> None:
         self._engine = weakref.ref(engine)
