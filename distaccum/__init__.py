@@ -6,8 +6,8 @@ if TYPE_CHECKING:
     from .accumulator import Accumulator
     from .batches import count_samples, count_tokens
     from .check import Report
+    from .errors import DistaccumError
     from .forecast import Forecast, plan
-    from .shares import DistaccumError
     from .update import Update
     from .window import Window
 
@@ -26,7 +26,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Accumulator": "accumulator",
-    "DistaccumError": "shares",
+    "DistaccumError": "errors",
     "Forecast": "forecast",
     "Report": "check",
     "Update": "update",

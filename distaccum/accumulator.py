@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import os
 import time
-import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from .compare import Measured, Subject
 from .contrast import Contrast, Encode
 from .engines import Engine, Sync, choose_engine
 from .engines.accelerate import Accelerated
+from .errors import DistaccumError, warn
 from .feed import Feed, Stream
 from .memory import PROOFS, Before, Fit, Guard, Transaction, learned_sizes
 from .noise import Noise, averages_in
@@ -33,7 +33,6 @@ from .options import WHOLE, by_name, choice, dtype_of_sums, positive, several, w
 from .planning import Ahead, Draw, Drawn, Offered, count_all, look_up
 from .precision import local, refuse_mixed
 from .shares import (
-    DistaccumError,
     Offer,
     Plan,
     Reduction,
@@ -884,7 +883,7 @@ class Accumulator:
     def _warn(self, key: str, message: str) -> None:
         """Once, on rank 0."""
         if key not in self._warned and self._engine.rank == 0:
-            warnings.warn(message, stacklevel=4)
+            warn(message)
         self._warned.add(key)
 
 

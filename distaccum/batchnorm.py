@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
-from .shares import DistaccumError, listed
+from .errors import DistaccumError
+from .shares import listed
 
 KINDS = nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d | nn.SyncBatchNorm
 Model = TypeVar("Model", bound=nn.Module)

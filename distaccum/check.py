@@ -11,9 +11,9 @@ from typing import Any
 
 from .causes import Diagnosis
 from .compare import Comparison, LossFn, Subject
+from .errors import DistaccumError
 from .memory import Before, in_short, is_out_of_memory
 from .nonfinite import names_of
-from .shares import DistaccumError
 from .table import width
 
 ADVICE = {

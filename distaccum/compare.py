@@ -14,9 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from .batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
 from .engines import Engine
+from .errors import DistaccumError
 from .memory import Before
 from .nonfinite import names_of
-from .shares import DistaccumError, Reduction, listed
+from .shares import Reduction, listed
 from .state import random_devices, random_state, same_random, set_seed
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]

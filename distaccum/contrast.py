@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 
 from .engines import Engine
+from .errors import DistaccumError
 from .memory import Before, in_short, is_out_of_memory
 from .precision import HALF, leaves
-from .shares import DistaccumError
 from .state import random_devices, random_state, set_random_state, set_seed
 from .window import Window, refuse_loss
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
-from .shares import DistaccumError, LostRanksError
+from .errors import DistaccumError, LostRanksError
 from .state import random_devices, random_state, set_random_state, whole_number_in
 from .stepping import NonfiniteError
 from .update import Update

@@ -13,16 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
+from .errors import DistaccumError
+
 Reduction = Literal["mean", "sum", "sum_to_mean"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
-
-
-class DistaccumError(RuntimeError):
-    """A broken protocol: what was seen, what was expected, and the cure."""
-
-
-class LostRanksError(DistaccumError):
-    """Other ranks died or did not come, so that they cannot be told of anything."""
 
 
 def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:

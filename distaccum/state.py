@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.amp import GradScaler
 
-from .shares import DistaccumError
+from .errors import DistaccumError
 
 Losses = list[tuple[int, str, float, Any]]  # micro-batch, name, share, loss (a tensor)
 

@@ -15,6 +15,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from .engines import Engine
+from .errors import DistaccumError
 from .nonfinite import find_nonfinite
 from .precision import (
     EPSILON,
@@ -27,7 +28,6 @@ from .precision import (
     unscales_in_step,
     update_without_gradients,
 )
-from .shares import DistaccumError
 from .update import Waitable
 from .window import Window
 

@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import time
-import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from .batches import batch_length
+from .errors import warn
 from .shares import tidy
 from .update import Waitable
 
@@ -367,7 +367,7 @@ class _File:
                 self._file.write(TAIL)
                 self._file.truncate()
             self.close()
-            warnings.warn(f"the trace ends here ({error.strerror}); training goes on", stacklevel=2)
+            warn(f"the trace ends here ({error.strerror}); training goes on")
 
     def close(self) -> None:
         if self._file is not None:

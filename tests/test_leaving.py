@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import linecache
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import torch
 from engines import KINDS
 from problems import make_net_without_router, micro_batches_of, run_window
 from torch import nn
+from torch.optim import SGD
 
 from distaccum import Accumulator
 
@@ -60,3 +64,58 @@ def test_hundred_accumulators_leave_no_hook(ranks, kind, options):
     for before, most, after in ranks(KINDS[kind].world).run(hooks_after, kind, 100, options):
         assert most > before, "a test that sees no hook sees none that stays"
         assert after == before
+
+
+def lines_of_warnings(run: Callable[[], object]) -> list[str]:
+    """The lines of this file that its warnings name."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert {one.filename for one in caught} == {__file__}
+    return [linecache.getline(__file__, one.lineno).strip() for one in caught]
+
+
+def test_warning_names_the_callers_line_at_any_depth(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer, batch = SGD(model.parameters(), lr=0.1), torch.randn(4, 2)
+
+    def loop() -> None:
+        model(batch).sum().backward()  # which is no part of the window that follows
+        for window in Accumulator(model, optimizer, steps=2).windows([batch, batch]):
+            for inputs in window:
+                window.backward(model(inputs).square().mean())
+            window.step()
+
+    def whole() -> None:
+        Accumulator(model, optimizer, micro_batch_size=2).update(batch, lambda rows: model(rows).square().mean())
+
+    assert lines_of_warnings(loop) == ["for window in Accumulator(model, optimizer, steps=2).windows([batch, batch]):",
+                                       "for inputs in window:"]  # fmt: skip
+    (line,) = lines_of_warnings(whole)
+    assert line.startswith("Accumulator(model, optimizer, micro_batch_size=2).update(")
+
+
+def test_doctor_puts_back_the_environment(programs):
+    code = """
+import os
+from distaccum.cli import main
+names = ("DS_ACCELERATOR", "LOCAL_SIZE", "LOCAL_RANK")
+for name in names:
+    os.environ.pop(name, None)
+os.environ["LOCAL_SIZE"] = "7"
+try:
+    main(["doctor", "--json", "--all"])
+except SystemExit:
+    pass
+found = {name: os.environ.get(name) for name in names}
+assert found == {"DS_ACCELERATOR": None, "LOCAL_SIZE": "7", "LOCAL_RANK": None}, found
+"""
+    done = programs.run("-c", code)
+    assert done.status == 0, done.text
+    assert "ZeRO 3" in done.text
+
+
+def test_window_without_micro_batches_is_not_false():
+    net = nn.Linear(2, 2)
+    window = Accumulator(net, SGD(net.parameters(), lr=0.1)).window([])
+    assert len(window) == 0 and window

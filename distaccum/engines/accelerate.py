@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..shares import DistaccumError
+from ..errors import DistaccumError
 
 
 class Accelerated:

@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..errors import DistaccumError
 from ..precision import Sum, Sums, clip, local, scale, total_norm
-from ..shares import DistaccumError, Plan
+from ..shares import Plan
 from ..trace import Trace
 from ..update import Waitable
 

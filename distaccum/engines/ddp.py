@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import DistaccumError
 from ..precision import Phase, Sums, leaves
-from ..shares import DistaccumError, Plan, listed
+from ..shares import Plan, listed
 from .base import Sync, gradients_of, put_gradients, why_tensor_parallel
 from .ranks import RanksEngine, average_by_hand
 

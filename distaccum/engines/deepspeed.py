@@ -16,7 +16,6 @@ communicate in each micro-step are kept in step with stand-ins.
 from __future__ import annotations
 
 import sys
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext
@@ -28,8 +27,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..errors import DistaccumError, warn
 from ..precision import total_norm
-from ..shares import DistaccumError, Plan, listed
+from ..shares import Plan, listed
 from .base import Sync, refuse_narrower
 from .ranks import RanksEngine, no_rows
 
@@ -150,7 +150,7 @@ class DeepSpeedEngine(RanksEngine):
         elif not why and dtype is not None and dtype != next(self._deepspeed.module.parameters()).dtype:
             why = f"coalesced they would not add up in {dtype}, as the config asks"
         if why and self._deepspeed.global_rank == 0:
-            warnings.warn(f"ZeRO stage {self._stage} reduces gradients in each micro-step: {why}", stacklevel=6)
+            warn(f"ZeRO stage {self._stage} reduces gradients in each micro-step: {why}")
         return "each" if why else "coalesced"
 
     def _choose_overlapped_form(self) -> Form:

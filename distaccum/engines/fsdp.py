@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, final
@@ -17,8 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import DistaccumError, warn
 from ..precision import HALF, total_norm
-from ..shares import DistaccumError, Plan, listed
+from ..shares import Plan, listed
 from .base import Leaf, Sync, refuse_narrower, refuse_narrower_outside, why_tensor_parallel
 from .ranks import RanksEngine, average_by_hand
 
@@ -46,11 +46,10 @@ class FSDPEngine(RanksEngine):
             if self.wraps(module) and _computes_in(module) in HALF and any(p.requires_grad for p in module.parameters())
         ]
         if low and sync == "last" and self.rank == 0:
-            warnings.warn(
+            warn(
                 f"FSDP1 adds gradients up in half precision between micro-steps (in {listed(low)}), whatever its "
                 "reduce_dtype; sync='every' adds them up in the dtype of the parameters, and so does fully_shard with "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
-                stacklevel=5,
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import math
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import DistaccumError, warn
 from ..precision import HALF, local, total_norm
-from ..shares import DistaccumError, Plan, listed
+from ..shares import Plan, listed
 from .base import (
     Leaf,
     Sync,
@@ -96,10 +96,9 @@ class FullyShardEngine(RanksEngine):
             if _is_trained(p) and _adds_up_in(g, p, "last") in HALF
         ]
         if low and sync != "every" and self.rank == 0:
-            warnings.warn(
+            warn(
                 f"gradients of {listed(low)} add up in half precision between micro-steps; "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
-                stacklevel=5,
             )
 
     def parameters(self) -> list[nn.Parameter]:

@@ -14,8 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..errors import DistaccumError, LostRanksError
 from ..precision import local
-from ..shares import DistaccumError, LostRanksError, Plan
+from ..shares import Plan
 from ..trace import gathering, span
 from ..update import Waitable
 from .base import Engine, Sync
