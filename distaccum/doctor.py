@@ -30,9 +30,9 @@ from torch.optim import SGD
 from . import __version__
 from .accumulator import Accumulator
 from .engines import Engine, choose_engine, known_engines
+from .errors import DistaccumError
 from .forecast import BACKENDS
 from .link import Link, measure
-from .shares import DistaccumError
 from .table import width, wrapped
 
 c10d: Any = dist  # whose types do not tell of its stores
@@ -606,11 +606,30 @@ def _hybrid(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
     return _fully_sharded(net, job, (replicas, job.world // replicas))
 
 
+@contextmanager
+def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
+    """With these variables, which are put back: the process may be the caller's own."""
+    found = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in found.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _zero(stage: int) -> Wrap:
     def wrap(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
-        os.environ.setdefault("LOCAL_RANK", "0")
+        wanted = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
         if job.kind == "cpu":  # else it looks for a GPU, and compiles a kernel for shared memory
-            os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1")})
+            wanted |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1")}
+        with _environment(wanted):
+            return start(net, job)
+
+    def start(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
         import deepspeed
 
         if job.kind == "cpu":

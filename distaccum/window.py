@@ -18,9 +18,10 @@ from torch.amp import GradScaler
 from .batches import rebuilt
 from .batchnorm import Pool
 from .engines import Engine
+from .errors import DistaccumError
 from .noise import Noise, Small
 from .precision import HALF, is_scaled_by, total_norm
-from .shares import DistaccumError, Plan, Reduction, share_of
+from .shares import Plan, Reduction, share_of
 from .state import Losses, Unfinished, random_state, set_random_state
 from .trace import span
 from .update import Update
@@ -201,6 +202,10 @@ class Window:
     def __len__(self) -> int:
         """This rank's micro-batches (streaming, those known of); stand-ins are not among them."""
         return self._num
+
+    def __bool__(self) -> bool:
+        """True, also where this rank has nothing to do: it still steps with the others."""
+        return True
 
     @property
     def num_done(self) -> int:
@@ -445,6 +450,8 @@ class Window:
             if self._turn:
                 raise DistaccumError(self._without_backward("a head"))
         self._more_parts = False
+        if self._turn:
+            raise ValueError("heads() got no items, expected one for each backward")
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
         if not reached and None not in self._shares[self._position]:  # else what depends on them was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")

@@ -189,11 +189,16 @@ def test_misuse_of_heads_raises_an_error_and_leaves_no_trace():
         for _ in window.heads(model(x), NAMES):
             next(window.parts([1, 2]))
 
+    def without_items(window: Any, x: Tensor) -> None:
+        for _ in window.heads(model(x), []):
+            pass
+
     def without_graph(window: Any, x: Tensor) -> None:
         next(window.heads(model(x).detach(), NAMES))
 
     fails(DistaccumError, "heads.. was left before its last item", left)
     fails(DistaccumError, "a head without window.backward", without_backward)
+    fails(ValueError, "heads.. got no items, expected one for each backward", without_items)
     fails(DistaccumError, "no loss of heads.. depends on the trunk's outputs", past_the_trunk)
     fails(DistaccumError, "expected it in a micro-batch that had no backward yet", after_backward)
     fails(ValueError, "got outputs without a graph.* of a frozen|frozen, go through window.parts", without_graph)
