@@ -20,6 +20,8 @@ QUICK = {
     for name in (
         *(
             "suite",
+            "architecture",
+            "leaving",
             "law",
             "loops",
             "engines",
