@@ -29,7 +29,6 @@ QUICK = {
             "state",
             "streaming",
             "loaders",
-            "ahead",
             "batches",
             "memory",
         ),

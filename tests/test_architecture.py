@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,7 @@ def modules_of_tests() -> set[str]:
     return {path.stem for path in (ROOT / "tests").glob("*.py")} | {"tests"}
 
 
+@cache
 def breaches() -> dict[str, Counter[str]]:
     library = sources()
     ours, foreign = private_reaches(library)

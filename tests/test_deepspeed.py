@@ -558,6 +558,7 @@ def branches_alone() -> dict[Any, float]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not COALESCES, reason="needs coalesce_grad_reduction")
 def test_module_used_by_one_rank_is_exact_with_sync_last(ranks):
     for seen in ranks(2).run(branches_alone):

@@ -52,10 +52,10 @@ def hooks_after(kind: str, accumulators: int, options: dict[str, Any]) -> list[i
     [
         ("plain", {}),
         ("plain", {"accumulate_dtype": torch.float64}),
-        ("DDP", {}),
         ("DDP", {"accumulate_dtype": torch.float64}),
-        ("FSDP2", {}),
-        ("ZeRO 1", {}),
+        pytest.param("DDP", {}, marks=pytest.mark.slow),
+        pytest.param("FSDP2", {}, marks=pytest.mark.slow),
+        pytest.param("ZeRO 1", {}, marks=pytest.mark.slow),
     ],
 )
 def test_hundred_accumulators_leave_no_hook(ranks, kind, options):
@@ -95,6 +95,7 @@ def test_warning_names_the_callers_line_at_any_depth(tmp_path):
     assert line.startswith("Accumulator(model, optimizer, micro_batch_size=2).update(")
 
 
+@pytest.mark.slow
 def test_doctor_puts_back_the_environment(programs):
     code = """
 import os

@@ -528,6 +528,7 @@ def merged_beside_tensor_parallel_ranks(sync: str) -> Any:
     return [key for key in state if key.startswith("rank ")], all(map(torch.equal, expected, run_on(resumed, False)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_states_of_tensor_parallel_ranks_in_one_dict_go_on_bit_for_bit(ranks, sync):

@@ -88,6 +88,7 @@ def test_streamed_window_is_exact(ranks, name, sync, case):
     assert max(value for of_rank in seen for pair in of_rank for value in pair) <= 1e-10
 
 
+@pytest.mark.slow
 def test_stream_keeps_one_micro_batch_beyond_the_current_alive():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, lookahead=False)
