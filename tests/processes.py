@@ -12,7 +12,9 @@ MARK = "DISTACCUM_TESTS"  # the variable that all processes of a run inherit, an
 
 
 def pytest_configure() -> None:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C
+    # Ctrl-C stops it, also where a shell that started it in the background lets it ignore that; so does SIGTERM.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
     os.environ[MARK] = f"{os.environ.get(MARK, '')} {os.getpid()}"  # a run within a run is both's
 
 
