@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import selectors
+import shutil
 import signal
 import socket
 import subprocess
@@ -77,7 +78,8 @@ def start() -> None:
     address = Path(tempfile.mkdtemp(prefix="distaccum-")) / "forks"
     # Ctrl-C in the terminal is not for it.
     process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, start_new_session=True)
-    atexit.register(process.communicate)
+    atexit.register(shutil.rmtree, address.parent)
+    atexit.register(process.communicate)  # which goes first
     until = time.monotonic() + 60
     while not address.exists():
         assert process.poll() is None and time.monotonic() < until

@@ -149,6 +149,23 @@ def test_dropout_is_on_from_the_first_update_also_when_resumed(programs, tmp_pat
     assert first != without and first == pytest.approx(without, rel=0.1), "of the same weights"
 
 
+def test_digits_are_those_that_scikit_learn_loads(programs):
+    """Read from its file, and where that has moved through its function."""
+    code = """
+from pathlib import Path
+from unittest.mock import patch
+from sklearn.datasets import load_digits
+from training import tasks
+found = load_digits()
+for is_there in (True, False):
+    with patch.object(Path, "is_file", lambda _: is_there):
+        rows = tasks._rows_of_digits()
+    assert (rows[:, :-1] == found.data).all() and (rows[:, -1] == found.target).all(), is_there
+"""
+    done = programs.run("-c", code)
+    assert done.status == 0, done.text
+
+
 def go_back(run: Path, update: int) -> None:
     """To its checkpoint after so many updates."""
     for later in (run / "checkpoints").glob("update-*"):
