@@ -4,12 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator
-    from .batches import count_samples, count_tokens
-    from .check import Report
-    from .errors import DistaccumError
-    from .forecast import Forecast, plan
-    from .update import Update
-    from .window import Window
+    from .law.batches import count_samples, count_tokens
+    from .law.errors import DistaccumError
+    from .law.update import Update
+    from .runs.check.report import Report
+    from .tools.forecast import Forecast, plan
+    from .window.window import Window
 
 __all__ = [
     "Accumulator",
@@ -26,14 +26,14 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Accumulator": "accumulator",
-    "DistaccumError": "errors",
-    "Forecast": "forecast",
-    "Report": "check",
-    "Update": "update",
-    "Window": "window",
-    "count_samples": "batches",
-    "count_tokens": "batches",
-    "plan": "forecast",
+    "DistaccumError": "law.errors",
+    "Forecast": "tools.forecast",
+    "Report": "runs.check.report",
+    "Update": "law.update",
+    "Window": "window.window",
+    "count_samples": "law.batches",
+    "count_tokens": "law.batches",
+    "plan": "tools.forecast",
 }
 
 if not TYPE_CHECKING:  # or a misspelt name would pass as Any

@@ -18,38 +18,31 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .batches import Count, batch_length, count_samples, cut_batch, widest_sample
-from .batchnorm import Pool, batchnorms
-from .check import Report, check
-from .compare import Measured, Subject
-from .contrast import Contrast, Encode
+from .accumulating.commit import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
+from .accumulating.config import WHOLE, by_name, choice, dtype_of_sums, positive, several, wanted_sizes
+from .accumulating.drawing import Feed, Stream
+from .accumulating.planner import Ahead, Draw, Drawn, Offered, count_all, look_up
+from .batchnorm import batchnorms
 from .engines import Engine, Sync, choose_engine
 from .engines.accelerate import Accelerated
-from .errors import DistaccumError, warn
-from .feed import Feed, Stream
-from .memory import PROOFS, Before, Fit, Guard, Transaction, learned_sizes
-from .noise import Noise, averages_in
-from .options import WHOLE, by_name, choice, dtype_of_sums, positive, several, wanted_sizes
-from .planning import Ahead, Draw, Drawn, Offered, count_all, look_up
-from .precision import local, refuse_mixed
-from .shares import (
-    Offer,
-    Plan,
-    Reduction,
-    Schedule,
-    at_update,
-    cut_evenly,
-    guess_counts,
-    listed,
-    make_plan,
-    steps_for,
-    tidy,
-)
-from .state import Unfinished, pack, random_devices, refuse_broken_scaler, unpack, whole_number_in
-from .stepping import NonfiniteError, OnNonfinite, Stepper, owned_by, windows_on
-from .trace import NOTHING, Trace, span
-from .update import Update
-from .window import Spare, Stage, Window
+from .gradients.norms import local
+from .gradients.scaling import refuse_broken_scaler, refuse_mixed
+from .gradients.snapshot import Before, random_devices
+from .law.batches import Count, batch_length, count_samples, cut_batch, widest_sample
+from .law.errors import DistaccumError, warn
+from .law.plan import Offer, Plan, guess_counts, make_plan
+from .law.shares import Reduction, Schedule, at_update, cut_evenly, listed, steps_for, tidy, whole_number_in
+from .law.sizes import PROOFS, Fit, learned_sizes
+from .law.update import Update
+from .observers.noise import Noise, averages_in
+from .observers.statistics import Pool
+from .observers.trace import NOTHING, Trace, span
+from .runs.check.compare import Measured, Subject
+from .runs.check.report import Report, check
+from .runs.contrast import Contrast, Encode
+from .runs.update import Guard, Transaction
+from .window.resume import Unfinished, pack, unpack
+from .window.window import Spare, Stage, Window
 
 BatchNorm = Literal["warn", "pool", "ignore"]
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]

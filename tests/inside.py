@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from distaccum import Accumulator, Update
-from distaccum.memory import Fit
-from distaccum.noise import Norms
-from distaccum.window import Window
+from distaccum.law.sizes import Fit
+from distaccum.observers.noise import Norms
+from distaccum.window.window import Window
 
 
 def norms_of(update: Update) -> Norms | None:

@@ -14,7 +14,7 @@ import matplotlib.pyplot
 import prove  # which is there by the line above
 import train
 
-import distaccum.cli
+import distaccum.tools.cli
 
 LOADED = (matplotlib.pyplot, torchvision)
-PROGRAMS = {"train": train.main, "prove": prove.main, "distaccum": distaccum.cli.main}
+PROGRAMS = {"train": train.main, "prove": prove.main, "distaccum": distaccum.tools.cli.main}

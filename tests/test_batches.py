@@ -15,8 +15,8 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.batches import join_batches
-from distaccum.shares import cut_evenly
+from distaccum.law.batches import join_batches
+from distaccum.law.shares import cut_evenly
 
 Pair = namedtuple("Pair", "image label")
 

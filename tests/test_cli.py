@@ -12,7 +12,7 @@ import pytest
 import warm
 
 from distaccum import __version__
-from distaccum.cli import main
+from distaccum.tools.cli import main
 
 FACTORIES = """
 import torch
@@ -187,7 +187,7 @@ LIGHT = (
 )
 CODE = f"""
 import sys
-from distaccum.cli import main
+from distaccum.tools.cli import main
 for words in {LIGHT!r}:
     try:
         main(words.split())

@@ -18,11 +18,11 @@ import torch
 from engines import FSDP2_RUNS_ON_CPU
 from programs import Done, Program, Programs, free_port
 
-from distaccum import doctor
-from distaccum.cli import main
-from distaccum.doctor import Examination, Finding, Launch, packages, requirements
-from distaccum.forecast import BACKENDS
-from distaccum.link import Link, Pair
+from distaccum.tools import doctor
+from distaccum.tools.cli import main
+from distaccum.tools.doctor import Examination, Finding, Launch, packages, requirements
+from distaccum.tools.forecast import BACKENDS
+from distaccum.tools.link import Link, Pair
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "distaccum", "doctor"]
@@ -92,8 +92,8 @@ def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs
 
 
 LACKS = "import sys; sys.modules['accelerate'] = sys.modules['deepspeed'] = None  # as if they were not installed\n"
-DIES = "import os; from distaccum import doctor; doctor._ddp = lambda *_: os._exit(3)\n"
-MAIN = "import sys; from distaccum import cli; sys.exit(cli.main())"
+DIES = "import os; from distaccum.tools import doctor; doctor._ddp = lambda *_: os._exit(3)\n"
+MAIN = "import sys; from distaccum.tools import cli; sys.exit(cli.main())"
 
 
 def test_packages_that_one_rank_lacks_are_tried_on_none(programs):

@@ -15,10 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import Accumulator, plan
-from distaccum.cli import main
-from distaccum.forecast import amount, beneath, scaled_learning_rate
-from distaccum.measure import measure
-from distaccum.shares import cut_evenly, steps_for
+from distaccum.law.shares import cut_evenly, steps_for
+from distaccum.tools.cli import main
+from distaccum.tools.forecast import amount, beneath, scaled_learning_rate
+from distaccum.tools.measure import measure
 
 LAYERS, WIDTH = 4, 24  # a layer's weight can be halved
 NUMBERS = LAYERS * WIDTH * WIDTH

@@ -99,7 +99,7 @@ def test_warning_names_the_callers_line_at_any_depth(tmp_path):
 def test_doctor_puts_back_the_environment(programs):
     code = """
 import os
-from distaccum.cli import main
+from distaccum.tools.cli import main
 names = ("DS_ACCELERATOR", "LOCAL_SIZE", "LOCAL_RANK")
 for name in names:
     os.environ.pop(name, None)

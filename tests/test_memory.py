@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.memory import FIRST_WAIT, Fit, is_out_of_memory
+from distaccum.gradients.memory import is_out_of_memory
+from distaccum.law.sizes import FIRST_WAIT, Fit
 
 
 class Limited:

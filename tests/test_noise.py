@@ -32,7 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from distaccum.noise import MOST_PENDING, Early, Noise, Norms, Small, meaning
+from distaccum.noise import meaning
+from distaccum.observers.noise import MOST_PENDING, Early, Noise, Norms, Small
 
 UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
 EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]

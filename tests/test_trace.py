@@ -23,8 +23,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from distaccum.cli import main
-from distaccum.timeline import COLUMNS, cut, draw, read, typical
+from distaccum.tools.cli import main
+from distaccum.tools.timeline import COLUMNS, cut, draw, read, typical
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 SLEEP = 0.06

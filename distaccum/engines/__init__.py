@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch.distributed as dist
 from torch import nn
 
-from . import ddp, deepspeed, fsdp, fully_shard  # noqa: F401  # an engine is found as a subclass
+from . import ddp, deepspeed, fsdp1, fsdp2  # noqa: F401  # an engine is found as a subclass
 from .base import Engine, Sync
 from .plain import PlainEngine
 from .ranks import RanksEngine

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import DistaccumError
+from ..law.errors import DistaccumError
 
 
 class Accelerated:

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..errors import DistaccumError
-from ..precision import Sum, Sums, clip, local, scale, total_norm
-from ..shares import Plan
-from ..trace import Trace
-from ..update import Waitable
+from ..gradients.norms import clip, local, scale, total_norm
+from ..gradients.wide import Sum, Sums
+from ..law.errors import DistaccumError
+from ..law.plan import Plan
+from ..law.update import Waitable
+from ..observers.trace import Trace
 
 Sync = Literal["last", "every", "replicas", "gathered"]
-
-
 # Private, in torch 2.6 to 2.15; where it is missing the public call does the same.
 _run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 

@@ -22,11 +22,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import DistaccumError
-from ..precision import Phase, Sums, leaves
-from ..shares import Plan, listed
+from ..gradients.norms import leaves
+from ..gradients.wide import Phase, Sums
+from ..law.errors import DistaccumError
+from ..law.plan import Plan
+from ..law.shares import listed
+from .averaging import average_by_hand
 from .base import Sync, gradients_of, put_gradients, why_tensor_parallel
-from .ranks import RanksEngine, average_by_hand
+from .ranks import RanksEngine
 
 Mark = tuple[Tensor | None, int]
 

@@ -27,14 +27,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..errors import DistaccumError, warn
-from ..precision import total_norm
-from ..shares import Plan, listed
+from ..gradients.norms import total_norm
+from ..law.errors import DistaccumError, warn
+from ..law.plan import Plan
+from ..law.shares import listed
+from .averaging import no_rows
 from .base import Sync, refuse_narrower
-from .ranks import RanksEngine, no_rows
+from .ranks import RanksEngine
 
 _FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer, from 0.19.4 on
-
 # How backwards are kept from reducing.
 Form = Literal["no_sync", "coalesced", "each"]
 

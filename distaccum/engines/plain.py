@@ -8,8 +8,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..precision import Phase, Sums
-from ..shares import Plan
+from ..gradients.wide import Phase, Sums
+from ..law.plan import Plan
 from .base import Engine, gradients_of, put_gradients, why_tensor_parallel
 
 

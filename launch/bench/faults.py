@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.memory import PROOFS
+from distaccum.law.sizes import PROOFS
 
 # Before this folder, which has an engines.py too.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.memory import is_out_of_memory
+from distaccum.gradients.memory import is_out_of_memory
 
 Task = tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]
 

@@ -53,7 +53,7 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
 from distaccum import Accumulator
-from distaccum.memory import is_out_of_memory
+from distaccum.gradients.memory import is_out_of_memory
 
 Batch = tuple[Tensor, Tensor]
 LossOf = Callable[[nn.Module, Batch], Tensor]

@@ -29,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from distaccum.timeline import Timeline, cut, draw, read, typical
+from distaccum.tools.timeline import Timeline, cut, draw, read, typical
 
 POLICIES = {"every": "reduced in each micro-step", "last": "reduced once, in the last backward"}
 STEPS = 8

@@ -1,0 +1,126 @@
+"""Gradients averaged by the library, where no wrapper does it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..gradients.norms import local
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+UNUSED, DENSE, SPARSE = range(3)
+
+
+def average_by_hand(
+    parameters: Sequence[nn.Parameter],
+    group: dist.ProcessGroup,
+    hosts: dist.ProcessGroup,
+    divisor: float,
+    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
+) -> None:
+    """Sums gradients over `group` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
+
+    Costs one reduction per bucket, and one small collective on the host: what each rank has. Of a parameter that is cut
+    over `group` backward has summed the gradient already.
+    """
+    kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8)
+    dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
+    dense: list[Any] = []
+    for one, kind in zip(parameters, kinds.tolist(), strict=True):
+        if kind == UNUSED:
+            one.grad = None
+        elif kind == SPARSE:
+            _average_sparse(one, group, divisor)
+        else:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+            _settle_placements(one)
+            if is_part(one, group):
+                local(one.grad).div_(divisor)
+            else:
+                dense.append(one)
+
+    flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
+    for gradients in _in_buckets([local(one.grad) for one in dense]):
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(divisor)
+        flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
+        if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
+            _land(*flying.popleft())
+    while flying:
+        _land(*flying.popleft())
+
+
+def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
+    """The ranks over which a DTensor's dimensions that meet `group` spread it from here, and how; none else."""
+    mesh = getattr(parameter, "device_mesh", None)
+    here = None if mesh is None else mesh.get_coordinate()
+    if mesh is None or here is None:
+        return [], ()
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    meeting = [i for i in range(mesh.ndim) if others & set(dist.get_process_group_ranks(mesh.get_group(i)))]
+    ranks: list[int] = (
+        mesh.mesh[tuple(slice(None) if i in meeting else c for i, c in enumerate(here))].flatten().tolist()
+    )
+    return ranks if meeting else [], tuple(parameter.placements[i] for i in meeting)
+
+
+def is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
+    """Whether `parameter` is a DTensor that is cut over the whole of `group`: each rank has a part of its own."""
+    ranks, placements = lies_over(parameter, group)
+    is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
+    return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
+
+
+def _settle_placements(parameter: Any) -> None:
+    """A DTensor's gradient may wait to be summed over tensor-parallel ranks; on another rank it would be zeros."""
+    gradient = parameter.grad
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def _kind(parameter: nn.Parameter, is_zeroed: Callable[[nn.Parameter], bool]) -> int:
+    if parameter.grad is None or is_zeroed(parameter):
+        return UNUSED
+    return SPARSE if parameter.grad.is_sparse else DENSE
+
+
+def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    sizes: dict[tuple[torch.device, torch.dtype], int] = {}
+    for gradient in gradients:
+        kind = gradient.device, gradient.dtype
+        by_kind.setdefault(kind, []).append(gradient)
+        sizes[kind] = sizes.get(kind, 0) + gradient.numel() * gradient.element_size()
+        if sizes[kind] >= BUCKET_BYTES:
+            yield by_kind.pop(kind)
+            del sizes[kind]
+    yield from by_kind.values()
+
+
+def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
+    work.wait()
+    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+    for gradient, piece in zip(gradients, pieces, strict=True):
+        gradient.copy_(piece.view(gradient.shape))
+
+
+def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: float) -> None:
+    """An embedding's gradient: rows that were looked up."""
+    gradient = parameter.grad
+    if gradient is None:
+        gradient = no_rows(parameter)
+    gradient = (gradient / divisor).coalesce()
+    dist.all_reduce(gradient, group=group)
+    parameter.grad = gradient
+
+
+def no_rows(parameter: Tensor) -> Tensor:
+    """An embedding's gradient where nothing was looked up."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)

@@ -1,0 +1,1 @@
+"""Tensors and gradients: nothing here knows of windows or ranks."""

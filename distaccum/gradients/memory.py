@@ -1,0 +1,54 @@
+"""Out of memory: what it looks like, and freeing what a failed attempt left."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+
+from ..law.errors import DistaccumError
+
+# What allocators and libraries say that have no error of their own for it.
+MESSAGES = (
+    "out of memory",  # CUDA, HIP, XPU, MPS
+    "can't allocate memory",  # torch's allocator on the host
+    "not enough memory",  # the same on Windows
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_NOT_SUPPORTED",  # what cuDNN gives where its workspace does not fit
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a smaller micro-batch may do.
+
+    >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), is_out_of_memory(KeyError())
+    (True, False)
+    """
+    chain: dict[int, BaseException] = {}
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in chain:  # `raise error from error` is a circle
+        chain[id(cause)] = cause
+        cause = cause.__cause__
+    return any(
+        isinstance(one, torch.OutOfMemoryError | MemoryError)
+        or (
+            isinstance(one, RuntimeError)
+            and not isinstance(one, DistaccumError)  # which may quote one
+            and any(message in str(one) for message in MESSAGES)
+        )
+        for one in chain.values()
+    )
+
+
+def free() -> None:
+    """What the failed attempt left: cycles that hold tensors, and blocks of other sizes in the device's cache."""
+    gc.collect()
+    for name in ("cuda", "xpu", "mps"):
+        module = getattr(torch, name, None)
+        if module is not None and module.is_available() and getattr(module, "is_initialized", bool)():
+            module.empty_cache()
+
+
+def in_short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

@@ -1,0 +1,1 @@
+"""The arithmetic and the words of a window: no torch.distributed."""

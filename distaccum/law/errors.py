@@ -1,0 +1,26 @@
+"""What goes wrong, and what is slower or less exact than asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+
+
+class DistaccumError(RuntimeError):
+    """A broken protocol: what was seen, what was expected, and the cure."""
+
+
+class LostRanksError(DistaccumError):
+    """Other ranks died or did not come, so that they cannot be told of anything."""
+
+
+def warn(message: str) -> None:
+    """A warning at the line of the caller's code that led here, however deep in this package it was seen."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)

@@ -1,0 +1,1 @@
+"""What listens to windows: each is a file, and a window without any never enters one."""

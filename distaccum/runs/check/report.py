@@ -1,0 +1,179 @@
+"""check(): the one big batch against the accumulated one, on the user's own model, and why they differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+import textwrap
+import warnings
+from ...accumulating.nonfinite import names_of
+from ...gradients.memory import in_short, is_out_of_memory
+from ...gradients.snapshot import Before
+from ...law.errors import DistaccumError
+from ...law.table import width
+from .causes import Diagnosis
+from .compare import Comparison, LossFn, Subject
+
+
+
+ADVICE = {
+    "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
+    "accept it with batchnorm='pool' or 'ignore'",
+    "dropout": "the gradient is that of the masks that were drawn, which is all that dropout asks for: nothing to do, "
+    "where this is the only cause",
+    "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; what "
+    "else differs in the loss shows when it draws none",
+    "mixing": "use a layer that looks at each sample alone",
+    "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
+    "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples",
+}
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A parameter's gradient, accumulated against the big batch's."""
+
+    name: str
+    norm: float  # of the big batch's
+    error: float  # relative, in the parameter's dtype
+    error64: float | None  # in float64, where the model can be cast
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `check` found; printed, a table with the worst first and what to do."""
+
+    equivalent: bool
+    worst: float  # the largest relative error: in float64 where that was possible
+    causes: tuple[str, ...]  # "batchnorm: ...", "dropout: ...", "random: ...", "count: ...", "loss: ...", ...
+    parameters: tuple[Difference, ...]  # the worst first
+    dtype: str  # that `worst` was found in
+    bound: float  # up to which that is rounding
+    samples: int  # over all ranks
+    micro_batches: tuple[int, ...]  # by rank
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        columns = width()
+        verdict = "equivalent" if self.equivalent else "NOT equivalent"
+        cut = " + ".join(map(str, self.micro_batches))
+        lines = textwrap.wrap(
+            f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
+            f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})",
+            columns,
+        )
+        with64 = any(one.error64 is not None for one in self.parameters)
+        header = f"{'norm':>10} {'error':>9}" + (f" {'float64':>9}" if with64 else "")
+        longest = max((len(one.name) for one in self.parameters[:12]), default=0)
+        room = max(16, min(columns - len(header) - 2, longest))
+        lines += ["", f"{'gradient of':<{room}} {header}"]
+        for one in self.parameters[:12]:
+            name = one.name if len(one.name) <= room else "..." + one.name[3 - room :]
+            more = f" {one.error64:>9.1e}" if one.error64 is not None else ""
+            lines.append(f"{name:<{room}} {one.norm:>10.3e} {one.error:>9.1e}{more}")
+        if len(self.parameters) > 12:
+            lines.append(f"and {len(self.parameters) - 12} more with smaller errors")
+        for cause in self.causes:
+            kind = cause.split(":")[0]
+            lines += ["", *textwrap.wrap(cause, columns)]
+            if kind in ADVICE:
+                lines += textwrap.wrap(ADVICE[kind], columns, initial_indent="  -> ", subsequent_indent="     ")
+        for note in self.notes:
+            lines += ["", *textwrap.wrap(f"note: {note}", columns)]
+        return "\n".join(lines)
+
+
+def check(subject: Subject, batch: Any, loss_fn: LossFn) -> Report:
+    """The report; all else is as it was before."""
+    error_text = ""
+    with warnings.catch_warnings(), _untouched(subject):
+        warnings.simplefilter("ignore")
+        try:
+            return _report(Comparison(subject, batch, loss_fn))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            error_text = in_short(error)
+    raise DistaccumError(
+        f"the whole batch does not fit into memory, which a check needs ({error_text}); take a smaller one"
+    )
+
+
+def _report(comparison: Comparison) -> Report:
+    subject = comparison.subject
+    comparison.join()
+    own = comparison.compare()
+    wide: list[tuple[float, float]] | None = None
+    with comparison.in_float64() as is_wide:
+        if is_wide:
+            wide = comparison.compare()
+        errors = wide or own
+        if not any(norm or error for norm, error in (*own, *errors)):
+            raise DistaccumError(
+                "the gradient of the whole batch is zero in every parameter, so nothing was compared; look whether the "
+                "loss depends on the parameters (a detach, a factor of 0, a ReLU that is never above 0), or check with "
+                "another batch"
+            )
+        worst, bound = max(error for _, error in errors), comparison.bound()
+        equivalent = worst <= bound and not comparison.unlike
+        _note(comparison, equivalent)
+        causes = [] if equivalent else Diagnosis(comparison).causes()
+        if comparison.narrowest != comparison.dtype:
+            narrow, cast = (str(one).removeprefix("torch.") for one in (comparison.narrowest, comparison.dtype))
+            comparison.notes.append(
+                f"the model or the loss computes in {narrow} in part, in {cast} too: hence the bound"
+            )
+        dtype = str(comparison.dtype).removeprefix("torch.")
+    names = [names_of(subject.models).get(id(p), f"parameter {i}") for i, p in enumerate(subject.parameters)]
+    rows = [
+        Difference(name, norm, error, None if wide is None else wide[i][1])
+        for i, (name, (norm, error)) in enumerate(zip(names, own, strict=True))
+    ]
+    rows.sort(key=lambda row: row.error if row.error64 is None else row.error64, reverse=True)
+    return Report(
+        equivalent=equivalent,
+        worst=worst,
+        causes=tuple(causes),
+        parameters=tuple(rows),
+        dtype=dtype,
+        bound=bound,
+        samples=comparison.length,
+        micro_batches=comparison.kept,
+        notes=tuple(comparison.notes),
+    )
+
+
+def _note(comparison: Comparison, equivalent: bool) -> None:
+    if comparison.left_out:
+        num = sum(comparison.kept) + comparison.left_out
+        has = "has" if comparison.left_out == 1 else "have"
+        nothing = " and no ".join(comparison.subject.reductions)
+        is_left = "is" if comparison.left_out == 1 else "are"
+        comparison.notes.append(
+            f"{comparison.left_out} of {num} micro-batches {has} no {nothing} and {is_left} left out, as in training"
+        )
+    if equivalent and comparison.is_random:
+        comparison.notes.append(
+            "random numbers are drawn by the model or the loss; micro-batches drew those that the whole batch did, "
+            "which is so in this order and cut alone"
+        )
+
+
+@contextmanager
+def _untouched(subject: Subject) -> Iterator[None]:
+    """Gradients, buffers, modes and random numbers are put back."""
+    stood = subject.engine.stale(subject.everything)
+    gradients = [(p, p.grad, p.grad.clone()) for p in subject.everything if stood and p.grad is not None]
+    modes = [(module, module.training) for model in subject.models for module in model.modules()]
+    before = Before(subject.models)
+    before.look()
+    try:
+        yield
+    finally:
+        before.put_back()
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient, values in gradients:
+            parameter.grad = gradient.copy_(values)

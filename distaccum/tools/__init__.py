@@ -1,0 +1,1 @@
+"""The command line and its commands; nothing below imports it."""

@@ -1,0 +1,385 @@
+"""The command `distaccum`: what is asked before a training run, answered in a terminal.
+
+Torch takes seconds to import, so each subcommand imports what it needs: help, mistakes and `plan` do without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import importlib
+import inspect
+import json
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import redirect_stdout
+from functools import partial
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, get_args
+
+from .. import __version__
+from ..law.shares import REDUCTIONS
+from .forecast import BACKENDS, BUCKET_MB, Optimizer, plan
+
+if TYPE_CHECKING:
+    from ..law.batches import Count
+
+
+CHECK = """
+examples:
+  distaccum check my_training:setup                          a third of the batch per micro-batch
+  distaccum check my_training:setup --micro-batch-size 4
+  distaccum check train.py:setup --count tokens:labels:shift --reduction mean
+  torchrun --nproc-per-node 2 -m distaccum check my_training:setup   (setup wraps the model, and starts the group)
+
+my_training.py:
+  def setup():
+      model, batch = Net(), next(iter(loader))
+      def loss_fn(micro_batch):
+          return criterion(model(micro_batch["x"]), micro_batch["y"])
+      return model, batch, loss_fn          # or a dict of these and of the Accumulator's options
+
+loss_fn takes a micro-batch, or the model and a micro-batch.
+
+exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = _Parser(prog="distaccum", description="Gradient accumulation that is exact.")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_plan(commands)
+    _add_timeline(commands)
+    _add_check(commands)
+    _add_doctor(commands)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    if words and words[0] in commands.choices:
+        commands.choices[words[0]].refuse_misspelt(words[1:])
+    elif words and not words[0].startswith("-"):
+        parser.error(f"there is no command {words[0]}{_meant(words[0], commands.choices)}")
+    else:
+        parser.refuse_misspelt(words)
+    given = parser.parse_args(words)
+    try:
+        status: int = given.run(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # as of `distaccum plan | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says it again as it ends
+        return 2
+    except Exception as error:
+        if given.traceback:
+            raise
+        told = " ".join(str(error).split()) or "no message"
+        print(f"distaccum {given.command}: {type(error).__name__}: {told} (--traceback shows where)", file=sys.stderr)
+        return 2
+    return status
+
+
+class _Parser(argparse.ArgumentParser):
+    """A mistake is one line, without the page of all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
+
+    def refuse_misspelt(self, words: Sequence[str]) -> None:
+        """Before they are parsed, which would take the word after a misspelt option for something else."""
+        options = ["--help", *re.findall(r"--?[a-z][\w-]*", self.format_usage())]
+        for word in words:
+            if word == "--":
+                return
+            option = word.split("=")[0]
+            if re.match("--?[A-Za-z]", word) and not any(one.startswith(option) for one in options):
+                self.error(f"there is no option {option}{_meant(option, options)}")
+
+
+def _meant(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, known, n=1)
+    return f"; did you mean {near[0]}?" if near else ""
+
+
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], **words: str) -> Any:
+    """A subcommand's parser, with what all of them have."""
+    parser = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **words)
+    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_check(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "check",
+        _check,
+        help="is the accumulated gradient of my model, batch and loss that of the big batch, and if not, why",
+        description="Runs the batch at once and accumulated, and says how far the gradients are apart, and why.",
+        epilog=CHECK,
+    )
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that gives model, batch and loss_fn")
+    parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples per micro-batch")
+    parser.add_argument("--steps", type=int, metavar="N", help="micro-batches, in the place of their size")
+    parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (default: mean)")
+    parser.add_argument("--count", metavar="COUNT", help="samples (the default), tokens:KEY or tokens:KEY:shift")
+
+
+def _check(given: argparse.Namespace) -> int:
+    count = None if given.count is None else _count(given.count)
+    model, batch, loss_fn, options = _made_by(given.factory)
+    import torch.distributed as dist
+
+    from ..accumulator import Accumulator
+    from ..law.batches import batch_length
+
+    chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
+    chosen["count"] = count
+    given_here = {name: value for name, value in chosen.items() if value is not None}
+    if given_here.keys() & {"steps", "micro_batch_size"}:  # what is said here wins
+        options = {name: value for name, value in options.items() if name not in ("steps", "micro_batch_size")}
+    options |= given_here
+    if "steps" not in options and "micro_batch_size" not in options:
+        options["micro_batch_size"] = max(1, batch_length(batch) // 3)
+    report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report)
+    return 0 if report.equivalent else 1
+
+
+def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """Model, batch, loss_fn, and the Accumulator's options."""
+    module, _, name = factory.rpartition(":")
+    if not module or not name:
+        raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup")
+    found = getattr(_imported(module), name, None)
+    if not callable(found):
+        raise ValueError(f"{module} has no function {name}")
+    try:
+        with redirect_stdout(sys.stderr):  # what it prints is none of the report
+            made = found()
+    except SystemExit as left:
+        raise RuntimeError(f"{factory} left with status {left.code}") from left
+    if isinstance(made, Mapping):
+        missing = sorted({"model", "batch", "loss_fn"} - set(made))
+        if missing:
+            raise ValueError(f"{factory} gave a dict without {', '.join(missing)}")
+        options = {key: value for key, value in made.items() if key not in ("model", "batch", "loss_fn")}
+        made = made["model"], made["batch"], made["loss_fn"]
+    else:
+        options = {}
+    made = made if isinstance(made, tuple) else (made,)
+    from torch import nn
+
+    models = made[0] if isinstance(made[0], list | tuple) else made[:1]
+    if len(made) != 3 or not callable(made[2]) or not all(isinstance(model, nn.Module) for model in models):
+        raise TypeError(
+            f"{factory} gave {', '.join(type(one).__name__ for one in made)}, expected model, batch and loss_fn in "
+            "this order, or a dict of them"
+        )
+    return made[0], made[1], _with_model(made[2], made[0]), options
+
+
+def _with_model(loss_fn: Any, model: Any) -> Any:
+    """Of a loss that wants two arguments, one that has the model."""
+    try:
+        wanted = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):  # a builtin that does not tell
+        return loss_fn
+    needed = [
+        one
+        for one in wanted
+        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
+    ]
+    return partial(loss_fn, model) if len(needed) == 2 else loss_fn
+
+
+def _imported(module: str) -> Any:
+    """By name, from here as with `python -m`, or a file."""
+    if not module.endswith(".py"):
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(module)
+    path = Path(module)
+    if not path.exists():
+        raise FileNotFoundError(f"there is no {module}")
+    sys.path.insert(0, str(path.parent.resolve()))
+    spec = spec_from_file_location(f"checked_{path.stem}", path)  # a file may be called as a module of Python's
+    assert spec is not None and spec.loader is not None
+    made = module_from_spec(spec)
+    sys.modules[spec.name] = made  # dataclasses look themselves up
+    spec.loader.exec_module(made)
+    return made
+
+
+def _count(text: str) -> Count:
+    found = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text, re.DOTALL)
+    if found is None:
+        raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
+    from ..law.batches import count_samples, count_tokens
+
+    key: str | None = found[1]
+    if key is None:
+        return count_samples
+    return count_tokens(int(key) if key.isdigit() else key, shift=found[2] is not None)
+
+
+PLAN = """
+examples:
+  distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --samples 50000
+  distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M \\
+      --link-gbit 25 --node-gbit 400 --micro-step-seconds 0.2 --plot plan.png
+  distaccum plan --model my_training:setup --batch-size 4096 --ranks 8 --nodes 2 --link-gbit 10
+  distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
+
+What is not given is left out, and the text says what to give for it. --model takes the function that check takes
+(distaccum check --help shows it), and measures parameters and seconds on this machine.
+
+exit status: 0 planned, 2 it could not be
+"""
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        _plan,
+        help="steps, cut, bytes, seconds and learning rate of a run that is not started yet",
+        description="What a run will do: steps, the exact cut, an epoch's tail, bytes and seconds, and learning rate.",
+        epilog=PLAN,
+    )
+    count = {"metavar": "N"}
+    parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
+    parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
+    parser.add_argument("--ranks", type=int, default=1, **count, help="in all (%(default)s)")
+    parser.add_argument("--nodes", type=int, default=1, **count, help="with as many ranks on each (%(default)s)")
+    parser.add_argument("--samples", **count, help="in an epoch")
+    parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
+    parser.add_argument("--dtype-bytes", type=int, **count, help="of a gradient's number (4, or the model's)")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="to measure parameters, seconds and what fits on")
+    parser.add_argument("--micro-step-seconds", type=float, metavar="S", help="of a forward and backward")
+    parser.add_argument("--link-gbit", type=float, metavar="G", help="rate between nodes, each way, in Gbit/s")
+    parser.add_argument("--node-gbit", type=float, metavar="G", help="rate of a rank within its node")
+    parser.add_argument("--backend", choices=BACKENDS, help="(nccl where there is a CUDA device, else gloo)")
+    parser.add_argument("--latency-us", type=float, metavar="T", help="of a hop, in microseconds")
+    parser.add_argument("--efficiency", type=float, metavar="E", help="the part of the rate that collectives reach")
+    parser.add_argument("--gather-efficiency", type=float, metavar="E", help="that all-gathers reach, if another")
+    parser.add_argument(
+        "--cpu-seconds-per-gb", type=float, default=0.0, metavar="S", help="that sending takes of a rank's one core"
+    )
+    parser.add_argument("--bucket-mb", type=float, default=BUCKET_MB, metavar="M", help="of a collective (%(default)s)")
+    parser.add_argument("--base-batch-size", **count, help="the batch that --lr and --betas are good for")
+    parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate there")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="sgd or adam (both are told)")
+    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
+    parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (mean)")
+    parser.add_argument("--plot", metavar="FILE", help="a picture (png, svg or pdf) of the seconds")
+
+
+def _plan(given: argparse.Namespace) -> int:
+    unknown = ("command", "run", "json", "plot", "traceback", "model")
+    options = {name: value for name, value in vars(given).items() if name not in unknown}
+    if given.model is not None:
+        *made, others = _made_by(given.model)
+        options["model"] = tuple(made)
+        for name in ("batch_size", "micro_batch_size", "reduction"):  # what is said here wins
+            if options[name] is None and isinstance(others.get(name), int | str) and others[name] != "auto":
+                options[name] = others[name]
+    options["reduction"] = options["reduction"] or "mean"
+    forecast = plan(**options)
+    if given.plot is not None:
+        forecast.plot(given.plot)
+    print(forecast.to_json() if given.json else forecast)
+    return 0
+
+
+DOCTOR = """
+examples:
+  distaccum doctor                                            this machine and environment
+  distaccum doctor --all                                      DeepSpeed and Accelerate are tried too
+  torchrun --nproc-per-node 2 -m distaccum doctor             and the link between these ranks
+  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum doctor
+
+It marks with ok what works, with - what is not here and nobody asked for, and with WRONG what cannot work.
+
+exit status: 0 nothing is wrong, 1 something is, 2 it could not look (a rank did not come)
+"""
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "doctor",
+        _doctor,
+        help="what this machine, environment and job can run, and how fast the link between the ranks is",
+        description="Looks at software, devices and launcher, tries each engine, and measures the link between ranks.",
+        epilog=DOCTOR,
+    )
+    parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for ranks (60)")
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    if not given.timeout > 0:
+        raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
+    from .doctor import examine
+
+    with redirect_stdout(sys.stderr):  # what other libraries print is none of the report
+        found = examine(timeout=given.timeout, all_engines=given.all)
+    if found.is_first:
+        print(json.dumps(found.as_dict(), indent=2) if given.json else found)
+    return 0 if found.healthy else 1
+
+
+TIMELINE = """
+examples:
+  distaccum timeline traces                                  a typical update, as a table
+  distaccum timeline traces --out timeline.png --update 12
+  distaccum timeline traces --out timeline.svg --updates 10:12
+
+traces is the folder of Accumulator(..., trace="traces"); a job on several nodes leaves a part of it on each.
+
+exit status: 0 told, and drawn where a file is named; 2 it could not be
+"""
+
+
+def _add_timeline(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "timeline",
+        _timeline,
+        help="when each rank computed, when the link was busy, and who waited for whom, as a picture",
+        description="Puts the traces of all ranks beside each other, as a table and as a picture.",
+        epilog=TIMELINE,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that was given to Accumulator(trace=...)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--update", type=int, metavar="N", help="its index (default: the one of median length)")
+    which.add_argument("--updates", metavar="A:B", help="all from A to B")
+
+
+def _timeline(given: argparse.Namespace) -> int:
+    asked = None if given.updates is None else _two_indices(given.updates)
+    from .timeline import cut, draw, read, typical
+
+    traces = read(given.folder)
+    if asked is None:
+        asked = (typical(traces) if given.update is None else given.update,) * 2
+    timeline = cut(traces, *asked)
+    if given.out is not None:
+        draw(timeline, given.out)
+    print(json.dumps(timeline.as_dict(), indent=2) if given.json else timeline)
+    return 0
+
+
+def _two_indices(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d+):(\d+)", text)
+    if not found or int(found[1]) > int(found[2]):
+        raise ValueError(f"--updates {text}, expected two indices such as 10:12, the smaller one first")
+    return int(found[1]), int(found[2])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The micro-batches of one update, as a transaction."""
