@@ -30,7 +30,7 @@ from .gradients.scaling import refuse_broken_scaler, refuse_mixed
 from .gradients.snapshot import Before, random_devices
 from .law.batches import Count, batch_length, count_samples, cut_batch, widest_sample
 from .law.errors import DistaccumError, warn
-from .law.plan import Offer, Plan, guess_counts, make_plan
+from .law.plan import Plan, RankReport, guess_counts, make_plan
 from .law.shares import Reduction, Schedule, at_update, cut_evenly, listed, steps_for, tidy, whole_number_in
 from .law.sizes import PROOFS, Fit, learned_sizes
 from .law.update import Update
@@ -126,7 +126,7 @@ class Accumulator:
         self._max_norm = self._engine.adopt_max_norm(positive("max_norm", max_norm))
         choice("on_nonfinite", on_nonfinite, get_args(OnNonfinite))
         self._batchnorm = choice("batchnorm", batchnorm, get_args(BatchNorm))
-        if not self._optimizers and not self._engine.steps and (max_norm is not None or on_nonfinite == "skip"):
+        if not self._optimizers and not self._engine.owns_step and (max_norm is not None or on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
                 "it, or clip and skip yourself before window.step()"
@@ -137,10 +137,10 @@ class Accumulator:
                 "schedule yourself, or pass the optimizer"
             )
         if self._scaler is not None:
-            if self._engine.steps:
+            if self._engine.owns_step:
                 raise ValueError(f"scaler with {self._engine.name}, which scales losses itself; leave it out")
             refuse_mixed(self._optimizers)
-        if self._engine.judges and on_nonfinite == "ignore":
+        if self._engine.judges_gradients and on_nonfinite == "ignore":
             raise ValueError(
                 f"on_nonfinite='ignore' with {self._engine.name}, which looks at each gradient and skips what is not "
                 "finite; say 'raise' or 'skip'"
@@ -198,7 +198,7 @@ class Accumulator:
         if too_long := self._accelerated.longer_schedules():
             self._warn("schedule", too_long)
         if trace is not None:
-            self._engine.trace = Trace(trace, self._engine, self._trained[0].device)
+            self._engine.peers.waits = self._engine.trace = Trace(trace, self._engine, self._trained[0].device)
 
     @property
     def index(self) -> int:
@@ -251,7 +251,7 @@ class Accumulator:
             with self._accelerated.reading(loader):
                 while True:
                     window = self._plan_from(ahead)
-                    if window._plan.empty:
+                    if window._plan.epoch_over:
                         return
                     window._ahead = ahead
                     try:
@@ -263,7 +263,7 @@ class Accumulator:
                         if window._stream is None or window._stage is Stage.COMPLETE:  # else it draws on
                             feed.leave(drawn_ahead=ahead.offered is not None)
                         raise
-                    if window._plan.exhausted:
+                    if window._plan.no_more_after:
                         window._make_way()  # else a step() forgotten on the last window would pass in silence
                         return
         finally:
@@ -278,25 +278,16 @@ class Accumulator:
         ahead.offered, ahead.rows = None, None
         if offered is None:
             return self._plan(ahead.draw)
-        if ahead.has_failed and self._engine.num_ranks > 1:
+        if ahead.has_failed and self._engine.peers.num_ranks > 1:
             raise DistaccumError(
-                f"rank {self._engine.rank} failed in the step of update {self._index}, and others may have gone on; "
-                "start all ranks again, from a checkpoint"
+                f"rank {self._engine.peers.rank} failed in the step of update {self._index}, and others may have gone "
+                "on; start all ranks again, from a checkpoint"
             )
         if rows is None or offered.offer.update != self._index:  # another update came between, or none: on all ranks
             return self._plan(offered.again)
         self._before_planning()
         with self._planning():
             return self._window_of(offered, rows())
-
-    def _look_ahead(self, window: Window) -> None:
-        """Draws the window after this one and tells the other ranks, while this one is still at work."""
-        ahead: Ahead | None = window._ahead
-        plan = window._plan
-        if ahead is not None and plan.ahead and not plan.exhausted and not self._stepper.watched_windows:
-            with self._planning(ahead=True):
-                ahead.offered = self._offer(ahead.draw, index=self._index + 1, spare=window._spare)
-                ahead.rows = self._engine.gather_later(ahead.offered.offer.to_row())
 
     def split(self, batch: Any, length: int | None = None) -> Window:
         """One window that cuts `batch`, this rank's part of the update, into micro-batches.
@@ -329,7 +320,7 @@ class Accumulator:
             return at_update("steps", self._steps, index, WHOLE)
         assert self._batch_size is not None and isinstance(self._micro_batch_size, int)
         wanted = at_update("batch_size", self._batch_size, index)
-        ranks, micro = self._engine.num_ranks, self._micro_batch_size
+        ranks, micro = self._engine.peers.num_ranks, self._micro_batch_size
         steps = steps_for(wanted, micro, ranks)
         if steps * micro * ranks != wanted:
             self._warn(
@@ -344,7 +335,7 @@ class Accumulator:
         self._before_planning()
         with self._planning():
             offered = self._offer(draw, self._index, self._spare, guard, as_sum=as_sum, by_hand=by_hand)
-            return self._window_of(offered, self._engine.gather(offered.offer.to_row()))
+            return self._window_of(offered, self._engine.peers.gather(offered.offer.to_row()))
 
     def _planning(self, ahead: bool = False) -> AbstractContextManager[None]:
         trace = self._engine.trace
@@ -383,18 +374,18 @@ class Accumulator:
         """The window that follows from what all ranks have, an error on all of them if one could not look it up."""
         offered.raise_error()
         drawn, counts, kept, reductions = offered.drawn, offered.counts, offered.kept, offered.reductions
-        plan = make_plan(tuple(reductions), [Offer.from_row(row) for row in rows])
-        if drawn.stream is not None and not plan.nothing:
+        plan = make_plan(tuple(reductions), [RankReport.from_row(row) for row in rows])
+        if drawn.stream is not None and not plan.is_empty:
             plan = guess_counts(plan, drawn.steps)
         unfinished, loader = self._loaded
         if unfinished is not None:
             self._refuse_another_window(unfinished, [counts[i] for i in kept])
             self._loaded = None, loader
-        if not plan.nothing:
+        if not plan.is_empty:
             self._engine.check(plan)
             self._look_at_batchnorm(plan)
         spare = self._spare
-        if kept and self._engine.in_step:
+        if kept and self._engine.lockstep:
             last = (offered.whole or kept)[-1]
             spare = Spare(drawn.micro_batches[last], counts[last])
         window = Window(
@@ -410,7 +401,7 @@ class Accumulator:
             watched=self._watched(),
             scaler=self._scaler,
             scales=self._accelerated.run_backward is None,
-            stream=None if plan.nothing else drawn.stream,
+            stream=None if plan.is_empty else drawn.stream,
             guard=offered.guard,
             unfinished=unfinished,
             looks=bool(self._stepper.watched_windows),
@@ -446,7 +437,7 @@ class Accumulator:
             or unfinished.counts[: len(known)] != known
             or (self._lookahead and len(unfinished.counts) != len(known))
         )
-        others = [rank for rank, (differs,) in enumerate(self._engine.gather([float(other)])) if differs]
+        others = [rank for rank, (differs,) in enumerate(self._engine.peers.gather([float(other)])) if differs]
         if others:
             raise DistaccumError(
                 f"the state was taken in the middle of update {unfinished.index} and this window is not that one on "
@@ -457,7 +448,7 @@ class Accumulator:
     @property
     def _in_step(self) -> bool:
         """Whether each forward or backward takes part of all ranks."""
-        return self._engine.in_step and self._engine.sync != "gathered"
+        return self._engine.lockstep and self._engine.sync != "gathered"
 
     def _is_unproven(self, drawn: Drawn) -> bool:
         """Whether nobody knows that these micro-batches fit.
@@ -512,7 +503,7 @@ class Accumulator:
         """
         self._refuse_to_cut_without_size("check")
         self._make_way()
-        if self._engine.steps:
+        if self._engine.owns_step:
             raise DistaccumError(
                 f"check() with {self._engine.name}, which shows no gradient; check the module before it is wrapped"
             )
@@ -562,12 +553,14 @@ class Accumulator:
         try:
             _run(window, loss_fn)
             terms = window._terms()
-            reduction = self._engine.sum_over_ranks(terms)
+            reduction = self._engine.peers.sum(terms)
             if reduction is not None:
                 reduction.wait()
             scale = 1.0 if self._scaler is None else 1 / self._scaler.get_scale()
             gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in parameters]
-            return Measured(gradients, float(terms.sum()) / window._divisor, window._plan.kept, num - len(window))
+            return Measured(
+                gradients, float(terms.sum()) / window._divisor, window._plan.num_counted, num - len(window)
+            )
         finally:
             window.discard()
 
@@ -615,7 +608,7 @@ class Accumulator:
             with NOTHING if window._trace is None else window._trace.by_hand():
                 self._engine.finish()
         except RuntimeError as error:
-            self._engine.refuse_lost_ranks(error)
+            self._engine.peers.refuse_lost(error)
             raise
         if window._stream is not None:
             self._correct(window)
@@ -624,7 +617,7 @@ class Accumulator:
 
     def _correct(self, window: Window) -> None:
         """Streaming, shares were made with a guess of the window's count; here it is known."""
-        rows = self._engine.gather(window._total)
+        rows = self._engine.peers.gather(window._total)
         total = sum(row[0] for row in rows)
         (name,), (reduction,) = window._plan.counts, self._reductions.values()
         window.counts[name] = tidy(total)
@@ -638,12 +631,12 @@ class Accumulator:
                 f"lookahead=False with several denominators ({', '.join(self._reductions)}): streaming learns a count "
                 "at the window's end, and can then correct the gradient once; give one, or lookahead=True"
             )
-        if self._engine.steps:
+        if self._engine.owns_step:
             raise ValueError(
                 f"lookahead=False with {self._engine.name}, which keeps gradients where they cannot be corrected at "
                 "the window's end; leave lookahead at True"
             )
-        if sync == "every" and not self._engine.in_step and self._engine.num_ranks > 1:
+        if sync == "every" and not self._engine.lockstep and self._engine.peers.num_ranks > 1:
             raise ValueError(
                 f"lookahead=False and sync='every' with {self._engine.name}: which micro-batches all ranks have is not "
                 "known before they are drawn; use sync='last'"
@@ -671,11 +664,10 @@ class Accumulator:
             raise
 
     def _step_and_count(self, window: Window, schedules: list[LRScheduler]) -> Update:
-        if window._plan.nothing:
+        if window._plan.is_empty:
             reason: str | None = f"no {' and no '.join(window._names)} in any micro-batch of any rank"
             terms, reduction, norm = None, None, None
         else:
-            self._look_ahead(window)
             try:
                 with span(window._trace, "step"):
                     reason, terms, reduction, norm = self._stepper(window)
@@ -687,7 +679,7 @@ class Accumulator:
                 window._ahead.drop_rows()  # what was told in them counted on a step
             if reason is None and self._pool is not None:
                 self._pool.commit()
-            if reason is None and self._engine.in_step:
+            if reason is None and self._engine.lockstep:
                 self._spare = window._spare
             self._skipped = 0 if reason is None else self._skipped + 1
         window._close()
@@ -709,7 +701,7 @@ class Accumulator:
         if self._noise is not None:
             counts_in = terms is not None and reason is None and window._compares
             told = terms[len(window._names) :][:4] if terms is not None and counts_in else None
-            by_step = norm if self._engine.judges else None
+            by_step = norm if self._engine.judges_gradients else None
             noise = self._noise.averages.add(told, reduction, by_step, next(iter(window.counts.values())))
         return Update(
             index=window.index,
@@ -744,9 +736,9 @@ class Accumulator:
             "fit": self._fit.state(),
             "noise": None if self._noise is None else self._noise.averages.state(),
             "scaler": self._scaler.state_dict() if self._scaler else None,
-            "ranks": self._engine.world_size,
+            "ranks": self._engine.peers.world_size,
             "in_window": unfinished is not None,
-            f"rank {self._engine.global_rank}": pack(unfinished, loader),
+            f"rank {self._engine.peers.global_rank}": pack(unfinished, loader),
         }
 
     def _unfinished_window(self) -> tuple[Unfinished | None, Any]:
@@ -789,20 +781,20 @@ class Accumulator:
         learned, averages = learned_sizes(state["fit"]), averages_in(state.get("noise"))
         if self._scaler is not None:
             refuse_broken_scaler(state["scaler"], self._scaler)
-        ranks = self._engine.world_size
+        ranks = self._engine.peers.world_size
         if state["in_window"] and state["ranks"] != ranks:
             raise DistaccumError(
                 f"the state was taken in mid-window on {state['ranks']} ranks and this job has {ranks}, expected as "
                 "many: each has its own part of the gradient. Start as many, or load a state from between two windows"
             )
-        mine = state.get(f"rank {self._engine.global_rank}") if state["ranks"] == ranks else None
-        of_another = state["ranks"] == ranks and f"rank {self._engine.global_rank}" not in state
+        mine = state.get(f"rank {self._engine.peers.global_rank}") if state["ranks"] == ranks else None
+        of_another = state["ranks"] == ranks and f"rank {self._engine.peers.global_rank}" not in state
         if (state["in_window"] and not mine) or (
             of_another and any(state.get(f"rank {rank}") for rank in range(ranks))  # where its loader stood
         ):
             taken = "in mid-window" if state["in_window"] else "on another rank"
             raise DistaccumError(
-                f"the state was taken {taken} and has no part for rank {self._engine.global_rank}; save "
+                f"the state was taken {taken} and has no part for rank {self._engine.peers.global_rank}; save "
                 "and load the state_dict() of every rank"
             )
         if state["ranks"] != ranks and any(state.get(f"rank {rank}") for rank in range(state["ranks"])):
@@ -862,7 +854,7 @@ class Accumulator:
                 buffer.copy_(value)
 
     def _look_at_batchnorm(self, plan: Plan) -> None:
-        if self._batchnorm == "warn" and sum(plan.kept) > 1 and "batchnorm" not in self._warned:
+        if self._batchnorm == "warn" and sum(plan.num_counted) > 1 and "batchnorm" not in self._warned:
             names = [name for name, module in self._batchnorms if module.training]
             if names:
                 self._warn(
@@ -875,7 +867,7 @@ class Accumulator:
 
     def _warn(self, key: str, message: str) -> None:
         """Once, on rank 0."""
-        if key not in self._warned and self._engine.rank == 0:
+        if key not in self._warned and self._engine.peers.rank == 0:
             warn(message)
         self._warned.add(key)
 

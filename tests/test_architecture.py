@@ -1,6 +1,7 @@
 """The shape of the library, read from its source as text: what may import what, how large things are, who knows whom.
 
-What breaks a rule today is counted in `KNOWN`, which only becomes smaller. `python tests/test_architecture.py` prints the table.
+What breaks a rule today is counted in `KNOWN`, which only becomes smaller.
+`python tests/test_architecture.py` prints the table.
 """
 
 from __future__ import annotations

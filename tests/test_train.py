@@ -879,4 +879,4 @@ def test_ranks_name_the_loss_of_another(programs, tmp_path):
     survivor = started[0].wait()
     assert survivor.status == 1
     (line,) = [line for line in survivor.text.splitlines() if line.startswith("train: ")]
-    assert "rank 0 waited for the others in vain" in line and "--resume goes on from it" in line
+    assert "rank 0 lost contact with the other ranks" in line and "--resume goes on from it" in line

@@ -58,7 +58,7 @@ class Stepper:
     ) -> None:
         self._engine, self._optimizers, self._scaler = engine, optimizers, scaler
         self._max_norm, self._on_nonfinite = max_norm, on_nonfinite
-        self.steps = bool(optimizers) or engine.steps  # else the caller does
+        self.steps = bool(optimizers) or engine.owns_step  # else the caller does
         self.is_stepping = False
         self.has_stepped = False  # the window that is committed
         self.watched_windows = 0  # to come
@@ -73,14 +73,14 @@ class Stepper:
         terms = window._terms()
         if window._noise is not None and window._compares:
             part = window._part_of_square
-            if gradient is not None and not self._engine.judges:  # else it is known after the step
+            if gradient is not None and not self._engine.judges_gradients:  # else it is known after the step
                 part = window._noise.part(gradient.parameters, gradient.norm)
             terms = torch.cat([terms, window._noise.terms(window._small, part, terms)])
         if self._scaler is not None:  # ranks agree on an overflow by the record's own collective
             flags = [] if gradient is None else gradient.flags
             found = [flag.to(terms.device, terms.dtype).reshape(1) for flag in flags]
             terms = torch.cat([terms, torch.stack(found).sum(0) if found else terms.new_zeros(1)])
-        reduction = self._engine.sum_over_ranks(terms)
+        reduction = self._engine.peers.sum(terms)
         reason = None if gradient is None else self._step(window, gradient, terms, reduction)
         self.watched_windows = max(0, self.watched_windows - 1)
         return reason, terms, reduction, None if gradient is None else gradient.norm
@@ -101,7 +101,7 @@ class Stepper:
         stepped = [parameter for parameter in self.owned() if parameter.grad is not None]
         gradient = _Gradient(stepped, partial(self._engine.norm, stepped))
         looks = self._on_nonfinite != "ignore" and self._scaler is None  # and will take a norm
-        measures = (self._max_norm is not None or (window._compares and looks)) and not self._engine.judges
+        measures = (self._max_norm is not None or (window._compares and looks)) and not self._engine.judges_gradients
         if self._scaler is not None:
             self._refuse_another_window(window, self._scaler)
             if not len(window):
@@ -129,7 +129,7 @@ class Stepper:
             )
 
     def _step(self, window: Window, gradient: _Gradient, terms: Tensor, reduction: Waitable | None) -> str | None:
-        judges = self._engine.judges
+        judges = self._engine.judges_gradients
         reason = None
         if self._scaler is not None:
             if reduction is not None:
@@ -163,7 +163,7 @@ class Stepper:
                 gradient.norm = gradient.norm_of(2.0) if wanted else None
                 if reason is not None and self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(window, terms, reduction)
-                    if not self._engine.scales:
+                    if not self._engine.scales_losses:
                         self._judge(window, "gradient")
         if self._scaler is not None:
             self._update_scaler(self._scaler, gradient, terms[-1])
@@ -183,7 +183,7 @@ class Stepper:
     def _update_scaler(self, scaler: GradScaler, gradient: _Gradient, overflows: Tensor) -> None:
         if gradient.flags:
             scaler.update()
-        elif self._engine.num_ranks > 1:
+        elif self._engine.peers.num_ranks > 1:
             # Other ranks had gradients to look at, this one has none in its shards; their scales stay alike.
             update_without_gradients(scaler, overflows)
 

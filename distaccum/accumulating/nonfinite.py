@@ -32,7 +32,7 @@ def find_nonfinite(window: Window, engine: Engine) -> Found:
     loss = window._first_nonfinite_loss()
     place, value = (-1, 0.0) if loss is None else loss
     looked = -1 if loss is not None else window._first_nonfinite_look()
-    rows = engine.gather([float(place), value, float(looked), *_listing(bad), *_listing(weights)])
+    rows = engine.peers.gather([float(place), value, float(looked), *_listing(bad), *_listing(weights)])
     if first := _named([row[4 + SHOWN :] for row in rows], window, names):
         told = f"before its first backward already there were weights that are not finite, first in {first}"
         return Found(told, True, "Go back to a checkpoint, or look at how they were initialised or loaded")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..law.batches import Count, count_samples, widest_sample
-from ..law.plan import Offer
+from ..law.plan import RankReport
 from ..law.shares import Reduction
 from ..runs.update import Guard
 from .drawing import Feed, Stream
@@ -38,7 +38,7 @@ Draw = Callable[[int], Drawn]  # for the update of an index
 class Offered:
     """What a rank has for a window, beside what it tells the others of it."""
 
-    offer: Offer
+    offer: RankReport
     drawn: Drawn
     counts: Counts
     kept: list[int]  # micro-batches with anything that counts
@@ -102,21 +102,20 @@ def look_up(
         error = caught
     kept = [i for i, numbers in enumerate(counts) if any(numbers)]
     whole = [i for i in kept if all(counts[i])]
-    offer = Offer(
+    offer = RankReport(
         update=index,
         steps=drawn.steps,
-        drawn=len(drawn.micro_batches) if drawn.stream is None else drawn.stream.drawn,
-        kept=len(kept),
-        exhausted=drawn.exhausted,
-        whole=whole == kept,
-        whole_last=whole[-1:] == kept[-1:],
-        ready=ready,
+        num_drawn=len(drawn.micro_batches) if drawn.stream is None else drawn.stream.drawn,
+        num_counted=len(kept),
+        no_more_after=drawn.exhausted,
+        all_terms=whole == kept,
+        all_terms_in_last=whole[-1:] == kept[-1:],
+        has_stand_in=ready,
         failed=error is not None,
-        guarded=guard is not None,
-        by_hand=by_hand(drawn),
-        ahead=drawn.ahead,
+        agrees=guard is not None,
+        reduce_afterwards=by_hand(drawn),
         largest=max(drawn.lengths or [0]),
-        widest=0 if guard is None else widest_sample(drawn.micro_batches),
+        largest_sample=0 if guard is None else widest_sample(drawn.micro_batches),
         totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(reductions))),
     )
     try:

@@ -21,8 +21,7 @@ from ..gradients.norms import clip, local, scale, total_norm
 from ..gradients.wide import Sum, Sums
 from ..law.errors import DistaccumError
 from ..law.plan import Plan
-from ..law.update import Waitable
-from ..observers.trace import Trace
+from .peers import Peers
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 # Private, in torch 2.6 to 2.15; where it is missing the public call does the same.
@@ -54,33 +53,30 @@ class Engine(ABC):
     policies: tuple[Sync, ...] = ("last", "every")
 
     divisor: float = 1  # what the reduction divides by
-    num_ranks: int = 1  # of the data-parallel group
-    rank: int = 0  # in it
-    world_size: int = 1  # of the whole job, tensor-parallel ranks too
-    global_rank: int = 0  # in it
-    in_step: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
+    lockstep: bool = False  # whether forwards, or the last backward, wait for all ranks: a dry rank then stands in
     gradients_stay: bool = True  # in .grad of the parameters, from the last backward to step
-    judges: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
-    scales: bool = False  # whether the wrapper scales losses, and skips what overflows
+    judges_gradients: bool = False  # whether `step` looks at the gradient itself; its norm is known after that
+    scales_losses: bool = False  # whether the wrapper scales losses, and skips what overflows
     shows_partial: bool = False  # whether it has `partial`
     can_be_cast: bool = False  # whether parameters keep no other form, so that they may be cast and put back
     gathers: bool = False  # parameters, inside of forward and backward
     hides_parameters: bool = False  # outside of forward, where they are parts that cannot be computed with
-    steps: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
+    owns_step: bool = False  # whether the wrapper owns the optimizer, so that `step` needs none
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
         """Whether `module` is the wrapper that this engine is for. Imports nothing."""
         return False
 
-    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+    def __init__(self, models: Sequence[nn.Module], sync: Sync, peers: Peers | None = None) -> None:
         if sync not in self.policies:
             known = ", ".join(map(repr, self.policies))
             raise ValueError(f"{sync=}, expected one of {known} for {self.name}")
         self.models = tuple(models)
         self.sync = sync
         self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = run_backward
-        self.trace: Trace | None = None
+        self.peers = peers or Peers()
+        self.trace: Any = None
         self.sums: Sums | None = None  # where gradients add up in another dtype than they are computed in
 
     def parameters(self) -> list[nn.Parameter]:
@@ -114,41 +110,16 @@ class Engine(ABC):
     # A window
 
     @abstractmethod
-    def gather(self, row: list[float]) -> list[list[float]]:
-        """The rows of all ranks, in their order; through the host, never through the device's queue."""
-
-    def gather_later(self, row: list[float]) -> Callable[[], list[list[float]]]:
-        """Starts to gather, and gives what waits for it."""
-        rows = self.gather(row)
-        return lambda: rows
-
-    @abstractmethod
-    def sum_over_ranks(self, values: Tensor) -> Waitable | None:
-        """Starts to sum `values` in place over the ranks; None: they are summed already."""
-
-    @abstractmethod
     def check(self, plan: Plan) -> None:
         """Raises, on all ranks, what this plan cannot be on this engine."""
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Small values of all ranks, in their order; through the host."""
-        return [value]
-
-    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """All ranks' bytes, of which each may have another number; one collective."""
-        return [packed]
-
-    def turns(self, plan: Plan) -> int:
+    def num_micro_steps(self, plan: Plan) -> int:
         """Micro-steps of this rank: more than it has micro-batches where it must keep in step with others."""
-        return plan.kept[self.rank]
+        return plan.num_counted[self.peers.rank]
 
-    def num_early(self, plan: Plan) -> int:
+    def num_early_reductions(self, plan: Plan) -> int:
         """So many first micro-steps reduce, besides the last."""
         return 0
-
-    def agree(self, row: list[float]) -> list[list[float]]:
-        """The rows of all ranks, as `gather`, on a way of its own: other ranks may be in another collective."""
-        return self.gather(row)
 
     def will_reduce(self, reduce: bool) -> bool:
         """Whether a backward that is given this `reduce` sends anything: what fails in it cannot be undone."""
@@ -222,10 +193,6 @@ class Engine(ABC):
         """
         raise DistaccumError(f"{self.name} cannot go on in mid-window; load a state from between two windows")
 
-    def refuse_lost_ranks(self, error: RuntimeError) -> None:
-        """Raises in the place of an error that says, in the words of a library below, that a rank is gone."""
-        return
-
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None where `leaves` show it."""
         return "whose engine does not say where a rank's own gradient is; give it hides_own() and leaves()"
@@ -251,7 +218,7 @@ class Engine(ABC):
 
     def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         """This rank's part of the norm's square: ranks' parts add up to it. Asks no other rank."""
-        return self.norm(parameters).square() / self.num_ranks
+        return self.norm(parameters).square() / self.peers.num_ranks
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
         """Scales a gradient of norm `norm` to at most `max_norm`."""

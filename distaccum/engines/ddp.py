@@ -126,12 +126,12 @@ class DDPEngine(RanksEngine):
             )
         if plan.some_rank_is_dry and self._unseen_graphs:
             raise DistaccumError(
-                f"ranks have {list(plan.kept)} micro-batches, and DDP with static_graph=True must see a backward "
-                "on every rank in its first window; give each rank a micro-batch there"
+                f"ranks have {list(plan.num_counted)} micro-batches, and DDP with static_graph=True must see a "
+                "backward on every rank in its first window; give each rank a micro-batch there"
             )
 
-    def num_early(self, plan: Plan) -> int:
-        return min(plan.kept) - 1 if self.sync == "every" else 0  # as many on all ranks
+    def num_early_reductions(self, plan: Plan) -> int:
+        return min(plan.num_counted) - 1 if self.sync == "every" else 0  # as many on all ranks
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         for wrapper in self._strays:
@@ -147,10 +147,14 @@ class DDPEngine(RanksEngine):
             # What is not in the models, as a parameter of the loss, may be frozen here and trained on another rank.
             models = {id(parameter) for parameter in self.parameters()}
             self._by_hand = [p for p in self._by_hand if p.requires_grad or id(p) not in models]
-        whole = plan.whole if self.sync == "every" else plan.whole_last
-        self._early = self.num_early(plan)
+        whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
+        self._early = self.num_early_reductions(plan)
         self._reduces = (
-            whole and not plan.some_rank_is_dry and not plan.by_hand and not self._unseen_graphs and not self._may_part
+            whole
+            and not plan.some_rank_is_dry
+            and not plan.reduce_afterwards
+            and not self._unseen_graphs
+            and not self._may_part
         )
         if not self._reduces:
             self._by_hand += [p for reduced in self._covered.values() for p in reduced.values()]
@@ -167,7 +171,7 @@ class DDPEngine(RanksEngine):
             if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's
                 wrapper._sync_buffers()  # type: ignore[no-untyped-call]
             in_forward = wrapper._check_sync_bufs_post_fwd()  # type: ignore[no-untyped-call]  # by a hook of the user's
-            wrapper.require_forward_param_sync = in_forward and not (plan.some_rank_is_dry or plan.guarded)
+            wrapper.require_forward_param_sync = in_forward and not (plan.some_rank_is_dry or plan.agrees)
 
     def num_laid_out(self) -> int:
         # Private; where it is missing, no window is known to have done so.

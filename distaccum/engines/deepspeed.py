@@ -43,7 +43,7 @@ Form = Literal["no_sync", "coalesced", "each"]
 @final
 class DeepSpeedEngine(RanksEngine):
     name = "DeepSpeed"
-    steps = True
+    owns_step = True
     gradients_stay = False  # ZeRO keeps them in partitions of its own
 
     @classmethod
@@ -75,10 +75,10 @@ class DeepSpeedEngine(RanksEngine):
             self.policies = ("last",)
         group: Any = engine.data_parallel_group or dist.group.WORLD
         super().__init__(models, sync, group)
-        self.in_step = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
+        self.lockstep = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
         # ZeRO looks at the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
-        self.judges = hasattr(self._optimizer, "_global_grad_norm") or engine.fp16_enabled()
-        self.scales = bool(engine.fp16_enabled())
+        self.judges_gradients = hasattr(self._optimizer, "_global_grad_norm") or engine.fp16_enabled()
+        self.scales_losses = bool(engine.fp16_enabled())
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped
         self._step_id: int | None = None
@@ -209,10 +209,10 @@ class DeepSpeedEngine(RanksEngine):
     # A window
 
     def check(self, plan: Plan) -> None:
-        if self.in_step:
+        if self.lockstep:
             self.refuse_synchronised_norms(plan)
             self.refuse_dry_ranks(plan)
-        if not plan.whole and self.in_step and self.num_ranks > 1:
+        if not plan.all_terms and self.lockstep and self.peers.num_ranks > 1:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
                 f"modules out of backward, and under ZeRO stage {self._stage} other ranks would wait for this one in "
@@ -221,22 +221,22 @@ class DeepSpeedEngine(RanksEngine):
             )
         if plan.some_rank_is_dry and getattr(self._optimizer, "immediate_grad_update", False):
             raise DistaccumError(
-                f"ranks have {list(plan.kept)} micro-batches, and a BF16_Optimizer with immediate_grad_update (the "
-                'default in 0.16) takes gradients from backward alone; put "immediate_grad_update": false into the '
+                f"ranks have {list(plan.num_counted)} micro-batches, and a BF16_Optimizer with immediate_grad_update "
+                '(the default in 0.16) takes gradients from backward alone; set "immediate_grad_update": false in the '
                 '"bf16" part of its config, or give each rank a micro-batch'
             )
         if plan.some_rank_is_dry and self._stage == 1 and not self._can_fill_a_dry_rank():
             raise DistaccumError(
-                f"ranks have {list(plan.kept)} micro-batches, and ZeRO stage 1 of this version of DeepSpeed cannot "
-                "reduce on a rank that ran no backward; give each rank a micro-batch, or use DeepSpeed 0.19"
+                f"ranks have {list(plan.num_counted)} micro-batches, and ZeRO stage 1 of this version of DeepSpeed "
+                "cannot reduce on a rank that ran no backward; give each rank a micro-batch, or use DeepSpeed 0.19"
             )
         average = getattr(self._deepspeed, "gradient_average", True)
-        self.divisor = self.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
+        self.divisor = self.peers.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
 
-    def turns(self, plan: Plan) -> int:
-        return max(plan.kept) if self.in_step else plan.kept[self.rank]
+    def num_micro_steps(self, plan: Plan) -> int:
+        return max(plan.num_counted) if self.lockstep else plan.num_counted[self.peers.rank]
 
-    def num_early(self, plan: Plan) -> int:
+    def num_early_reductions(self, plan: Plan) -> int:
         return 0  # stages 2 and 3 are told the boundary, and reduce all the same
 
     def will_reduce(self, reduce: bool) -> bool:
@@ -269,7 +269,7 @@ class DeepSpeedEngine(RanksEngine):
         if self._form == "each":
             if self._is_managed:
                 engine.set_gradient_accumulation_boundary(reduce and not self._offloads)
-            if self._stage == 2 and self.num_ranks > 1:
+            if self._stage == 2 and self.peers.num_ranks > 1:
                 loss.register_hook(self._refuse_another_use)  # runs in backward, before anything is reduced
         with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
             engine.backward(loss)
@@ -283,7 +283,7 @@ class DeepSpeedEngine(RanksEngine):
             return (
                 "which reduces in each micro-step here and shows no rank's own; use sync='last' with DeepSpeed 0.19.2"
             )
-        if self.scales:
+        if self.scales_losses:
             return "which scales the loss by itself (fp16); train in bf16"
         if hasattr(self._optimizer, "get_grads_for_norm"):
             return f"whose {type(self._optimizer).__name__} keeps gradients elsewhere; use ZeRO stage 2 or 3"
@@ -293,10 +293,10 @@ class DeepSpeedEngine(RanksEngine):
         """Ranks fill a bucket with what their own backward reaches, and take another's for the same."""
         trained = (named for named in self._deepspeed.module.named_parameters() if named[1].requires_grad)
         unused = [name for name, parameter in trained if not _is_reached(parameter)]
-        digests = self.gather([float(zlib.crc32(repr(unused).encode()))])
+        digests = self.peers.gather([float(zlib.crc32(repr(unused).encode()))])
         if all(digest == digests[0] for digest in digests):
             return
-        by_rank = [set(names) for names in self.gather_objects(unused)]
+        by_rank = [set(names) for names in self.peers.gather_objects(unused)]
         differ = sorted(set.union(*by_rank) - set.intersection(*by_rank))
         without = [str(rank) for rank, names in enumerate(by_rank) if differ[0] in names]
         raise DistaccumError(
@@ -361,7 +361,7 @@ class DeepSpeedEngine(RanksEngine):
             self._holds = False
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        if self.judges:  # after the step
+        if self.judges_gradients:  # after the step
             norm = self._deepspeed.get_global_grad_norm()
             return torch.as_tensor(float("nan") if norm is None else norm)
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
@@ -386,7 +386,7 @@ class DeepSpeedEngine(RanksEngine):
         self._holds = not engine.was_step_applied()  # what it skips it does not forget everywhere
         if not self._holds:
             return None
-        return "the scaled gradients overflowed" if self.scales else "a gradient is not finite"
+        return "the scaled gradients overflowed" if self.scales_losses else "a gradient is not finite"
 
 
 def _is_reached(parameter: Tensor) -> bool:

@@ -28,7 +28,7 @@ from .ranks import RanksEngine
 @final
 class FSDPEngine(RanksEngine):
     name = "FSDP1 (FullyShardedDataParallel)"
-    in_step = True
+    lockstep = True
     gathers = True
     gradients_stay = False  # a rank has those that its shard holds
     hides_parameters = True
@@ -47,7 +47,7 @@ class FSDPEngine(RanksEngine):
             for name, module in modules
             if self.wraps(module) and _computes_in(module) in HALF and any(p.requires_grad for p in module.parameters())
         ]
-        if low and sync == "last" and self.rank == 0:
+        if low and sync == "last" and self.peers.rank == 0:
             warn(
                 f"FSDP1 adds gradients up in half precision between micro-steps (in {listed(low)}), whatever its "
                 "reduce_dtype; sync='every' adds them up in the dtype of the parameters, and so does fully_shard with "
@@ -87,18 +87,18 @@ class FSDPEngine(RanksEngine):
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
-        if not plan.whole:
+        if not plan.all_terms:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
                 "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
                 "micro-batch a count above 0 for each name, or use fully_shard"
             )
 
-    def turns(self, plan: Plan) -> int:
-        return max(plan.kept)
+    def num_micro_steps(self, plan: Plan) -> int:
+        return max(plan.num_counted)
 
-    def num_early(self, plan: Plan) -> int:
-        return max(plan.kept) - 1 if self.sync == "every" else 0
+    def num_early_reductions(self, plan: Plan) -> int:
+        return max(plan.num_counted) - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:
         return reduce
@@ -200,7 +200,7 @@ class FSDPEngine(RanksEngine):
         everywhere = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded]
         shards = dist.get_world_size(self._wrappers[0].process_group)
         parts = [total_norm(here, 2.0).square() * shards, total_norm(everywhere, 2.0).square()]
-        return torch.stack([one.to(self._wrappers[0].compute_device) for one in parts]).sum() / self.num_ranks
+        return torch.stack([one.to(self._wrappers[0].compute_device) for one in parts]).sum() / self.peers.num_ranks
 
     def _handles(self) -> list[Any]:
         return [wrapper._handle for wrapper in self._wrappers if wrapper._handle is not None]

@@ -49,7 +49,7 @@ EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 class FullyShardEngine(RanksEngine):
     name = "FSDP2 (fully_shard)"
     shows_partial = True
-    in_step = True
+    lockstep = True
     gathers = True
 
     @classmethod
@@ -97,7 +97,7 @@ class FullyShardEngine(RanksEngine):
             for p in g.fsdp_params
             if _is_trained(p) and _adds_up_in(g, p, "last") in HALF
         ]
-        if low and sync != "every" and self.rank == 0:
+        if low and sync != "every" and self.peers.rank == 0:
             warn(
                 f"gradients of {listed(low)} add up in half precision between micro-steps; "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
@@ -129,9 +129,9 @@ class FullyShardEngine(RanksEngine):
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
-        self._policy = "gathered" if plan.by_hand and "gathered" in self.policies else self.sync
+        self._policy = "gathered" if plan.reduce_afterwards and "gathered" in self.policies else self.sync
         communicates = len(self._groups) > 1 or bool(self._parts)  # within forward and backward, besides the root
-        if not plan.whole and self._policy != "gathered" and communicates and self.num_ranks > 1:
+        if not plan.all_terms and self._policy != "gathered" and communicates and self.peers.num_ranks > 1:
             raise DistaccumError(
                 f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
                 "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
@@ -139,18 +139,20 @@ class FullyShardEngine(RanksEngine):
             )
         self.divisor = self._divides_by()
 
-    def turns(self, plan: Plan) -> int:
-        return max(1, plan.kept[self.rank]) if self._policy == "gathered" else max(plan.kept)
+    def num_micro_steps(self, plan: Plan) -> int:
+        return max(1, plan.num_counted[self.peers.rank]) if self._policy == "gathered" else max(plan.num_counted)
 
-    def num_early(self, plan: Plan) -> int:
-        return max(plan.kept) - 1 if self._policy == "every" else 0
+    def num_early_reductions(self, plan: Plan) -> int:
+        return max(plan.num_counted) - 1 if self._policy == "every" else 0
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         own = self._own()
         self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
         self.refuse_unknown_parts(self._by_hand)  # a loss's own too
         self._unused = [p for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
-        self._reduces = not plan.by_hand and (plan.whole_last if self._policy in ("last", "gathered") else plan.whole)
+        self._reduces = not plan.reduce_afterwards and (
+            plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
+        )
         self._found = [_Flags.of(state, group) for state in self._states for group in _groups(state)]
         for group in self._groups:
             if self._policy == "gathered":
@@ -160,13 +162,13 @@ class FullyShardEngine(RanksEngine):
                 # check came to torch, zeros of another dtype than their neighbours' were an error of their own
                 # (pytorch#196996), so there it is left to the user.
                 group.reduce_scatter_unused_params = True
-        may_be_uneven = plan.uneven or max(plan.kept) == 1  # streaming, only the first is known
+        may_be_uneven = plan.uneven or max(plan.num_counted) == 1  # streaming, only the first is known
         if self._policy == "gathered" and may_be_uneven and not all(map(_always_reduces, self._groups)):
             # A module that a micro-step enters twice ends twice in backward. The first time its gradients have not
             # come, and FSDP2 reduces what earlier micro-steps left, on those ranks that had some.
             self._reduces = False
         self._is_open, self._stands_in = True, False
-        if plan.guarded and self._policy == "gathered":
+        if plan.agrees and self._policy == "gathered":
             self._gather_parameters()
 
     def will_reduce(self, reduce: bool) -> bool:
@@ -313,7 +315,7 @@ class FullyShardEngine(RanksEngine):
     def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
         parts = []
         for parameter_groups, shards in self._shards(parameters).items():
-            copies = self.num_ranks / math.prod(dist.get_world_size(group) for group in parameter_groups)
+            copies = self.peers.num_ranks / math.prod(dist.get_world_size(group) for group in parameter_groups)
             parts.append(total_norm(shards, 2.0).to(self._device).square() / copies)
         return torch.stack([one.to(parts[0].dtype) for one in parts]).sum() if parts else torch.zeros(())
 
@@ -335,7 +337,7 @@ class FullyShardEngine(RanksEngine):
                         "divides by)"
                     )
                 factor = getattr(group, "gradient_divide_factor", None)
-                by_factor.setdefault(float(factor or self.num_ranks), []).append(name)
+                by_factor.setdefault(float(factor or self.peers.num_ranks), []).append(name)
         if len(by_factor) > 1:
             seen = "; ".join(f"{factor:g} for the module of {listed(names)}" for factor, names in by_factor.items())
             raise DistaccumError(

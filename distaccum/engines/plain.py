@@ -22,12 +22,6 @@ class PlainEngine(Engine):
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
         self.sums = Sums(parameters, dtype)
 
-    def gather(self, row: list[float]) -> list[list[float]]:
-        return [row]
-
-    def sum_over_ranks(self, values: Tensor) -> None:
-        return None
-
     def check(self, plan: Plan) -> None:
         pass
 

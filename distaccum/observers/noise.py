@@ -246,7 +246,7 @@ class Noise:
     ) -> Tensor:
         """This rank's of the window's |g|^2, whose root may be known."""
         if norm is not None:
-            return _wide(norm).square() / self._engine.num_ranks
+            return _wide(norm).square() / self._engine.peers.num_ranks
         part = _wide(self._engine.part_of_square(parameters))
         return self._unscaled(self._unscaled(part)) if is_scaled else part
 

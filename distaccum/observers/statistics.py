@@ -153,10 +153,12 @@ class Pool:
     def _of_all_ranks(self) -> list[list[list[_Seen]]]:
         """By rank and layer."""
         mine = [layer.seen for layer in self._layers]
-        if self._engine.num_ranks == 1:
+        if self._engine.peers.num_ranks == 1:
             return [mine]
         flat = torch.cat([torch.cat([one.number.reshape(1), one.mean, one.squares]) for seen in mine for one in seen])
-        packed = self._engine.gather_bytes(flat.view(torch.uint8), [8 * flat.numel()] * self._engine.num_ranks)
+        packed = self._engine.peers.gather_bytes(
+            flat.view(torch.uint8), [8 * flat.numel()] * self._engine.peers.num_ranks
+        )
         widths = [1 + 2 * one.mean.numel() for seen in mine for one in seen]
         everyone = []
         for of_rank in packed:

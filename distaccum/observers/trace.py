@@ -55,7 +55,7 @@ class Trace:
     """One rank's file. The arguments of its spans say to which update, micro-batch and attempt they belong."""
 
     def __init__(self, folder: str | os.PathLike[str], engine: Engine, device: torch.device) -> None:
-        self.path = Path(folder).absolute() / f"rank{engine.rank}.json"
+        self.path = Path(folder).absolute() / f"rank{engine.peers.rank}.json"
         if self.path in _open:
             raise ValueError(
                 f"trace={str(folder)!r} is where another Accumulator of this process writes its trace; give each a "
@@ -133,8 +133,10 @@ class Trace:
             self._about["trunk"] = True
         elif window._more_parts or self._part:
             self._about["part"] = self._part
-        if self._engine.num_ranks > 1 and self._engine.will_reduce(reduce):
-            whole = self._engine.in_step or self._engine.steps  # gradients do not come to the parameters one by one
+        if self._engine.peers.num_ranks > 1 and self._engine.will_reduce(reduce):
+            whole = (
+                self._engine.lockstep or self._engine.owns_step
+            )  # gradients do not come to the parameters one by one
             self._edges.watch([] if whole else window._parameters, self._device)
         self._begun = self._device.mark() if self._device else None
         self._backward = now()
@@ -162,7 +164,7 @@ class Trace:
         finally:
             end = now()
             is_left = not self._engine.will_reduce(True) or end - began > LEAST  # else nothing was sent
-            if self._engine.num_ranks > 1 and is_left:
+            if self._engine.peers.num_ranks > 1 and is_left:
                 self._about = {}
                 self._add_reduction(began, end, begun, {"by_hand": True})
 
@@ -392,8 +394,8 @@ def _head(engine: Engine, device: torch.device) -> dict[str, Any]:
     boot = Path("/proc/sys/kernel/random/boot_id")  # processes that have it in common share a clock
     about = {
         "distaccum": VERSION,
-        "rank": engine.rank,
-        "ranks": engine.num_ranks,
+        "rank": engine.peers.rank,
+        "ranks": engine.peers.num_ranks,
         "engine": engine.name,
         "sync": engine.sync,
         "gathers": engine.gathers,

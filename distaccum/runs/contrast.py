@@ -85,7 +85,7 @@ class Contrast:
         before.put_back_buffers()  # they move when each micro-batch is encoded again
         everyone, mine = gather(self._engine, encoded, window.index, window._device)
         gradients, of_parameters, scale = self._loss_over(everyone)
-        total = sum(window._plan.kept)
+        total = sum(window._plan.num_counted)
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
         self._sharded = [(p, g * scale.to(g.dtype)) for p, g in of_parameters if hasattr(p, "to_local")]
         for i, part in enumerate(encoded):
@@ -113,9 +113,9 @@ class Contrast:
         scale = torch.ones((), device=window._device)
         if self._scaler is not None:
             scale = self._scaler.scale(scale)
-        if self._engine.num_ranks > 1:
+        if self._engine.peers.num_ranks > 1:
             set_seed(everyone.seed)
-        window._in_loss = self._engine.rank == 0
+        window._in_loss = self._engine.peers.rank == 0
         out_of_memory = None
         try:
             with torch.enable_grad():
@@ -133,7 +133,7 @@ class Contrast:
                 f"loss_fn does not fit into memory on all representations ({shapes}; {out_of_memory}); take a smaller "
                 "batch, or a loss that goes over its pairs in blocks"
             )
-        if self._engine.num_ranks == 1:
+        if self._engine.peers.num_ranks == 1:
             self._random = random_state(devices)  # what the loss drew is drawn
         return gradients, of_parameters, scale
 
@@ -180,7 +180,7 @@ class Contrast:
     def _verify(self) -> None:
         assert self._window._loss is not None
         off = max((float(one) for one in self._differences), default=0.0)
-        rows = self._engine.gather([off, float(self._window._loss)])
+        rows = self._engine.peers.gather([off, float(self._window._loss)])
         losses = [loss for _, loss in rows]
         if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
             self._window.discard()
@@ -240,14 +240,14 @@ def gather(
     starts = [[0, *accumulate(len(part[j]) for part in encoded)] for j in range(number)]
     joined = [torch.cat([part[j] for part in encoded]) for j in range(number)]
     seed = 0
-    if engine.num_ranks > 1:
-        told = engine.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
+    if engine.peers.num_ranks > 1:
+        told = engine.peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
         kinds = [kinds for kinds, _ in told]
         _refuse_unlike(kinds)
         seed = (told[0][1] + _GOLDEN * (index + 1)) % 2**63
-        packed = engine.gather_bytes(_pack(joined, device), [_size(kind) for kind in kinds])
+        packed = engine.peers.gather_bytes(_pack(joined, device), [_size(kind) for kind in kinds])
         by_rank = [_unpack(one, kind) for one, kind in zip(packed, kinds, strict=True) if kind]
-        before = [sum(kind[j][1][0] for kind in kinds[: engine.rank] if kind) for j in range(number)]
+        before = [sum(kind[j][1][0] for kind in kinds[: engine.peers.rank] if kind) for j in range(number)]
         starts = [[first + place for place in places] for first, places in zip(before, starts, strict=True)]
         joined = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
     return Everyone([one.requires_grad_(_has_gradient(one)) for one in joined], seed), starts

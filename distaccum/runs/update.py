@@ -35,7 +35,7 @@ class Guard:
             self.tell(OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
 
     def tell(self, verdict: int) -> None:
-        self.verdicts = [int(row[0]) for row in self._engine.agree([float(verdict)])]
+        self.verdicts = [int(row[0]) for row in self._engine.peers.agree([float(verdict)])]
 
     def ranks(self, verdict: int) -> str:
         """Those of it, as a text."""
@@ -80,20 +80,20 @@ class Transaction:
                     self._before.put_back()
                 raise
             else:
-                self._fit.came_through(window._plan.largest, max(window._plan.kept), window._plan.widest)
+                self._fit.came_through(window._plan.largest, max(window._plan.num_counted), window._plan.largest_sample)
                 return update
             free()
 
     def _undo(self, window: Window, guard: Guard, error: Exception) -> None:
         """Puts all back, on all ranks; returns where a smaller micro-batch may fit."""
-        is_reducing = window._reducing and self._engine.num_ranks > 1
-        largest, rank = window._plan.largest, self._engine.rank
+        is_reducing = window._reducing and self._engine.peers.num_ranks > 1
+        largest, rank = window._plan.largest, self._engine.peers.rank
         window.discard()
         self._before.put_back()
         if isinstance(error, LostRanksError):
             raise error
         if isinstance(error, RuntimeError):
-            self._engine.refuse_lost_ranks(error)
+            self._engine.peers.refuse_lost(error)
         try:
             if is_reducing and not is_out_of_memory(error):
                 raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way

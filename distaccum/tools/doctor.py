@@ -548,7 +548,7 @@ def _tried(wrap: Wrap, job: Job) -> str:
                 raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
     says = [f"sync={', '.join(map(repr, engine.policies))}"]
     says += ["a state in mid-window"] if engine.shows_partial else []
-    says += ["owns the step"] if engine.steps else []
+    says += ["owns the step"] if engine.owns_step else []
     says += [str(one.message).split(": ")[0] for one in caught if "reduces gradients in each" in str(one.message)][:1]
     return "; ".join(says)
 

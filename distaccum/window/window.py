@@ -145,9 +145,9 @@ class Window:
         self._trace = engine.trace
         self._micro_batches = deque(micro_batches)
         self._num = len(micro_batches)
-        self._turns = 0 if plan.nothing else engine.turns(plan)
-        self._kept = plan.kept  # streaming, those known of
-        self._num_early = engine.num_early(plan)  # so many first micro-steps reduce too
+        self._turns = 0 if plan.is_empty else engine.num_micro_steps(plan)
+        self._kept = plan.num_counted  # streaming, those known of
+        self._num_early = engine.num_early_reductions(plan)  # so many first micro-steps reduce too
         self._divisor = engine.divisor
         self._names = tuple(reductions)
         self._several = len(self._names) > 1
@@ -167,7 +167,9 @@ class Window:
         self._guard = guard
         self._pool = pool  # of running statistics
         self._noise = noise
-        is_alone = len(plan.kept) == 1 and self._num == 1 and stream is None  # its first micro-batch is all of it
+        is_alone = (
+            len(plan.num_counted) == 1 and self._num == 1 and stream is None
+        )  # its first micro-batch is all of it
         # To the end of the first micro-batch.
         self._early = noise.early() if noise is not None and self._num and not is_alone else None
         self._small: Small | None = None  # what came of it
@@ -247,7 +249,7 @@ class Window:
         try:
             if self._pool is not None:
                 watched.enter_context(self._pool.watching(self._counts_statistics))
-            if not self._plan.nothing:
+            if not self._plan.is_empty:
                 self._owner._begin(self)
                 if self._prelude is not None:
                     with span(self._trace, "forward", on="the loss over all micro-batches"):
@@ -270,7 +272,7 @@ class Window:
                 set_random_state(self._unfinished.random)
             if self._pool is not None:
                 self._pool.refuse_unseen()
-            if not self._plan.nothing:
+            if not self._plan.is_empty:
                 self._owner._complete(self)
                 self._engine.release()
                 if self._engine.sums is not None:  # which are in .grad by now
@@ -331,7 +333,7 @@ class Window:
         if stream.steps_alone:
             self._turns = max(self._num, self._turns)
             self._kept = (self._num,) if len(self._kept) == 1 else (0,) * len(self._kept)  # not known of others
-        rows = [] if stream.steps_alone else self._engine.gather([float(self._num), float(error is not None)])
+        rows = [] if stream.steps_alone else self._engine.peers.gather([float(self._num), float(error is not None)])
         if error is not None:
             try:
                 raise error
@@ -343,9 +345,9 @@ class Window:
         if failed:
             raise DistaccumError(f"rank {', '.join(failed)} could not draw a micro-batch (its own error says why)")
         self._kept = tuple(int(row[0]) for row in rows)
-        plan = replace(self._plan, kept=self._kept)
+        plan = replace(self._plan, num_counted=self._kept)
         self._engine.check(plan)
-        self._turns, self._num_early = self._engine.turns(plan), self._engine.num_early(plan)
+        self._turns, self._num_early = self._engine.num_micro_steps(plan), self._engine.num_early_reductions(plan)
         if self._turns > len(self._shares):
             assert self._spare is not None
             self._micro_batches.append(self._spare.micro_batch)
@@ -435,7 +437,7 @@ class Window:
         self._refuse_nesting("heads()")
         if self._turn != WAITING:
             raise DistaccumError(f"heads() {self._where()}, expected it in a micro-batch that had no backward yet")
-        if self._engine.steps:
+        if self._engine.owns_step:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
         cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
         given = _cut_off(outputs, cut)
@@ -529,7 +531,7 @@ class Window:
             else:
                 self._engine.skip()
         except RuntimeError as error:
-            self._engine.refuse_lost_ranks(error)
+            self._engine.peers.refuse_lost(error)
             raise
         finally:
             if self._early is not None:
@@ -671,7 +673,7 @@ class Window:
     def __del__(self) -> None:
         """Dropped between its loop and its step(): nobody else would know."""
         if getattr(self, "_stage", None) is Stage.COMPLETE and not (
-            self._may_go or self._was_asked_to_step or self._plan.nothing
+            self._may_go or self._was_asked_to_step or self._plan.is_empty
         ):
             self._owner._forgotten = self.index
 

@@ -46,7 +46,7 @@ from ranks import RankError, Ranks
 ENGINES = {"plain": 1, "DDP": 2, **({"FSDP2": 2} if FSDP2_RUNS_ON_CPU else {})}
 POSITIONS = ("first", "middle", "last")
 UPDATES = 4
-LOST = re.compile("waited for the others in vain|[Cc]onnection (closed|reset)|[Tt]imed? ?out")
+LOST = re.compile("lost contact with the other ranks|[Cc]onnection (closed|reset)|[Tt]imed? ?out")
 
 
 @dataclass(frozen=True)

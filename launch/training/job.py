@@ -135,7 +135,7 @@ class Job:
                 dist.all_reduce(numbers, how)
             except RuntimeError as error:  # a rank is gone, or late
                 reason = " ".join(str(error).split())
-                raise DistaccumError(f"rank {self.rank} waited for the others in vain ({reason[:200]})") from error
+                raise DistaccumError(f"rank {self.rank} lost contact with the other ranks ({reason[:200]})") from error
         return numbers
 
     def wait_for_all(self) -> None:

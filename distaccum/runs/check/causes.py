@@ -170,7 +170,7 @@ class Diagnosis:
     def _free_weights(self, parts: Sequence[Measured], whole: Measured) -> list[float] | None:
         """The weights that come closest, by least squares over the gradient and the loss."""
         products = [[_dot(one, other) for other in (*parts, whole)] for one in parts]
-        rows = self._of.engine.gather([value for row in products for value in row])
+        rows = self._of.engine.peers.gather([value for row in products for value in row])
         summed = torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64)
         matrix = summed.reshape(len(parts), len(parts) + 1)
         scale = matrix[:, :-1].diagonal().mean().clamp(min=1e-300)

@@ -91,7 +91,7 @@ class Comparison:
 
     def join(self) -> None:
         """The batch of all ranks, on each of them."""
-        if self.engine.num_ranks == 1:
+        if self.engine.peers.num_ranks == 1:
             self._refuse_nothing_trained()
             self.length = self._own_length = batch_length(self._own)
             if self.length < 2:
@@ -103,7 +103,7 @@ class Comparison:
             failed = None
         except Exception as error:  # the others wait in the gathering below; tell them first
             failed = error
-        batches = self.engine.gather_objects((map_tensors(self._own, lambda t: t.cpu()), self._own_length))
+        batches = self.engine.peers.gather_objects((map_tensors(self._own, lambda t: t.cpu()), self._own_length))
         if failed is not None:
             raise failed
         if lost := [str(rank) for rank, (_, length) in enumerate(batches) if length < 0]:
@@ -139,7 +139,7 @@ class Comparison:
         self.unlike = set()
         as_cut = self._accumulated(None)
         self.kept = as_cut.kept
-        rows = self.engine.gather([float(drawn), float(as_cut.left_out)])
+        rows = self.engine.peers.gather([float(drawn), float(as_cut.left_out)])
         self.is_random, self.left_out = any(one for one, _ in rows), int(sum(number for _, number in rows))
         # And uneven parts, where a wrong count shows; of one sample batch normalisation would fail.
         length = self._own_length
@@ -161,7 +161,7 @@ class Comparison:
 
         found = self.subject.measure(micro_batches, loss_fn, as_sum=False)
         if not math.isfinite(found.loss):  # on all ranks alike
-            self.unlike |= {why for of_rank in self.engine.gather_objects(sorted(seen)) for why in of_rank}
+            self.unlike |= {why for of_rank in self.engine.peers.gather_objects(sorted(seen)) for why in of_rank}
         return found
 
     def _refuse_nonfinite(self, exact: Measured) -> None:
@@ -171,7 +171,7 @@ class Comparison:
             for p, g in zip(self.subject.parameters, exact.gradients, strict=True)
             if g is not None and not bool(g.isfinite().all())
         ]
-        if any(bad for (bad,) in self.engine.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
+        if any(bad for (bad,) in self.engine.peers.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
             where = f", its gradient not finite in {listed(bad)}" if bad else ""
             why = without_labels(self.batch)
             raise DistaccumError(
@@ -213,7 +213,7 @@ class Comparison:
             self.before.put_back()
         if seed is not None:
             set_seed(seed)
-        return self.subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self.engine.num_ranks)
+        return self.subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self.engine.peers.num_ranks)
 
     def _look(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
@@ -232,12 +232,12 @@ class Comparison:
         for one, other in zip(seen.gradients, exact.gradients, strict=True):
             difference = one - other if one is not None and other is not None else one if other is None else other
             squares += [_square(difference), _square(other)]
-        rows = self.engine.gather(squares)
+        rows = self.engine.peers.gather(squares)
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
         pairs = list(zip(sums[0::2], sums[1::2], strict=True))
         floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.sqrt(sum(norm**2 for _, norm in pairs))
         # Shards add up; what each rank has whole is counted so often.
-        copies = 1.0 if self.engine.in_step else math.sqrt(self.engine.num_ranks)
+        copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
         found = []
         for apart, norm in pairs:
             error = apart / max(norm, floor) if apart or not math.isfinite(apart) else 0.0

@@ -1,0 +1,245 @@
+"""Peers: the ranks of a data-parallel group, as far as they tell each other numbers."""
+
+from __future__ import annotations
+
+import re
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..law.errors import DistaccumError, LostRanksError
+from ..law.update import Waitable
+
+# What gloo, NCCL and the store under them say when a rank is gone or late.
+LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
+# Modules whose functions run collectives: the caller's own code says such words from frames of its own.
+RUN_COLLECTIVES = (
+    "torch.distributed",
+    "torch.nn.parallel",
+    "torch.nn.modules._functions",  # SyncBatchNorm
+    "torch.autograd",  # DDP's reduction is started by backward, in C++
+    "torch._ops",
+    "deepspeed",
+    "distaccum",
+)
+
+
+class Waits(Protocol):
+    """Hears when this rank waits for the others; a trace does."""
+
+    def gathering(self) -> AbstractContextManager[None]: ...
+    def span(self, name: str, **about: Any) -> AbstractContextManager[None]: ...
+    def watched(self, work: Waitable) -> Waitable: ...
+
+
+class Peers:
+    """A rank that has no others."""
+
+    rank = 0  # in the data-parallel group
+    num_ranks = 1  # of it
+    global_rank = 0  # in the whole job, tensor-parallel ranks too
+    world_size = 1  # of it
+    waits: Waits | None = None
+
+    def gather(self, row: list[float]) -> list[list[float]]:
+        """The rows of all ranks, in their order; through the host, never through the device's queue."""
+        return [row]
+
+    def agree(self, row: list[float]) -> list[list[float]]:
+        """The rows of all ranks, as `gather`, over a group of its own: other ranks may be in another collective."""
+        return self.gather(row)
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Small values of all ranks, in their order; through the host."""
+        return [value]
+
+    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The bytes of all ranks, whose numbers may differ; one collective."""
+        return [packed]
+
+    def sum(self, values: Tensor) -> Waitable | None:
+        """Starts to sum `values` in place over the ranks; None: they are summed already."""
+        return None
+
+    def refuse_lost(self, error: RuntimeError) -> None:
+        """Raises LostRanksError in the place of an error of a library below that says that a rank is gone."""
+
+
+class GroupPeers(Peers):
+    """The ranks of a process group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.host_group = host_group(group)
+        self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
+        self._apart: dist.ProcessGroup | None = None
+        self._recent: deque[_Sent] = deque(maxlen=8)  # collectives of the host
+        weakref.finalize(self, _release, self._recent)  # when this is dropped, or before the interpreter ends
+
+    def gather(self, row: list[float]) -> list[list[float]]:
+        return self._gather(row, self.host_group)
+
+    def agree(self, row: list[float]) -> list[list[float]]:
+        # On the group of the gradients it would meet the collective of a rank that is further on, and be taken for it.
+        if self._apart is None:
+            if self.waits is None:
+                self._apart = new_host_group(self.group)
+            else:
+                with self.waits.span("waiting", on="the making of a group"):
+                    self._apart = new_host_group(self.group)
+        return self._gather(row, self._apart)
+
+    def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        waiting = None if self.waits is None else self.waits.gathering()
+        work = dist.all_gather(rows, mine, group=group, async_op=True)
+        self._recent.append((work, [mine, *rows]))
+        try:
+            if waiting is None:
+                work.wait()
+            else:
+                with waiting:
+                    work.wait()
+        except RuntimeError as error:
+            raise self._lost(error) from error
+        return [row.tolist() for row in rows]
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.host_group)
+        return values
+
+    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        longest = max(sizes)
+        padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
+        rows = packed.new_empty(self.num_ranks * longest)
+        dist.all_gather_into_tensor(rows, padded, group=self._group_for(packed))
+        return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
+
+    def sum(self, values: Tensor) -> Waitable | None:
+        group = self._group_for(values)
+        kind = values.device.type
+        on_host = kind == "cpu" or f"{kind}:gloo" in dist.get_backend_config(group)
+        sent = values.clone() if on_host else values
+        work = dist.all_reduce(sent, group=group, async_op=True)
+        reduction: Waitable = work if self.waits is None else self.waits.watched(work)
+        if not on_host:
+            return reduction
+        # The host computes it and ranks are together here. Left under way, it would keep a job from ending that never
+        # reads its last loss.
+        self._recent.append((work, [sent]))
+        try:
+            reduction.wait()
+        except RuntimeError as error:
+            self.refuse_lost(error)
+            raise
+        values.copy_(sent)
+        return None
+
+    def refuse_lost(self, error: RuntimeError) -> None:
+        if _is_of_a_collective(error):
+            raise self._lost(error) from error
+
+    def _lost(self, error: RuntimeError) -> LostRanksError:
+        return LostRanksError(
+            f"rank {self.rank} lost contact with the other ranks: one has died, failed, or exceeded the process "
+            f"group's timeout ({' '.join(str(error).split())[:200]}). The group cannot be used any more; start all "
+            "ranks again, from a checkpoint"
+        )
+
+    def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
+        """Offloaded parameters leave numbers on the host, which the device's group cannot send."""
+        return self.host_group if tensor.device.type == "cpu" else self.group
+
+
+def all_or_none(peers: Peers, error: Exception | None, message: str) -> None:
+    """Raises on every rank if any has an error: the rank that has it its own, the others `message`.
+
+    `{ranks}` in the message stands for those that have one. Costs a gather.
+    """
+    refuse_where([bool(failed) for (failed,) in peers.gather([float(error is not None)])], error, message)
+
+
+def refuse_where(failed: Sequence[object], error: Exception | None, message: str) -> None:
+    """As `all_or_none`, where it is known already which ranks `failed`."""
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # or its traceback would keep itself
+    if any(failed):
+        raise DistaccumError(message.replace("{ranks}", ranks_where(failed)))
+
+
+def ranks_where(flags: Sequence[object]) -> str:
+    """The ranks whose flag is set, as an error lists them.
+
+    >>> ranks_where([True, False, True])
+    '0, 2'
+    """
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+
+
+def _is_of_a_collective(error: RuntimeError) -> bool:
+    """Whether it was raised by a collective whose other ranks are gone. gloo's errors have no type of their own."""
+    if isinstance(error, DistaccumError):
+        return False  # it may quote one
+    if isinstance(error, dist.DistBackendError):  # NCCL's
+        return True
+    place = error.__traceback__
+    while place is not None and place.tb_next is not None:
+        place = place.tb_next
+    module = "" if place is None else str(place.tb_frame.f_globals.get("__name__", ""))
+    is_inside = any(module == known or module.startswith(f"{known}.") for known in RUN_COLLECTIVES)
+    is_inside = is_inside and not module.startswith("torch.distributed.rpc")  # the caller's, of no group
+    return is_inside and LOST.search(str(error)) is not None
+
+
+_Sent = tuple[Any, list[Tensor]]  # a collective, and its tensors, which nobody else has
+
+
+def _release(recent: deque[_Sent]) -> None:
+    """Lets go of collectives when gloo's threads have.
+
+    They do some time after a collective's end. The last who holds it frees its tensors, a thread under the
+    interpreter's lock; and a process group that ends waits for its threads, and may hold that lock. So collectives are
+    kept, and here their tensors outlive what a thread has of them. Private: how many hold a tensor.
+    """
+    until = time.monotonic() + 1
+    while recent:
+        tensors = recent.popleft()[1]  # the collective goes
+        while any(getattr(one, "_use_count", lambda: 1)() > 1 for one in tensors) and time.monotonic() < until:
+            time.sleep(1e-4)  # which gives the lock away
+
+
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A group of the same ranks whose collectives run on the host, made without asking other ranks."""
+    if "cpu:" in dist.get_backend_config(group):
+        return group
+    return new_host_group(group)
+
+
+def new_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    ranks = dist.get_process_group_ranks(group)
+    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=_timeout(group))
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
+def _timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """After which its collectives give up. Private; where it has moved, that of torch's default."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
