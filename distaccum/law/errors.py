@@ -24,3 +24,16 @@ def warn(message: str) -> None:
     while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
+
+
+class Once:
+    """Warns once for each key, on rank 0."""
+
+    def __init__(self, rank: int) -> None:
+        self._is_first_rank = rank == 0
+        self.keys: set[str] = set()
+
+    def __call__(self, key: str, message: str) -> None:
+        if key not in self.keys and self._is_first_rank:
+            warn(message)
+        self.keys.add(key)

@@ -1,0 +1,74 @@
+"""Observer, which hears what a window does; and Complete, a window after its loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from ..law.plan import Plan
+from .ledger import Ledger
+from .status import Status
+
+
+class Observer:
+    """Every method does nothing; a subclass overrides what it wants to hear. One serves all windows of an accumulator.
+
+    Each method may raise: the window is then discarded, on this rank.
+    """
+
+    key: ClassVar[str] = ""  # of what `state` gives, in the state of an accumulator; "": nothing
+
+    def begin(self, at: Status) -> None:
+        """A window begins, before its first micro-batch."""
+
+    def forward(self, at: Status) -> None:
+        """The forward of a micro-batch begins, or of a part of it."""
+
+    def before_backward(self, at: Status, reduces: bool) -> None:
+        """A backward begins. `reduces`: other ranks take part in it, so a failure in it cannot be undone."""
+
+    def after_backward(self, at: Status) -> None:
+        """A backward ended without an error."""
+
+    def after_micro_batch(self, at: Status) -> None:
+        """The last backward of a micro-batch ended."""
+
+    def finishing(self, at: Status) -> None:
+        """The loop ended; the engine reduces next what no backward reduced."""
+
+    def complete(self, complete: Complete) -> None:
+        """Gradients are final."""
+
+    def numbers(self, like: Tensor, norm: Tensor | None) -> Tensor | None:
+        """Numbers that are added up over ranks with the record; `norm` is the gradient's, where it is known."""
+        return None
+
+    def end(self, outcome: str) -> None:
+        """The window is over: "stepped", "undone", or the reason of a skip. Twice is no harm."""
+
+    def state(self) -> Any:
+        """What `load` needs to go on in the middle of a window, on the host."""
+        return None
+
+    def load(self, state: Any) -> None:
+        """Goes on with it, after `begin`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """A window after its loop: all that a commit needs, and nothing of how it came to be."""
+
+    index: int
+    plan: Plan
+    counts: dict[str, float]  # the global denominators
+    num_micro_batches: int  # of this rank
+    ledger: Ledger
+    parameters: Sequence[nn.Parameter]
+    observers: tuple[Observer, ...]
+    started: float  # by time.perf_counter()
+    stand_in: Any  # what this rank can stand in with after this window
+    undo: Callable[[], None]  # discards the window
+    close: Callable[[], None]  # the window was stepped: clears its gradients

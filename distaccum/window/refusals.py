@@ -1,0 +1,63 @@
+"""What a window refuses, in words."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from torch import Tensor
+
+from ..law.errors import DistaccumError
+from .status import FAILED, WAITING, Stage, Status
+
+
+def refuse_loss(loss: object, who: str = "backward() got") -> NoReturn:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{who} {loss!r}, a {type(loss).__name__}, expected the loss as a tensor (without .item() or float())"
+        )
+    if loss.ndim:
+        say = " and say which to the Accumulator: reduction=" if who.startswith("backward") else ""
+        raise ValueError(
+            f"{who} a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum(){say}"
+        )
+    if loss.is_complex():
+        raise TypeError(f"{who} a loss in {loss.dtype}, expected a real number; take .real or .abs()")
+    raise ValueError(
+        f"{who} a loss without a graph, which depends on no trainable parameter; compute it from the "
+        "model's outputs (not from its inputs), outside torch.no_grad and without detach()"
+    )
+
+
+def refuse_backward(status: Status) -> NoReturn:
+    """Nothing waits for one."""
+    if status.stage is not Stage.RUNNING:
+        raise DistaccumError(
+            f"backward() on a window that is {status.describe()}; call it in the loop over its micro-batches"
+        )
+    if status.turn is FAILED:
+        raise DistaccumError(
+            f"backward() after one that failed {status.where()}: gradients are half added up; leave the loop, "
+            "which discards the window, and go on with the next"
+        )
+    raise DistaccumError(
+        f"a second backward() {status.where()}, which would count its samples twice; add the losses up, or go "
+        "through window.parts(items), which gives each item a backward of its own"
+    )
+
+
+def without_backward(what: str, status: Status) -> str:
+    return (
+        f"{what} without window.backward(loss) ({status.where()}); call it for each one (to leave a micro-batch "
+        "out, let count give 0 for it)"
+    )
+
+
+def refuse_nesting(what: str, status: Status) -> None:
+    """parts() or heads() inside one of them, or after a backward."""
+    if status.has_more_parts:
+        raise DistaccumError(
+            f"{what} {status.where()} inside parts() or heads(), which give each backward a part of its own; "
+            "go through one list of all parts"
+        )
+    if status.turn is not WAITING:
+        raise DistaccumError(f"{what} {status.where()}, expected it in a micro-batch that had no backward yet")

@@ -1,0 +1,208 @@
+"""Where a window's micro-batches come from: a list, or a loader that is read while the window runs."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, final
+
+from torch import nn
+
+from ..engines import Engine
+from ..engines.peers import refuse_where
+from ..law.plan import Plan
+
+Counts = tuple[float, ...]  # denominators of one micro-batch, by name
+
+
+@dataclass(frozen=True)
+class StandIn:
+    """A micro-batch for a rank that has none left and must keep in step with the others."""
+
+    micro_batch: Any
+    counts: Counts
+
+
+class Stream(Protocol):
+    """Draws a window while it runs."""
+
+    is_independent: bool  # ranks need not know of each other's micro-batches before the window's edge
+    num_drawn: int  # so far, also those that count nothing
+
+    def __call__(self) -> tuple[Any, Counts] | None:
+        """The next micro-batch with anything that counts, and its counts."""
+
+
+class Source(ABC):
+    """Abstract: hands out this rank's micro-batches in order, then its stand-ins."""
+
+    is_streamed = False
+
+    def __init__(self, engine: Engine, plan: Plan, stand_in: StandIn | None) -> None:
+        self.place = -1  # of the micro-step at work
+        self.stand_in = stand_in
+        self.num_counted = plan.num_counted  # micro-batches by rank; streaming, those known
+        self._micro_batches: deque[Any] = deque()
+        self.counts: list[Counts] = []  # of this rank's micro-batches
+        self.numbers: list[int] = []  # their places among all that were drawn
+        self._count_micro_steps(engine, plan)
+
+    def _count_micro_steps(self, engine: Engine, plan: Plan) -> None:
+        self.num_micro_steps = 0 if plan.is_empty else engine.num_micro_steps(plan)  # with stand-ins
+        self.num_early_reductions = engine.num_early_reductions(plan)  # first micro-steps that reduce too
+
+    @property
+    def num(self) -> int:
+        """This rank's micro-batches; streaming, those known."""
+        return len(self.counts)
+
+    @property
+    def is_stand_in(self) -> bool:
+        """Whether the micro-step at work is no micro-batch of this rank's own."""
+        return self.place >= len(self.counts)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether the last backward of the micro-step at work reduces."""
+        return self.place == self.num_micro_steps - 1 or self.place < self.num_early_reductions
+
+    def advance(self) -> bool:
+        """Goes to the next micro-step, if there is one."""
+        if self.place + 1 >= self.num_micro_steps:
+            return False
+        self.place += 1
+        return True
+
+    def micro_batches(self) -> Sequence[Any]:
+        """This rank's own that were not handed out yet."""
+        return self._micro_batches
+
+    def take(self) -> Any:
+        """The micro-batch of the micro-step at work; not kept, so that the caller can free it."""
+        if self._micro_batches:
+            return self._micro_batches.popleft()
+        assert self.stand_in is not None
+        return self.stand_in.micro_batch
+
+    @abstractmethod
+    def look_ahead(self) -> None:
+        """Draws what must be known before the backward of the micro-step at work."""
+
+    def skip(self, num: int) -> None:
+        """Goes past the first micro-steps, which were done before a state was taken."""
+        for _ in range(num):
+            self.advance()
+            self.take()
+            self.look_ahead()
+
+    def clear(self) -> None:
+        """Frees what was not handed out."""
+        self._micro_batches.clear()
+
+
+@final
+class Listed(Source):
+    """All of the window was drawn at planning."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        stand_in: StandIn | None,
+        micro_batches: Sequence[Any],
+        counts: Sequence[Counts],
+        numbers: Sequence[int],
+    ) -> None:
+        super().__init__(engine, plan, stand_in)
+        self._micro_batches += micro_batches
+        self.counts, self.numbers = list(counts), list(numbers)
+
+    def look_ahead(self) -> None:
+        return
+
+
+@final
+class Streamed(Source):
+    """One micro-batch was drawn at planning; each next one is drawn before the backward of the one before."""
+
+    is_streamed = True
+
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        stand_in: StandIn | None,
+        micro_batches: Sequence[Any],
+        counts: Sequence[Counts],
+        stream: Stream,
+    ) -> None:
+        super().__init__(engine, plan, stand_in)
+        self._engine, self._plan, self._stream = engine, plan, stream
+        self._micro_batches += micro_batches
+        self.counts = list(counts)
+        self.numbers = [stream.num_drawn - 1] * len(self.counts)
+        self._seen = -1  # the micro-step that `look_ahead` was called in last
+
+    def take(self) -> Any:
+        if not self._stream.is_independent and not self.is_stand_in:
+            self.stand_in = StandIn(self._micro_batches[0], (1.0,))
+        return super().take()
+
+    def look_ahead(self) -> None:
+        # In backward, when the caller has let go of the micro-batch before.
+        if self._seen == self.place:
+            return
+        self._seen = self.place
+        waits = self._engine.peers.waits
+        with nullcontext() if waits is None else waits.span("plan", ahead=True):
+            self._draw()
+
+    def _draw(self) -> None:
+        drawn, error = None, None
+        try:
+            drawn = self._stream() if not self.is_stand_in else None
+        except Exception as caught:  # others may wait in the gathering below
+            error = caught
+        if drawn is not None:
+            micro_batch, counts = drawn
+            self._micro_batches.append(micro_batch)
+            self.counts.append(counts)
+            self.numbers.append(self._stream.num_drawn - 1)
+        alone = self._stream.is_independent
+        rows = [] if alone else self._engine.peers.gather([float(self.num), float(error is not None)])
+        try:
+            refuse_where(
+                [row[1] for row in rows],
+                error,
+                "rank {ranks} could not draw a micro-batch (its own error says why)",
+            )
+        finally:
+            del error  # or its traceback would keep this frame
+        if alone:
+            self.num_micro_steps = max(self.num, self.num_micro_steps)
+            ranks = len(self.num_counted)
+            self.num_counted = (self.num,) if ranks == 1 else (0,) * ranks  # the others' are not known
+            return
+        self.num_counted = tuple(int(row[0]) for row in rows)
+        plan = replace(self._plan, num_counted=self.num_counted)
+        self._engine.check(plan)
+        self._count_micro_steps(self._engine, plan)
+
+    def total(self) -> float:
+        """The window's count over all ranks, after the last micro-batch."""
+        mine = float(sum(count for (count,) in self.counts))
+        return sum(row[0] for row in self._engine.peers.gather([mine]))
+
+
+@contextmanager
+def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
+    """Undoes what a stand-in does to running statistics: it was counted when it came first."""
+    found = [(b, b.clone()) for layer in layers if layer.training for b in layer.buffers(recurse=False)]
+    try:
+        yield
+    finally:
+        for buffer, value in found:
+            buffer.copy_(value)

@@ -1,0 +1,82 @@
+"""Where a window stands: its stage, the micro-step at work, and how errors describe both."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import Enum, auto
+from typing import final
+
+from torch import nn
+
+from ..law.plan import Plan
+from .source import Source
+
+
+class Stage(Enum):
+    PLANNED = auto()
+    RUNNING = auto()
+    COMPLETE = auto()  # after the loop: gradients are final
+    STEPPED = auto()
+    LEFT = auto()  # discarded
+
+
+class Turn(Enum):
+    """The backward of the micro-batch at work, or of a part of it."""
+
+    DONE = auto()
+    WAITING = auto()
+    FAILED = auto()
+
+
+DONE, WAITING, FAILED = Turn
+
+
+@final
+class Status:
+    """What a window, its observers and its accumulator share."""
+
+    __slots__ = (
+        "allow_discard",
+        "has_more_parts",
+        "index",
+        "parameters",
+        "plan",
+        "source",
+        "stage",
+        "turn",
+        "was_asked_to_step",
+    )
+
+    def __init__(self, index: int, plan: Plan, source: Source, parameters: Sequence[nn.Parameter]) -> None:
+        self.index, self.plan, self.source, self.parameters = index, plan, source, parameters
+        self.stage = Stage.PLANNED
+        self.turn = DONE
+        self.has_more_parts = False  # of parts() or heads()
+        self.allow_discard = False  # another window may discard this one without an error
+        self.was_asked_to_step = False
+
+    @property
+    def num_done(self) -> int:
+        """Micro-steps that ended."""
+        return self.source.place + (self.turn is DONE and not self.has_more_parts)
+
+    @property
+    def is_open(self) -> bool:
+        return self.stage in (Stage.RUNNING, Stage.COMPLETE)
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage in (Stage.STEPPED, Stage.LEFT)
+
+    def where(self) -> str:
+        place = self.source.place
+        return f"in micro-batch {place} of {self.source.num}" if place >= 0 else "outside the loop"
+
+    def describe(self) -> str:
+        return {
+            Stage.PLANNED: "not begun",
+            Stage.RUNNING: f"in its loop ({self.where()})",
+            Stage.COMPLETE: "complete but not stepped",
+            Stage.STEPPED: "stepped already",
+            Stage.LEFT: "discarded (its loop was left, or another window was requested)",
+        }[self.stage]

@@ -1,0 +1,70 @@
+"""Tamper: notices when somebody else clears or changes gradients in mid-window."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from ..engines import Engine
+
+
+@dataclass(slots=True)
+class GradientStamp:
+    """What a gradient looked like after the last backward."""
+
+    holder: Any  # the parameter, or what its wrapper has in its place
+    gradient: Tensor | None = None
+    version: int = -1
+
+    def take(self) -> None:
+        self.gradient = gradient = self.holder.grad
+        self.version = -1 if gradient is None else gradient._version
+
+
+@final
+class Tamper:
+    """Watches one parameter of each group that has a gradient: a group takes part as a whole."""
+
+    def __init__(self, engine: Engine, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._engine, self._groups = engine, groups
+        self._stamps: list[GradientStamp] = []
+
+    def stamp(self, reduced: bool) -> None:
+        """Remembers what gradients look like now; `reduced`: they may have moved."""
+        if reduced or not self._stamps:
+            self._stamps = self._choose(reduced)
+        for one in self._stamps:
+            one.take()
+
+    def _choose(self, reduced: bool) -> list[GradientStamp]:
+        if reduced:
+            holders: Iterable[Sequence[Any]] = self._groups if self._engine.gradients_stay else ()
+        else:
+            holders = (self._engine.holders(group) for group in self._groups)
+        first = (next((one for one in group if one.grad is not None), None) for group in holders)
+        return [GradientStamp(one) for one in first if one is not None]
+
+    def differs(self) -> bool:
+        """Whether a gradient was cleared or changed since."""
+        for stamp in self._stamps:
+            gradient = stamp.holder.grad
+            if gradient is not stamp.gradient:  # another is all right: DDP moves them when it rebuilds its buckets
+                if gradient is None:
+                    return True
+            elif gradient is not None and gradient._version != stamp.version:
+                return True
+        return False
+
+    def forget_unused(self) -> None:
+        """Those that the engine set to None, since no rank used them."""
+        self._stamps = [stamp for stamp in self._stamps if stamp.holder.grad is not None]
+
+    def is_cleared(self) -> bool:
+        """Whether gradients are gone; after the loop the caller may change them."""
+        return any(stamp.holder.grad is None for stamp in self._stamps)
+
+    def clear(self) -> None:
+        self._stamps = []
