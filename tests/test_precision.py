@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.accumulator import MOST_SKIPS
+from distaccum.gradients.scaling import forget, stamp_of_scale
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 
@@ -56,6 +58,40 @@ def test_caller_may_unscale_to_look_at_the_gradient():
         window.discard()
     run_window(accumulator.window(BATCHES), model).step()
     assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+@pytest.mark.parametrize("hides_its_states", [False, True])
+def test_forgotten_optimizer_can_be_unscaled_again_by_the_same_scale(hides_its_states, monkeypatch):
+    model = trunk()
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    scaler.scale(loss_of(model, BATCHES[0])).backward()
+    scaler.unscale_(optimizer)
+    with monkeypatch.context() as patch:
+        if hides_its_states:
+            patch.setattr(GradScaler, "__getattribute__", _without_private_states)
+        forget(scaler, [optimizer])
+    scaler.unscale_(optimizer)
+    assert scaler.get_scale() == 8.0
+
+
+def _without_private_states(scaler, name):
+    caller = sys._getframe(1).f_globals["__name__"]
+    if name == "_per_optimizer_states" and caller.startswith("distaccum"):
+        raise AttributeError(name)
+    return object.__getattribute__(scaler, name)
+
+
+def test_stamp_of_the_scale_changes_with_the_scale_alone():
+    model = trunk()
+    optimizer, scaler = SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=8.0)
+    assert stamp_of_scale(scaler) is None, "no scale has been made"
+    scaler.scale(loss_of(model, BATCHES[0])).backward()
+    before = stamp_of_scale(scaler)
+    scaler.scale(loss_of(model, BATCHES[1])).backward()
+    scaler.step(optimizer)
+    assert stamp_of_scale(scaler) == before is not None
+    scaler.update()
+    assert stamp_of_scale(scaler) != before
 
 
 def poison(batch, value=math.nan):

@@ -66,6 +66,30 @@ def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
         torch._amp_update_scale_(scale, growth, overflows.to(scale.device, torch.float32), *factors)
 
 
+def forget(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
+    """Lets these optimizers' gradients be unscaled again, and leaves the scale alone.
+
+    Private: where the scaler keeps what it unscaled. Only `update()` clears that publicly, for all optimizers at once;
+    it does so where the name is missing, at the price of reading the scale.
+    """
+    states: Any = getattr(scaler, "_per_optimizer_states", None)
+    if states is None:
+        scaler.update(scaler.get_scale())
+        return
+    for one in optimizers:
+        states.pop(id(one), None)
+
+
+def stamp_of_scale(scaler: GradScaler) -> object:
+    """Compares unequal to a later one if the scale was set in between; reads nothing from the device.
+
+    None where that cannot be seen: no scale has been made yet, or a scaler of another kind keeps it elsewhere.
+    Private: the scale's tensor, which `update()` writes in place, and its version counter.
+    """
+    scale: Tensor | None = getattr(scaler, "_scale", None)
+    return None if scale is None or scale.is_inference() else (id(scale), scale._version)
+
+
 def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
     """Whether `loss` came out of `scaler.scale()`, or a sum, a quotient or a mean of what did.
 
