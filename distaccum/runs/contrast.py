@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from torch import Tensor
-from torch import nn
-from torch.amp import GradScaler
 from typing import Any
-import math
+
 import torch
+from torch import Tensor, nn
+from torch.amp import GradScaler
+
 from ..engines import Engine
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
 from ..gradients.snapshot import Before, random_devices, random_state, set_random_state, set_seed
 from ..law.errors import DistaccumError
 from ..window.window import Window, refuse_loss
-
-
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]
 # How far representations may be from those of the first time, in parts of the largest.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+
 from ..accumulating.commit import NonfiniteError
 from ..engines import Engine
 from ..gradients.memory import free, in_short, is_out_of_memory
@@ -11,8 +12,6 @@ from ..law.errors import DistaccumError, LostRanksError
 from ..law.sizes import Fit
 from ..law.update import Update
 from ..window.window import Stage, Window
-
-
 
 OK, OUT_OF_MEMORY, FAILED = range(3)
 

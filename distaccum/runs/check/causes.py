@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence
-from dataclasses import dataclass
-from torch import Tensor
-from torch import nn
-from typing import Any
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch import Tensor, nn
+
 from ...batchnorm import KINDS
 from ...gradients.snapshot import set_seed
 from ...law.batches import cut_batch, map_tensors, tensors_in
 from ...law.shares import listed
 from .compare import Comparison, Measured, weighted_sum
-
-
 
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from torch import Tensor
-from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from typing import Any
-from typing import Protocol
-import math
+from typing import Any, Protocol
+
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
 from ...accumulating.nonfinite import names_of
 from ...engines import Engine
 from ...gradients.snapshot import Before, random_devices, random_state, same_random, set_seed
 from ...law.batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
 from ...law.errors import DistaccumError
 from ...law.shares import Reduction, listed
-
-
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 # The largest error that rounding explains, by dtype; any other is half precision.

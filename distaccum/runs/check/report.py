@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import textwrap
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-import textwrap
-import warnings
+
 from ...accumulating.nonfinite import names_of
 from ...gradients.memory import in_short, is_out_of_memory
 from ...gradients.snapshot import Before
@@ -15,8 +16,6 @@ from ...law.errors import DistaccumError
 from ...law.table import width
 from .causes import Diagnosis
 from .compare import Comparison, LossFn, Subject
-
-
 
 ADVICE = {
     "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
