@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.accumulator import MOST_SKIPS
+from distaccum.gradients.norms import clip, total_norm
 from distaccum.gradients.scaling import forget, stamp_of_scale
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
@@ -531,6 +532,21 @@ def test_norms_of_half_precision_are_taken_in_float32():
         window.backward(model(x).float().square().mean())
     exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
     assert window.step().grad_norm == pytest.approx(exact, rel=1e-5)
+
+
+def test_norms_and_clipping_need_no_private_kernel(monkeypatch):
+    def clipped():
+        gradients = [torch.arange(6.0), torch.ones(2, 2, dtype=torch.bfloat16)]
+        norm = total_norm(gradients, 2.0)
+        clip(gradients, 1.0, norm)
+        return [norm, total_norm(gradients, math.inf), *gradients]
+
+    expected = clipped()
+    for name in ("_foreach_norm", "_foreach_mul_"):
+        monkeypatch.delattr(torch, name)
+    assert all(
+        one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(clipped(), expected, strict=True)
+    )
 
 
 def stepped_by(made, model, **options):

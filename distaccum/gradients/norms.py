@@ -9,6 +9,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from .private import multiply, norms_of
+
 EPSILON = 1e-6  # beside the norm in clipping, as torch has it
 HALF = (torch.float16, torch.bfloat16)
 FOREACH = ("cpu", "cuda")  # devices that have the norms of many tensors in one kernel
@@ -48,7 +50,7 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
         return torch.nn.utils.get_total_norm(dense, kind)
     norms: list[Tensor] = []
     for (_, dtype), alike in by_kind.items():
-        norms += torch._foreach_norm(alike, kind, dtype=torch.float32 if dtype in HALF else None)
+        norms += norms_of(alike, kind, torch.float32 if dtype in HALF else None)
     if len(by_kind) > 1:
         wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         norms = [norm.to(norms[0].device, wide) for norm in norms]
@@ -66,7 +68,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
         if gradient.is_sparse:
             gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
     for (device, _), alike in _by_kind([local(one) for one in gradients if not one.is_sparse]).items():
-        torch._foreach_mul_(alike, factor.to(device) if isinstance(factor, Tensor) else factor)
+        multiply(alike, factor.to(device) if isinstance(factor, Tensor) else factor)
 
 
 def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
+from .private import version_of
+
 
 def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[Tensor]:
     """Divides each optimizer's gradients by the scale, once, and gives the flags of overflow that `update` will read.
@@ -87,7 +89,7 @@ def stamp_of_scale(scaler: GradScaler) -> object:
     Private: the scale's tensor, which `update()` writes in place, and its version counter.
     """
     scale: Tensor | None = getattr(scaler, "_scale", None)
-    return None if scale is None or scale.is_inference() else (id(scale), scale._version)
+    return None if scale is None or scale.is_inference() else (id(scale), version_of(scale))
 
 
 def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:

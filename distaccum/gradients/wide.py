@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..law.errors import DistaccumError
+from .private import hooks_after_accumulation
 
 
 class Sum:
@@ -60,7 +61,7 @@ class Sums:
         """Those of them that are new, or trained now, add up too; an error where another's are at work on them."""
         this = weakref.ref(self)
         for p in parameters:
-            hooks = (getattr(p, "_post_accumulate_grad_hooks", None) or {}).values()
+            hooks = hooks_after_accumulation(p)
             others = [other() for hook in hooks if (other := getattr(hook, "sums", this)) is not this]
             if any(other is not None and other is not self and other.phase is not Phase.OFF for other in others):
                 raise DistaccumError(

@@ -1,0 +1,50 @@
+"""The private names of torch that gradients need, as they are in torch 2.6 to 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
+    """The norm of each of these tensors of one device and dtype, in one kernel.
+
+    `torch.nn.utils.get_total_norm` is as many kernels, and several times the host's work. Without the name: a kernel
+    per tensor.
+    """
+    if (foreach := getattr(torch, "_foreach_norm", None)) is None:
+        return [torch.linalg.vector_norm(one, kind, dtype=dtype) for one in alike]
+    norms: Sequence[Tensor] = foreach(alike, kind, dtype=dtype)
+    return norms
+
+
+def multiply(alike: Sequence[Tensor], factor: Tensor | float) -> None:
+    """Multiplies tensors of one device and dtype in place, in one kernel, which no public name does by any factor.
+
+    Without the name: a kernel per tensor.
+    """
+    if (foreach := getattr(torch, "_foreach_mul_", None)) is None:
+        for one in alike:
+            one.mul_(factor)
+    else:
+        foreach(alike, factor)
+
+
+def hooks_after_accumulation(parameter: Tensor) -> Iterable[Any]:
+    """The hooks that `register_post_accumulate_grad_hook` added, which cannot be listed publicly.
+
+    Without the name: none, so that two windows with accumulate_dtype on one parameter are not refused.
+    """
+    return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written to in place; autograd's own check has no public name.
+
+    Without the name: 0, so that such a write is not seen.
+    """
+    version: int = getattr(tensor, "_version", 0)
+    return version
