@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distaccum import Accumulator, Update
-from distaccum.law.sizes import Fit
+from distaccum.law.sizes import MicroBatchSize
 from distaccum.observers.noise import Norms
 from distaccum.window.window import Window
 
@@ -24,24 +24,24 @@ def pending_updates(accumulator: Accumulator) -> int:
     return len(noise.averages._pending)
 
 
-def fit_of(accumulator: Accumulator) -> Fit:
+def fit_of(accumulator: Accumulator) -> MicroBatchSize:
     """To see that a refused state changed no attribute, also those that no state holds."""
-    return accumulator._fit
+    return accumulator._progress.size
 
 
 def storages_kept(accumulator: Accumulator) -> set[int]:
     """To find buckets of DDP that only the library still holds: a leak of memory, which no result shows."""
-    engine: Any = accumulator._engine
+    engine: Any = accumulator._setup.engine
     return {view.untyped_storage().data_ptr() for view, _ in engine._zeroed.values()}
 
 
 def window_of(accumulator: Accumulator) -> Window:
     """To know the micro-step within update(), which hands out no window."""
-    window = accumulator._standing()
+    window = accumulator._planner.standing()
     assert window is not None
     return window
 
 
 def turns_of(window: Window) -> int:
     """To strike in the last micro-step of all ranks: a window's length leaves stand-ins out."""
-    return window._turns
+    return window._source.num_micro_steps

@@ -23,7 +23,7 @@ from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.gradients.memory import is_out_of_memory
-from distaccum.law.sizes import FIRST_WAIT, Fit
+from distaccum.law.sizes import FIRST_WAIT, MicroBatchSize
 
 
 class Limited:
@@ -105,7 +105,7 @@ class Random(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_batchnorm_counts_only_micro_batches_that_came_through():
+def test_batchnorm_counts_only_micro_batches_that_succeeded():
     ends = []
     for first_size in (4, 12):  # what fits at once, and what is found to fit
         model = Random()
@@ -187,24 +187,24 @@ def test_failed_attempt_frees_its_tensors():
 
 
 def test_larger_sizes_are_tried_now_and_then():
-    fit = Fit(most=None)
+    fit = MicroBatchSize(most=None)
     limit, sizes = 53, []
     for _ in range(40 * FIRST_WAIT):
         length = 256
         while (largest := -(-length // -(-length // (fit.size or length)))) > limit:
             assert fit.ran_out(largest)
         sizes.append(largest)
-        fit.came_through(largest, -(-length // largest))
+        fit.succeeded(largest, -(-length // largest))
     assert sizes[0] == 32 and max(sizes) == 52  # 256 in 5 parts; in 4 of 64 it does not fit
 
 
 def test_size_comes_back_to_the_given_number_and_no_further():
-    fit = Fit(most=10)
+    fit = MicroBatchSize(most=10)
     assert fit.ran_out(10) and fit.size == 5  # another program took the memory for a while
     seen = set()
     for _ in range(20 * FIRST_WAIT):
         seen.add(fit.size)
-        fit.came_through(fit.size, 4)
+        fit.succeeded(fit.size, 4)
     assert max(seen) == 10
 
 
@@ -494,18 +494,18 @@ def test_assigned_buffers_are_undone():
 
 
 def test_longer_samples_are_not_proven_by_shorter_ones():
-    fit = Fit(most=4)
+    fit = MicroBatchSize(most=4)
     for _ in range(2):
-        fit.came_through(4, 2, width=100)
+        fit.succeeded(4, 2, width=100)
     assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
     assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
 
 
 def test_proof_of_a_size_is_not_part_of_the_state():
-    fit = Fit(most=4)
+    fit = MicroBatchSize(most=4)
     for _ in range(3):
-        fit.came_through(4, 2, width=100)
-    restarted = Fit(most=4)
+        fit.succeeded(4, 2, width=100)
+    restarted = MicroBatchSize(most=4)
     restarted.load(fit.state())
     fit.load(restarted.state())
     assert restarted.good == 4

@@ -1,16 +1,99 @@
-"""What an Accumulator is given: each value checked where it comes in, with what was seen, expected and the cure."""
+"""Config: what an Accumulator was asked for. Each value is checked where it comes in."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 import torch
 
+from ..engines import Sync
 from ..law.batches import Count
-from ..law.shares import REDUCTIONS, Reduction, Schedule, whole_number
+from ..law.shares import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
+BatchNorm = Literal["warn", "pool", "ignore"]
+OnNonfinite = Literal["raise", "skip", "ignore"]
 WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
+
+
+@dataclass(frozen=True)
+class Config:
+    steps: Schedule | None
+    batch_size: Schedule | None
+    micro_batch_size: int | Literal["auto"] | None
+    reductions: Mapping[str, Reduction]  # of each named loss
+    counts: Mapping[str, Count]
+    max_norm: float | None
+    sync: Sync
+    accumulate_dtype: torch.dtype | None
+    on_nonfinite: OnNonfinite
+    batchnorm: BatchNorm
+    lookahead: bool
+    measure_noise: bool
+    trace: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
+        choice("sync", self.sync, get_args(Sync))
+        choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
+        choice("batchnorm", self.batchnorm, get_args(BatchNorm))
+        if self.max_norm is not None and not self.max_norm > 0:
+            raise ValueError(f"max_norm={self.max_norm!r}, expected a number above 0, or None")
+        if self.accumulate_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(
+                f"accumulate_dtype={self.accumulate_dtype!r}, expected torch.float32 or torch.float64, or None for the "
+                "parameters' own"
+            )
+        if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
+            raise ValueError(
+                "steps is a number of micro-batches, batch_size and micro_batch_size are numbers of samples; give one "
+                "or the other"
+            )
+        if self.batch_size is not None and self.micro_batch_size is None:
+            raise ValueError(
+                f"batch_size={self.batch_size!r} without micro_batch_size, the samples that one forward on a rank can "
+                "hold; give both"
+            )
+        for name, value, cure in (
+            ("steps", self.steps, WHOLE),
+            ("batch_size", self.batch_size, ""),
+            ("micro_batch_size", None if self.micro_batch_size == "auto" else self.micro_batch_size, ", or 'auto'"),
+        ):
+            if value is not None and (not callable(value) or name == "micro_batch_size"):
+                object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
+
+    def refuse_to_cut(self, name: str) -> None:
+        """Where no size says into what."""
+        if self.steps is None and self.micro_batch_size is None:
+            raise ValueError(f"{name}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
+
+    def refuse_to_group(self) -> None:
+        """Where no number says how many micro-batches of a loader are a window."""
+        if self.steps is None and (self.batch_size is None or self.micro_batch_size == "auto"):
+            raise ValueError(
+                "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "
+                "micro_batch_size= as a number, to the Accumulator ('auto' is for update(), which cuts)"
+            )
+
+    def steps_at(self, index: int) -> int | None:
+        """Micro-batches per rank of an update, where `steps` was given."""
+        return None if self.steps is None else at_update("steps", self.steps, index, WHOLE)
+
+    def grouped_at(self, index: int, ranks: int) -> tuple[int, str | None]:
+        """Micro-batches of a loader in a window, and a warning where that is not the batch that was asked for."""
+        steps = self.steps_at(index)
+        if steps is not None:
+            return steps, None
+        assert self.batch_size is not None and isinstance(self.micro_batch_size, int)
+        wanted, micro = at_update("batch_size", self.batch_size, index), self.micro_batch_size
+        steps = steps_for(wanted, micro, ranks)
+        if steps * micro * ranks == wanted:
+            return steps, None
+        return steps, (
+            f"batch_size={wanted} is not a multiple of {ranks} ranks x {micro} samples: each full update holds "
+            f"{steps * micro * ranks} ({steps} micro-batches per rank); split() cuts a batch unevenly instead"
+        )
 
 
 def several(name: str, value: Any, needs: str) -> list[Any]:
@@ -29,24 +112,6 @@ def several(name: str, value: Any, needs: str) -> list[Any]:
     if not values and (name == "model" or value is not None):
         raise ValueError(f"{name}={value!r}, expected a {name} or a sequence of them")
     return values
-
-
-def wanted_sizes(
-    steps: Schedule | None, batch_size: Schedule | None, micro_batch_size: int | Literal["auto"] | None
-) -> tuple[Schedule | None, Schedule | None, int | Literal["auto"] | None]:
-    if steps is not None and (batch_size is not None or micro_batch_size is not None):
-        raise ValueError(
-            "steps says how many micro-batches, batch_size and micro_batch_size how many samples; give one or the other"
-        )
-    if batch_size is not None and micro_batch_size is None:
-        raise ValueError(f"{batch_size=} without micro_batch_size, the samples that one forward on a rank can hold")
-    return (
-        steps if steps is None or callable(steps) else whole_number("steps", steps, WHOLE),
-        batch_size if batch_size is None or callable(batch_size) else whole_number("batch_size", batch_size),
-        micro_batch_size
-        if micro_batch_size is None or micro_batch_size == "auto"
-        else whole_number("micro_batch_size", micro_batch_size, ", or 'auto'"),
-    )
 
 
 def by_name(
@@ -77,19 +142,3 @@ def choice(name: str, value: Any, known: Sequence[Any]) -> Any:
     if value not in known:
         raise ValueError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
     return value
-
-
-def positive(name: str, value: float | None) -> float | None:
-    if value is not None and not value > 0:
-        raise ValueError(f"{name}={value!r}, expected a number above 0, or None")
-    return value
-
-
-def dtype_of_sums(value: Any) -> torch.dtype | None:
-    """A floating dtype in which gradients add up."""
-    if value is not None and value not in (torch.float32, torch.float64):
-        raise ValueError(
-            f"accumulate_dtype={value!r}, expected torch.float32 or torch.float64, or None for the parameters' own"
-        )
-    dtype: torch.dtype | None = value
-    return dtype

@@ -1,44 +1,186 @@
-"""A loader of micro-batches, window by window."""
+"""What a rank has for a window: cut from a batch, given as a list, or fed from a loader; and what it reports of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, final
 
-from torch.utils.data import DataLoader
+import torch
+from torch import Tensor
 
-Counts = tuple[float, ...]
+from ..law.batches import Count, batch_length, count_samples, cut_batch, largest_sample
+from ..law.plan import RankReport
+from ..law.shares import cut_evenly
+from ..law.sizes import MicroBatchSize
+from ..window.source import Counts
+from .config import Config
 
 
+@dataclass(frozen=True)
+class Batches:
+    """This rank's micro-batches of one window."""
+
+    micro_batches: list[Any]
+    lengths: list[int] | None = None  # in samples, where a batch was cut
+    stream: Stream | None = None  # draws those after the first
+    steps: int = 0  # that were asked for; 0: any number
+    no_more_after: bool = False
+
+
+Drawing = Callable[[int], Batches]  # for the update of an index
+
+
+def cut(batch: Any, config: Config, size: MicroBatchSize, length: int | None = None, parts: int = 1) -> Drawing:
+    """A batch, in the fewest parts that fit, or in `steps` parts."""
+
+    def draw(index: int) -> Batches:
+        total = batch_length(batch) if length is None else operator.index(length)
+        steps = config.steps_at(index)
+        largest = size.size or max(total, 1)
+        sizes = cut_evenly(total, parts=max(steps or parts, -(-total // largest)))
+        return Batches(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
+
+    return draw
+
+
+@dataclass
+class Candidate:
+    """A window as this rank would have it, before it knows of the others."""
+
+    report: RankReport
+    batches: Batches
+    counts: list[Counts]
+    counted: list[int]  # micro-batches with anything that counts
+    full: list[int]  # those with a count for each name
+    error: Exception | None  # of drawing or counting
+
+    def raise_error(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            self.batches = Batches([])
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep itself
+
+
+def examine(
+    draw: Drawing,
+    index: int,
+    counts_of: Mapping[str, Count] | None,
+    *,
+    has_stand_in: bool,
+    agrees: bool,
+    reduces_afterwards: Callable[[Batches], bool],
+) -> Candidate:
+    """What this rank has for window `index`; an error is kept, so that the others can hear of it first.
+
+    `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window.
+    """
+    batches, counts, error = Batches([]), list[Counts](), None
+    try:
+        batches = draw(index)
+        counts = [(float(n),) for n in batches.lengths or []] if counts_of is None else count_all(counts_of, batches)
+    except Exception as caught:
+        error = caught
+    counted = [i for i, numbers in enumerate(counts) if any(numbers)]
+    full = [i for i in counted if all(counts[i])]
+    report = RankReport(
+        update=index,
+        steps=batches.steps,
+        num_drawn=len(batches.micro_batches) if batches.stream is None else batches.stream.num_drawn,
+        num_counted=len(counted),
+        no_more_after=batches.no_more_after,
+        all_terms=full == counted,
+        all_terms_in_last=full[-1:] == counted[-1:],
+        has_stand_in=has_stand_in,
+        failed=error is not None,
+        agrees=agrees,
+        reduce_afterwards=reduces_afterwards(batches),
+        largest=max(batches.lengths or [0]),
+        largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
+        totals=tuple(sum(numbers[j] for numbers in counts) for j in range(1 if counts_of is None else len(counts_of))),
+    )
+    try:
+        return Candidate(report, batches, counts, counted, full, error)
+    finally:
+        del error, batches  # or its traceback would keep this frame, and that itself and what was drawn
+
+
+def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
+    """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
+    values: list[Any] = []
+    for count in counts_of.values():
+        known = batches.lengths if count is count_samples else None  # split knows what it cut
+        values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
+    if any(isinstance(value, Tensor) for value in values):
+        values = _read(values)
+    rows = len(batches.micro_batches)
+    for i, value in enumerate(values):
+        if not (type(value) in (int, float) or isinstance(value, Real)) or not 0 <= float(value) < math.inf:
+            raise ValueError(
+                f"count gave {value!r} for {list(counts_of)[i // rows]!r} in micro-batch {i % rows}, expected a "
+                "finite number of at least 0"
+            )
+    numbers = [float(value) for value in values]
+    return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
+
+
+def _read(values: list[Any]) -> list[Any]:
+    """The values with numbers in the place of one-element tensors: one read for all of them."""
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
+    if not tensors:
+        return values
+    device = next(iter(tensors.values())).device
+    wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
+    stacked = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()])
+    numbers = dict(zip(tensors, stacked.tolist(), strict=True))
+    return [numbers.get(i, value) for i, value in enumerate(values)]
+
+
+@final
 class Feed:
-    """Draws from `loader`; one that can tell its state (torchdata's) starts from `state`, where that is given."""
+    """Draws from `loader`, window by window; one that can tell its state starts from `state`, where that is given."""
 
     def __init__(self, loader: Iterable[Any], state: Any, *, tells_state: bool) -> None:
         self._loader: Any = loader
         self._state = state
         self._tells_state = tells_state
         self._iterator: Iterator[Any] | None = None
-        self.exhausted = False
-        self.at_start: Any = None  # the loader's state where the window at hand began
+        self._stream: Stream | None = None  # of the window before
+        self.has_ended = False
+        self.is_in_loop = True  # over windows()
+        self.at_start: Any = None  # the loader's state where the window that was handed out began
 
-    @property
-    def may_be_read_ahead(self) -> bool:
-        """Whether it makes no difference when a window is drawn, since workers draw ahead anyway.
+    def windows(self, config: Config, ranks: int, warn: Callable[[str], None], *, alone: bool) -> Drawing:
+        """A window each time; `alone`: ranks that stream need not know of each other's micro-batches."""
 
-        Of any other loader drawing may depend on what the window before did: on weights, or on random numbers.
-        """
-        kind = type(self._loader).__module__.partition(".")[0]  # a subclass may do more, as Accelerate's does
-        return isinstance(self._loader, DataLoader) and self._loader.num_workers > 0 and kind in ("torch", "torchdata")
+        def draw(index: int) -> Batches:
+            steps, warning = config.grouped_at(index, ranks)
+            if warning is not None:
+                warn(warning)
+            self._begin()
+            if config.lookahead:
+                return Batches(self.draw(steps), steps=steps, no_more_after=self.has_ended)
+            stream = self._stream = Stream(self, steps, config.counts, is_independent=alone)
+            first = stream()
+            found = [] if first is None else [first[0]]
+            return Batches(found, steps=steps, no_more_after=self.has_ended, stream=stream)
 
-    def begin(self, before: Stream | None) -> None:
-        """A window begins here, after what the one before was to draw: its data are gone with it if it was left."""
+        return draw
+
+    def _begin(self) -> None:
+        """A window begins, after what the one before had still to draw: its data are gone with it if it was left."""
         if self._iterator is None:
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
             self._iterator = iter(self._loader)
-        while before is not None and before.left:
-            before.left -= 1
-            self.draw(1)
+        if self._stream is not None:
+            self.draw(self._stream.num_left)
         self.at_start = self.state()
 
     def state(self) -> Any:
@@ -47,39 +189,41 @@ class Feed:
             return self._state
         return self._loader.state_dict()
 
-    def leave(self, *, drawn_ahead: bool) -> None:
-        """The epoch is broken off: `state` goes on to tell where, whatever else the loader is used for."""
-        self._state, self._iterator = self.at_start if drawn_ahead else self.state(), None
+    def leave(self) -> None:
+        """The epoch is broken off: `state` still tells where, whatever else the loader is used for."""
+        self._state, self._iterator = self.state(), None
 
     def draw(self, number: int) -> list[Any]:
-        """So many micro-batches, or what is left."""
+        """That number of micro-batches, or what is left."""
         assert self._iterator is not None
         drawn: list[Any] = []
         # By next() alone, and not once more after the end: some loaders start anew when asked for an iterator (as
         # islice and zip ask theirs), or after they have ended.
-        while len(drawn) < number and not self.exhausted:
+        while len(drawn) < number and not self.has_ended:
             try:
                 drawn.append(next(self._iterator))
             except StopIteration:
-                self.exhausted = True
+                self.has_ended = True
         return drawn
 
 
+@final
 class Stream:
     """The micro-batches of one window, drawn while it runs; those without anything that counts are left out."""
 
-    def __init__(self, feed: Feed, steps: int, count: Callable[[list[Any]], list[Counts]], *, alone: bool) -> None:
-        self._feed, self.left, self._count = feed, steps, count
-        self.steps_alone = alone
-        self.drawn = 0
+    def __init__(self, feed: Feed, steps: int, counts: Mapping[str, Count], *, is_independent: bool) -> None:
+        self._feed, self._counts = feed, counts
+        self.num_left = steps
+        self.is_independent = is_independent
+        self.num_drawn = 0
 
     def __call__(self) -> tuple[Any, Counts] | None:
-        while self.left:
-            self.left -= 1
+        while self.num_left:
+            self.num_left -= 1
             drawn = self._feed.draw(1)
-            self.drawn += len(drawn)
+            self.num_drawn += len(drawn)
             if not drawn:
-                self.left = 0
-            elif any(counts := self._count(drawn)[0]):
+                self.num_left = 0
+            elif any(counts := count_all(self._counts, Batches(drawn))[0]):
                 return drawn[0], counts
         return None

@@ -1,81 +1,111 @@
-"""Where a NaN or an infinity came from: the rank, the micro-batch, and the first parameters."""
+"""A NaN or an infinity: where it came from, and what is done about it, on all ranks alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import final
 
 import torch
 from torch import Tensor, nn
 
 from ..engines import Engine
-from ..gradients.norms import local
+from ..gradients.names import names_of
+from ..gradients.norms import local, look_at
+from ..law.errors import DistaccumError
 from ..law.shares import listed
-from ..window.window import Window
+from ..observers.inspection import Inspection
+from ..window.ledger import PairsLedger
+from ..window.observer import Complete, Observer
+from .config import OnNonfinite
 
-SHOWN = 3  # parameters that each rank names, and then how many more
+SHOWN = 3  # parameters that each rank names; of the others it gives the number
+
+
+class NonfiniteError(DistaccumError):
+    def __init__(self, message: str, is_placed: bool) -> None:
+        super().__init__(message)
+        self.is_placed = is_placed  # in a micro-batch
+
+
+def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
+    """Raises that `what` is not finite and where, on all ranks alike, or gives it as the reason of a skip."""
+    found = find_nonfinite(complete, engine)
+    if on_nonfinite != "raise":
+        return f"a {what} is not finite ({found.message})"
+    complete.undo()
+    raise NonfiniteError(
+        f"the {what} of this window is not finite ({found.message}), on all ranks alike; nothing was stepped and the "
+        f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates",
+        found.is_placed,
+    )
+
+
+@final
+class LookAtEnd(Observer):
+    """Raises for a gradient that is not finite before the caller steps it."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+
+    def complete(self, complete: Complete) -> None:
+        if not look_at(partial(self._engine.norm, complete.parameters), None).finite:
+            judge(complete, self._engine, "gradient", "raise")
 
 
 @dataclass(frozen=True)
 class Found:
-    told: str  # the same on all ranks
+    message: str  # the same on all ranks
     is_placed: bool  # in a micro-batch; else every loss is finite and nobody looked between them
     cure: str = "Look for it in the data or lower the learning rate"
 
 
-def find_nonfinite(window: Window, engine: Engine) -> Found:
+def find_nonfinite(complete: Complete, engine: Engine) -> Found:
     """What all ranks find together; all of them call it. Reads every gradient, and costs a small collective."""
-    names = names_of(engine.models)
-    bad = [i for i, p in enumerate(window._parameters) if p.grad is not None and not _is_finite(p.grad)]
-    # Nothing has been stepped since, so these were so before the first backward.
-    weights = [i for i, p in enumerate(window._parameters) if not _is_finite(p)]
-    loss = window._first_nonfinite_loss()
-    place, value = (-1, 0.0) if loss is None else loss
-    looked = -1 if loss is not None else window._first_nonfinite_look()
-    rows = engine.peers.gather([float(place), value, float(looked), *_listing(bad), *_listing(weights)])
-    if first := _named([row[4 + SHOWN :] for row in rows], window, names):
-        told = f"before its first backward already there were weights that are not finite, first in {first}"
-        return Found(told, True, "Go back to a checkpoint, or look at how they were initialised or loaded")
+    names, ledger, parameters = names_of(engine.models), complete.ledger, complete.parameters
+    bad = [i for i, p in enumerate(parameters) if p.grad is not None and not _is_finite(p.grad)]
+    # Nothing was stepped since, so these were not finite before the first backward.
+    weights = [i for i, p in enumerate(parameters) if not _is_finite(p)]
+    place, value = ledger.first_nonfinite() or (-1, 0.0)
+    inspection = next((one for one in complete.observers if isinstance(one, Inspection)), None)
+    seen = -1 if inspection is None or place >= 0 else inspection.first_nonfinite()
+    rows = engine.peers.gather([float(place), value, float(seen), *_listing(bad), *_listing(weights)])
+    if first := _named([row[4 + SHOWN :] for row in rows], parameters, names):
+        message = f"before its first backward there were weights that are not finite already, first in {first}"
+        return Found(message, True, "Go back to a checkpoint, or look at how they were initialised or loaded")
 
     places = []
-    for rank, (in_loss, value, in_look, *_) in enumerate(rows):
+    for rank, (in_loss, value, in_gradient, *_) in enumerate(rows):
         if in_loss >= 0:
-            what = "loss" if window._loss is None else "largest representation"
-            places.append(f"the {what} of micro-batch {in_loss:g} on rank {rank} is {value}")
-        elif in_look >= 0:
-            places.append(f"it came up in the backward of micro-batch {in_look:g} on rank {rank}, whose loss is finite")
-    if not places and window._loss is not None and not _is_finite(window._loss):
-        places.append(f"the loss over all pairs is {float(window._loss)}, of representations that are all finite")
-    looked_for = "update() finds out in which" if window._looks is None else "the one that reduces, or in the reduction"
+            places.append(f"the {ledger.noun} of micro-batch {in_loss:g} on rank {rank} is {value}")
+        elif in_gradient >= 0:
+            places.append(
+                f"it came up in the backward of micro-batch {in_gradient:g} on rank {rank}, whose loss is finite"
+            )
+    if not places and isinstance(ledger, PairsLedger) and ledger.loss is not None and not _is_finite(ledger.loss):
+        places.append(f"the loss over all pairs is {float(ledger.loss)}, of representations that are all finite")
+    looked_for = "update() finds out in which" if inspection is None else "the one that reduces, or in the reduction"
     parts = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
-    if listing := _named([row[3 : 4 + SHOWN] for row in rows], window, names):
+    if listing := _named([row[3 : 4 + SHOWN] for row in rows], parameters, names):
         parts.append(f"first in {listing}")
     return Found("; ".join(parts), bool(places))
 
 
 def _listing(places: Sequence[int]) -> list[float]:
-    """How many, and the first of them, as a row of fixed length."""
+    """How many there are, and the first of them, as a row of fixed length."""
     shown = places[:SHOWN]
     return [float(len(places)), *map(float, shown), *[-1.0] * (SHOWN - len(shown))]
 
 
-def _named(rows: Sequence[Sequence[float]], window: Window, names: Mapping[int, str]) -> str:
+def _named(rows: Sequence[Sequence[float]], parameters: Sequence[nn.Parameter], names: Mapping[int, str]) -> str:
     """The parameters of all ranks' listings."""
     first = sorted({int(i) for row in rows for i in row[1:] if i >= 0})
     if not first:
         return ""
     more = max(int(row[0]) for row in rows) - len(first)
-    listing = listed([names.get(id(window._parameters[i]), f"parameter {i}") for i in first])
+    listing = listed([names.get(id(parameters[i]), f"parameter {i}") for i in first])
     return listing + (f" and {more} more" if more > 0 and "more" not in listing else "")
-
-
-def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Of parameters by identity; a second model's start with its place."""
-    return {
-        id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
-        for i, model in reversed(list(enumerate(models)))
-        for name, parameter in model.named_parameters()
-    }
 
 
 def _is_finite(gradient: Tensor) -> bool:

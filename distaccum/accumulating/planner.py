@@ -1,155 +1,327 @@
-"""What a rank has for a window, before the others know of it: drawn, counted, and told to them as an offer."""
+"""Planner: from what each rank has to a window of all of them."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from numbers import Real
-from typing import Any
+from typing import Any, final
 
-import torch
-from torch import Tensor
+from torch import nn
 
-from ..law.batches import Count, count_samples, widest_sample
-from ..law.plan import RankReport
-from ..law.shares import Reduction
-from ..runs.update import Guard
-from .drawing import Feed, Stream
+from ..engines.peers import refuse_where
+from ..gradients.snapshot import random_devices
+from ..law.batches import largest_sample
+from ..law.errors import DistaccumError
+from ..law.plan import Plan, RankReport, guess_counts, make_plan
+from ..law.shares import Reduction, listed
+from ..observers.inspection import Inspection
+from ..window.ledger import Ledger, WeightedLedger
+from ..window.observer import Observer
+from ..window.resume import Unfinished
+from ..window.source import Counts, Listed, StandIn, Streamed
+from ..window.status import Stage, Status
+from ..window.window import Trained, Window
+from .commit import Committer
+from .config import Config
+from .drawing import Batches, Candidate, Drawing, Feed, examine
+from .progress import Progress
+from .setup import Setup, Users, guard_steps
 
-Counts = list[tuple[float, ...]]  # of each micro-batch, by name
+SUM: Mapping[str, Reduction] = {"samples": "sum"}
 
 
 @dataclass(frozen=True)
-class Drawn:
-    micro_batches: list[Any]
-    lengths: list[int] | None = None  # in samples, where they were cut
-    stream: Stream | None = None  # that draws the others
-    steps: int = 0  # that were wanted; 0: as many as there are
-    exhausted: bool = False
-    ahead: bool = False  # whether the next may be drawn before this window is over
+class Manner:
+    """How a window is run."""
+
+    agreement: Observer | None = None  # ranks agree before they reduce
+    inspects: bool = False  # the gradient is looked at after each micro-batch
+    is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
+    ledger: type[Ledger] = WeightedLedger
+    reduces_afterwards: bool = False  # no backward reduces
+    also: tuple[Observer, ...] = ()
 
 
-Draw = Callable[[int], Drawn]  # for the update of an index
+LOOP = Manner()
 
 
-@dataclass
-class Offered:
-    """What a rank has for a window, beside what it tells the others of it."""
+@final
+class Planner:
+    """Plans the windows of one accumulator, one after the other."""
 
-    offer: RankReport
-    drawn: Drawn
-    counts: Counts
-    kept: list[int]  # micro-batches with anything that counts
-    whole: list[int]  # those with all that counts
-    reductions: Mapping[str, Reduction]
-    guard: Guard | None
-    error: Exception | None  # in drawing or counting
+    def __init__(
+        self, config: Config, setup: Setup, progress: Progress, committer: Committer, observers: tuple[Observer, ...]
+    ) -> None:
+        self.config, self.setup, self.progress = config, setup, progress
+        self._committer, self.observers = committer, observers
+        self._trained: Trained | None = None
+        self.status: Status | None = None  # of the window that was planned last
+        self._window: weakref.ref[Window] | None = None
+        self._watch()
+        Users.add(setup.parameters(), self)
 
-    def raise_error(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
-            self.drawn = Drawn([])
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would keep itself
+    def _watch(self) -> None:
+        for one in [*self.setup.optimizers, *self.setup.engine.guarded()]:
+            guard_steps(one, self, Planner.forbids_steps)
 
-    def again(self, _: int) -> Drawn:
-        """What was drawn, for a plan made anew."""
-        self.raise_error()
-        return self.drawn
+    def forbids_steps(self) -> bool:
+        """Whether gradients stand in the optimizers that belong to a window, and it is not the one that steps."""
+        return self.has_open_window and not self._committer.is_stepping
 
+    @property
+    def has_open_window(self) -> bool:
+        """Whether a window holds gradients, while anybody has it."""
+        return self.standing() is not None and self.status is not None and self.status.is_open
 
-@dataclass
-class Ahead:
-    """The next window of a `windows()`, when it was drawn while the one before was at work."""
+    def standing(self) -> Window | None:
+        """The window that was planned last, while anybody has it."""
+        return self._window() if self._window is not None else None
 
-    feed: Feed
-    draw: Draw
-    has_failed: bool = False  # the step before it, on this rank
-    offered: Offered | None = None
-    rows: Callable[[], list[list[float]]] | None = None  # waits for all ranks'; None: they do not hold any more
-
-    def drop_rows(self) -> None:
-        """They do not hold any more, and their collective is not left under way: other ranks have entered it too."""
-        rows, self.rows = self.rows, None
-        if rows is not None:
-            with suppress(RuntimeError):  # a rank is gone, which the next collective says
-                rows()
-
-
-def look_up(
-    draw: Draw,
-    index: int,
-    reductions: Mapping[str, Reduction],
-    counts_of: Mapping[str, Count] | None,
-    guard: Guard | None,
-    *,
-    ready: bool,
-    by_hand: Callable[[Drawn], bool],
-) -> Offered:
-    """What this rank has for window `index`; an error in drawing or counting is kept, for the others to hear of it.
-
-    `counts_of` None: a sum over samples. `ready`: it could stand in with an earlier micro-batch.
-    """
-    drawn, counts, error = Drawn([]), Counts(), None
-    try:
-        drawn = draw(index)
-        counts = [(float(n),) for n in drawn.lengths or []] if counts_of is None else count_all(counts_of, drawn)
-    except Exception as caught:
-        error = caught
-    kept = [i for i, numbers in enumerate(counts) if any(numbers)]
-    whole = [i for i in kept if all(counts[i])]
-    offer = RankReport(
-        update=index,
-        steps=drawn.steps,
-        num_drawn=len(drawn.micro_batches) if drawn.stream is None else drawn.stream.drawn,
-        num_counted=len(kept),
-        no_more_after=drawn.exhausted,
-        all_terms=whole == kept,
-        all_terms_in_last=whole[-1:] == kept[-1:],
-        has_stand_in=ready,
-        failed=error is not None,
-        agrees=guard is not None,
-        reduce_afterwards=by_hand(drawn),
-        largest=max(drawn.lengths or [0]),
-        largest_sample=0 if guard is None else widest_sample(drawn.micro_batches),
-        totals=tuple(sum(numbers[j] for numbers in counts) for j in range(len(reductions))),
-    )
-    try:
-        return Offered(offer, drawn, counts, kept, whole, reductions, guard, error)
-    finally:
-        del error, drawn  # or its traceback would keep this frame, and that itself and what was drawn
-
-
-def count_all(counts_of: Mapping[str, Count], drawn: Drawn) -> Counts:
-    """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
-    values: list[Any] = []
-    for count in counts_of.values():
-        known = drawn.lengths if count is count_samples else None  # split knows what it cut
-        values += known or [count(micro_batch) for micro_batch in drawn.micro_batches]
-    if any(isinstance(value, Tensor) for value in values):
-        values = read(values)
-    rows = len(drawn.micro_batches)
-    for i, value in enumerate(values):
-        if not (type(value) in (int, float) or isinstance(value, Real)) or not 0 <= float(value) < math.inf:
-            raise ValueError(
-                f"count gave {value!r} for {list(counts_of)[i // rows]!r} in micro-batch {i % rows}, expected a "
-                "finite number of at least 0"
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a deep copy, with its model and optimizer in one: `copy.deepcopy((model, optimizer, accumulator))`."""
+        if self.standing() is not None and self.status is not None and not self.status.is_over:
+            raise DistaccumError(
+                f"copying or pickling an Accumulator with a window that is {self.status.describe()}, of which a copy "
+                "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
+                "model and optimizer and give it load_state_dict(accumulator.state_dict())"
             )
-    numbers = [float(value) for value in values]
-    return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
+        return {**self.__dict__, "_window": None, "status": None, "_trained": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._watch()
 
-def read(values: list[Any]) -> list[Any]:
-    """The values with numbers in the place of one-element tensors: one read for all of them."""
-    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
-    if not tensors:
-        return values
-    device = next(iter(tensors.values())).device
-    wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
-    stacked = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()])
-    read = dict(zip(tensors, stacked.tolist(), strict=True))
-    return [read.get(i, value) for i, value in enumerate(values)]
+    def apart(self) -> Planner:
+        """Another planner of the same, whose windows nobody observes, and which has a progress of its own."""
+        progress = Progress(self.config, self.setup)
+        progress.size, progress.stand_in = self.progress.size, self.progress.stand_in
+        return Planner(self.config, self.setup, progress, self._committer, ())
+
+    def plan(self, draw: Drawing, manner: Manner = LOOP) -> Window:
+        """Draws a window, tells the other ranks of it, and hands it out."""
+        self.make_way()
+        self.setup.accelerated.refuse_accumulation()
+        config, progress, engine = self.config, self.progress, self.setup.engine
+        trace = None if engine.peers.waits is None else self.setup.trace
+        with nullcontext() if trace is None else trace.planning(progress.index):
+            candidate = examine(
+                draw,
+                progress.index,
+                None if manner.is_sum else config.counts,
+                has_stand_in=progress.stand_in is not None,
+                agrees=manner.agreement is not None,
+                reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
+            )
+            reports = [RankReport.from_row(row) for row in engine.peers.gather(candidate.report.to_row())]
+            candidate.raise_error()
+            return self._window_of(candidate, reports, manner)
+
+    def _reduces_afterwards(self, manner: Manner, batches: Batches) -> bool:
+        return (
+            manner.reduces_afterwards
+            or (manner.inspects and not self.setup.forwards_communicate)
+            or (manner.agreement is not None and self._is_unproven(batches))
+        )
+
+    def _is_unproven(self, batches: Batches) -> bool:
+        """Whether nobody knows that these micro-batches fit.
+
+        Where ranks are in step a failure on one cannot be undone either way, and the size asked for is believed.
+        """
+        is_auto = self.config.micro_batch_size == "auto" and "gathered" in self.setup.engine.policies
+        if self.setup.forwards_communicate and not is_auto:
+            return False
+        return not self.progress.size.is_proven(max(batches.lengths or [0]), largest_sample(batches.micro_batches))
+
+    def _window_of(self, candidate: Candidate, reports: Sequence[RankReport], manner: Manner) -> Window:
+        setup, progress, batches = self.setup, self.progress, candidate.batches
+        engine = setup.engine
+        reductions = SUM if manner.is_sum else self.config.reductions
+        plan = make_plan(tuple(reductions), reports)
+        stream = None if plan.is_empty else batches.stream
+        if stream is not None:
+            plan = guess_counts(plan, batches.steps)
+        micro_batches = [batches.micro_batches[i] for i in candidate.counted]
+        counts = [candidate.counts[i] for i in candidate.counted]
+        unfinished, progress.unfinished = progress.unfinished, None
+        if unfinished is not None:
+            try:
+                self._refuse_another_window(unfinished, counts)
+            except BaseException:
+                progress.unfinished = unfinished
+                raise
+        if not plan.is_empty:
+            engine.check(plan)
+            self._look_at_batchnorm(plan)
+        stand_in: StandIn | None = progress.stand_in
+        if candidate.counted and engine.lockstep:
+            last = (candidate.full or candidate.counted)[-1]
+            stand_in = StandIn(batches.micro_batches[last], candidate.counts[last])
+        trained = self._trained_now()
+        source: Listed | Streamed
+        if stream is None:
+            source = Listed(engine, plan, stand_in, micro_batches, counts, candidate.counted)
+        else:
+            source = Streamed(engine, plan, stand_in, micro_batches, counts, stream)
+        ledger = manner.ledger(
+            engine,
+            reductions,
+            plan.counts,
+            trained.parameters[0].device,
+            setup.once,
+            setup.scaler,
+            scales=setup.scales_seeds,
+        )
+        self.status = status = Status(progress.index, plan, source, ledger, trained.parameters)
+        window = Window(status, trained, self._observers_of(manner), self._committer, unfinished)
+        self._window = weakref.ref(window)
+        return window
+
+    def _trained_now(self) -> Trained:
+        """The same until the optimizers' parameters change."""
+        setup = self.setup
+        parameters = setup.parameters()
+        if self._trained is None or self._trained.parameters is not parameters.every:
+            self._trained = Trained(
+                engine=setup.engine,
+                parameters=parameters.every,
+                groups=parameters.groups,
+                optimizers=setup.optimizers,
+                scaler=setup.scaler,
+                normalising=[module for _, module in setup.batchnorms],
+                is_expected=self._is_of_another_window,
+                once=setup.once,
+            )
+        return self._trained
+
+    def _observers_of(self, manner: Manner) -> tuple[Observer, ...]:
+        """In the order that they hear in: who waits for other ranks, who measures, who looks."""
+        if manner is LOOP:
+            return self.observers
+        first = () if manner.agreement is None else (manner.agreement,)
+        usual = [one for one in self.observers if not (manner.is_sum and one.key == "noise")]
+        inspection = (Inspection(self.setup.engine),) if manner.inspects else ()
+        return (*first, *usual, *inspection, *manner.also)
+
+    def make_way(self) -> None:
+        """Raises if the last window still holds gradients; a second request discards it."""
+        status, window = self.status, self.standing()
+        if status is None:
+            return
+        if window is not None:
+            if status.is_open and not status.allow_discard:
+                status.allow_discard = True
+                raise DistaccumError(
+                    f"another window was requested while one is {status.describe()}; finish its loop and call its "
+                    "step(), or discard() it (a second request discards it)"
+                )
+            window.discard()
+            return
+        if self.forget() and not (status.allow_discard or status.was_asked_to_step or status.plan.is_empty):
+            self.setup.once(
+                "forgotten",
+                f"the window of update {status.index} was dropped between its loop and its step(), so its gradients "
+                "were discarded and nothing was learned from them; call window.step() after the loop, or discard() to "
+                "give a window up",
+            )
+
+    def forget(self) -> bool:
+        """Clears the gradients of a window that was dropped between its loop and its step(); whether there was one."""
+        status = self.status
+        was_dropped = status is not None and status.stage is Stage.COMPLETE and self.standing() is None
+        if status is not None and was_dropped:
+            self.setup.engine.clear(status.parameters)
+            self.status = None
+        return was_dropped
+
+    def _is_of_another_window(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether gradients stand only where another accumulator's open window passes through and does not step."""
+        users = [Users.of(p) for p in parameters if self.setup.engine.stale([p])]
+        return all(
+            user is not None and any(one is not self and one.has_open_window for one in user.owners) for user in users
+        )
+
+    def _refuse_another_window(self, unfinished: Unfinished, counts: list[Counts]) -> None:
+        """A state of mid-window goes on in the window that it was taken in; else all ranks raise."""
+        known = counts if self.config.lookahead else counts[:1]  # streaming, the first
+        differs = (
+            unfinished.index != self.progress.index
+            or unfinished.counts[: len(known)] != known
+            or (self.config.lookahead and len(unfinished.counts) != len(known))
+        )
+        refuse_where(
+            [flag for (flag,) in self.setup.engine.peers.gather([float(differs)])],
+            None,
+            f"the state was taken in the middle of update {unfinished.index} and this window is not that one on "
+            f"rank {{ranks}} (here it counted {unfinished.counts}, and now {counts}); give windows() the loader from "
+            "that window's first micro-batch on",
+        )
+
+    def _look_at_batchnorm(self, plan: Plan) -> None:
+        if self.config.batchnorm != "warn" or sum(plan.num_counted) <= 1 or "batchnorm" in self.setup.once.keys:
+            return
+        names = [name for name, module in self.setup.batchnorms if module.training]
+        if names:
+            self.setup.once(
+                "batchnorm",
+                f"{listed(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
+                "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
+                "LayerNorm, or accept it: batchnorm='pool' moves running statistics once per window, by "
+                "those of all of it, and 'ignore' once per micro-batch",
+            )
+
+    def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
+        """One window after the other from a loader, until no rank has any left."""
+        setup, progress = self.setup, self.progress
+        tells_state = setup.accelerated.tells_state(loader)
+        state, progress.loader = progress.loader, None
+        if state is not None and not tells_state:
+            setup.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
+            state = None
+        progress.feed = feed = Feed(loader, state, tells_state=tells_state)
+        draw = feed.windows(
+            self.config,
+            setup.engine.peers.num_ranks,
+            lambda message: setup.once("batch_size", message),
+            alone=not setup.forwards_communicate,
+        )
+        was_left = False
+        try:
+            with setup.accelerated.reading(loader):
+                while True:
+                    window = self.plan(draw)
+                    status = self.status
+                    assert status is not None
+                    if status.plan.epoch_over:
+                        return
+                    try:
+                        yield window
+                    except GeneratorExit:
+                        status.allow_discard = True
+                        was_left = tells_state  # a state_dict() that comes now says where
+                        draws_on = isinstance(status.source, Streamed) and status.stage in (
+                            Stage.PLANNED,
+                            Stage.RUNNING,
+                        )
+                        if not draws_on:
+                            feed.leave()
+                        raise
+                    if status.plan.no_more_after:
+                        self.make_way()  # else a step() forgotten on the last window would pass in silence
+                        return
+        finally:
+            feed.is_in_loop = False
+            if progress.feed is feed and not was_left:
+                progress.feed = None
+
+    def unfinished(self) -> tuple[Unfinished | None, Any]:
+        """Where the last window stands, and the loader where that window begins."""
+        progress, window, status = self.progress, self.standing(), self.status
+        at_start = progress.loader if progress.feed is None else progress.feed.at_start
+        if window is not None and status is not None and not status.is_over:
+            if status.stage is Stage.COMPLETE:
+                raise DistaccumError("state_dict() between a window's loop and its step(); call window.step() first")
+            return window.suspend(random_devices(self.setup.models)), at_start
+        return progress.unfinished, progress.loader if progress.feed is None else progress.feed.state()

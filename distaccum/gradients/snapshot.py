@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Before:
+class Snapshot:
     """Buffers and random numbers as they were before the window; gradients are the window's own to clear."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -20,7 +20,7 @@ class Before:
         self._copies: list[Tensor] = []
         self.random: dict[str, Any] = {}
 
-    def look(self) -> None:
+    def take(self) -> None:
         # All of them: what batch normalisation does to its statistics shows in no version counter.
         modules = {id(module): module for model in self._models for module in model.modules()}.values()
         found = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False, remove_duplicate=False)]
@@ -36,11 +36,11 @@ class Before:
         pairs = zip(self._buffers, self._copies, strict=True)
         return [(module._buffers.get(name, was), was) for (of, name, _), was in pairs if of is module]  # type: ignore[misc]
 
-    def put_back(self) -> None:
-        self.put_back_buffers()
+    def restore(self) -> None:
+        self.restore_buffers()
         set_random_state(self.random)
 
-    def put_back_buffers(self) -> None:
+    def restore_buffers(self) -> None:
         pairs = zip(self._buffers, self._copies, strict=True)
         places = [_without_repeats(buffer, copy) for (*_, buffer), copy in pairs]
         _copy([buffer for buffer, _ in places], [copy for _, copy in places])

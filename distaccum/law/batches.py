@@ -77,7 +77,7 @@ def batch_length(batch: Any) -> int:
     return int(lengths[0])
 
 
-def widest_sample(micro_batches: Iterable[Any]) -> int:
+def largest_sample(micro_batches: Iterable[Any]) -> int:
     """Numbers in a sample, at most: what tells a short text from a long one."""
     return max(
         (-(-array.numel() // len(array)) for one in micro_batches for array in _arrays(one) if _has_rows(array)),

@@ -14,14 +14,14 @@ PROOFS = 2  # windows: the optimizer makes its state after the first, which take
 
 
 @dataclass
-class Fit:
+class MicroBatchSize:
     """The largest micro-batch that fits, as far as is known: the same on all ranks, which all see the same.
 
-    >>> fit = Fit(most=None)
+    >>> fit = MicroBatchSize(most=None)
     >>> fit.ran_out(64), fit.size
     (True, 32)
     >>> for _ in range(FIRST_WAIT):
-    ...     fit.came_through(32, parts=4)
+    ...     fit.succeeded(32, parts=4)
     >>> fit.size, fit.ran_out(48), fit.size  # what is in between is tried now and then, and given up again
     (48, True, 32)
     """
@@ -52,7 +52,7 @@ class Fit:
     def is_proven(self, largest: int, width: int) -> bool:
         return any(largest <= samples and width <= numbers for samples, numbers in self.proven)
 
-    def came_through(self, largest: int, parts: int, width: int = 0) -> None:
+    def succeeded(self, largest: int, parts: int, width: int = 0) -> None:
         """A window whose batch was cut into `parts` of at most `largest` samples, each of at most `width` numbers."""
         if parts == 0:
             return

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,12 @@ from torch.amp import GradScaler
 from ..engines import Engine
 from ..engines.base import Leaf
 from ..gradients.norms import HALF, total_norm
+from ..law.errors import Once
+from ..law.shares import Reduction, share_of
 from ..law.update import Waitable
+from ..window.observer import Complete, Observer
+from ..window.source import Streamed
+from ..window.status import Status
 
 KEPT = 0.99  # of the averages, at each update: about the last hundred count
 MOST_PENDING = 16  # updates whose numbers stay on the device; all are read together
@@ -57,7 +62,7 @@ class Early:
         if gradient is not None and self._norms is not None:
             self._norms[id(leaf.tensor)] = _norm(gradient)
 
-    def after_backward(self) -> None:
+    def remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -125,7 +130,7 @@ class Record:
 class Averages:
     """Of updates' |G|^2 and tr(S), from their records. They know of no model: an `Update` may keep them."""
 
-    def __init__(self, reduction: str) -> None:
+    def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
         self._pending: list[Record] = []
         self._square, self._trace, self._weight = 0.0, 0.0, 0.0  # sums over updates, older ones counting less
@@ -200,17 +205,24 @@ def averages_in(state: Any) -> Sequence[float]:
     return square, trace, weight
 
 
-class Noise:
+@final
+class Noise(Observer):
     """Measures the noise scale of an accumulator's updates; it is the same on all ranks."""
+
+    key = "noise"
 
     def __init__(
         self,
         engine: Engine,
-        reductions: Mapping[str, str],
+        reductions: Mapping[str, Reduction],
         counts: Mapping[str, object],
         parameters: Callable[[], Sequence[nn.Parameter]],
         scaler: GradScaler | None,
+        once: Once,
+        *,
+        steps: bool,
     ) -> None:
+        """`steps`: the library does, and its gradient has no scale when `numbers` is asked for."""
         if len(set(reductions.values())) > 1 or len(set(map(id, counts.values()))) > 1:
             raise ValueError(
                 f"measure_noise=True with several denominators ({', '.join(reductions)}), expected one: a noise scale "
@@ -220,44 +232,90 @@ class Noise:
         if why is not None:
             raise ValueError(f"measure_noise=True with {engine.name}, {why}, or leave measure_noise out")
         self._engine, self._parameters, self._scaler = engine, parameters, scaler
-        self._reduction = next(iter(reductions.values()))
+        self._once, self._steps = once, steps
+        (self._reduction, *_) = reductions.values()
         self.averages = Averages(self._reduction)
+        self._early: Early | None = None  # to the end of the first micro-batch
+        self._small: Small | None = None
+        self._part: Tensor | None = None  # of the window's |g|^2, where the caller steps
 
-    def early(self) -> Early:
-        """For one window."""
-        return Early(self._engine, self._parameters)
+    @property
+    def compares(self) -> bool:
+        """Whether any rank may have two gradients to compare in this window; the same on all ranks."""
+        return self._engine.peers.num_ranks > 1 or self._small is not None
+
+    def begin(self, at: Status) -> None:
+        source = at.source
+        # Alone, and in one micro-batch, the first gradient is the window's.
+        is_alone = self._engine.peers.num_ranks == 1 and source.num == 1 and not isinstance(source, Streamed)
+        self._early = Early(self._engine, self._parameters) if source.num and not is_alone else None
+        self._small = self._part = None
+
+    def before_backward(self, at: Status, reduces: bool) -> None:
+        if self._early is not None:
+            self._early.before_backward(reduces)
+
+    def after_backward(self, at: Status) -> None:
+        if self._early is not None:
+            self._early.remove_hooks()
+
+    def after_micro_batch(self, at: Status) -> None:
+        """Measures this rank's own gradient after its first micro-batch."""
+        early, self._early = self._early, None
+        if early is None:
+            return
+        if early.is_lost:
+            self._once(
+                "noise",
+                "measure_noise sees nothing of a first micro-batch whose parts are reduced one by one, so "
+                "noise_scale stays as it was; add the parts' losses up, or use sync='last'",
+            )
+            return
+        (count, *_), (total, *_) = at.source.counts[0], at.plan.counts.values()
+        self._small = self.small(early, share_of(self._reduction, count, total, self._engine.divisor), count)
 
     def small(self, early: Early, share: float, count: float) -> Small:
         """`share` is what the micro-loss was multiplied by, besides a scaler's scale."""
         norm = self._unscaled(_wide(early.norm()))
-        return Small((norm / self._factor(share, count)).square(), 1 / count)
+        factor = share if self._reduction == "mean" else share * count
+        return Small((norm / factor).square(), 1 / count)
 
-    def terms(self, small: Small | None, part: Tensor | None, like: Tensor) -> Tensor:
-        """What ranks add up: squares, 1 / counts, how many have them, and the window's |g|^2 in parts."""
+    def complete(self, complete: Complete) -> None:
+        if self.compares and not self._steps:
+            self._part = self._unscaled(self._unscaled(_wide(self._engine.part_of_square(complete.parameters))))
+
+    def numbers(self, like: Tensor, norm: Tensor | None, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Squares, 1 / counts, how many ranks have them, and the window's |g|^2 in parts."""
+        if not self.compares:
+            return None
+        part = self._part
+        if norm is not None:
+            part = _wide(norm).square() / self._engine.peers.num_ranks
+        elif self._steps and not self._engine.judges_gradients:  # else it is known after the step
+            part = _wide(self._engine.part_of_square(parameters))
         # Filled, and not copied from the host, which would wait for the device.
         nothing = like.new_zeros(())
         of_small = [nothing] * 3
-        if small is not None:
+        if (small := self._small) is not None:
             of_small = [small.square.to(like), like.new_full((), small.per_sample), like.new_ones(())]
         return torch.stack([*of_small, nothing if part is None else part.to(like)])
 
-    def part(
-        self, parameters: Sequence[nn.Parameter], norm: Tensor | None = None, *, is_scaled: bool = False
-    ) -> Tensor:
-        """This rank's of the window's |g|^2, whose root may be known."""
-        if norm is not None:
-            return _wide(norm).square() / self._engine.peers.num_ranks
-        part = _wide(self._engine.part_of_square(parameters))
-        return self._unscaled(self._unscaled(part)) if is_scaled else part
+    def end(self, outcome: str) -> None:
+        if self._early is not None:
+            self._early.remove_hooks()
+        self._early = None
+
+    def state(self) -> Any:
+        return None if self._small is None else [self._small.square.to("cpu"), self._small.per_sample]
+
+    def load(self, state: Any) -> None:
+        self._early, self._small = None, None if state is None else Small(*state)
 
     def _unscaled(self, number: Tensor) -> Tensor:
         if self._scaler is None:
             return number
         scale: Tensor = self._scaler.scale(number.new_ones((), dtype=torch.float32))
         return number / scale
-
-    def _factor(self, share: float, count: float) -> float:
-        return share if self._reduction == "mean" else share * count
 
 
 def _wide(number: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from ..batchnorm import batchnorms
 from ..engines import Engine
 from ..law.errors import DistaccumError
 from ..law.shares import listed
+from ..window.observer import Observer
+from ..window.status import WAITING, Status
 
 
 # Running statistics, once per window
@@ -76,7 +78,8 @@ class _Layer:
         return total
 
 
-class Pool:
+@final
+class Pool(Observer):
     """Moves running statistics once per window, by those of all its micro-batches on all ranks.
 
     For n values per channel in each forward, with mean m and variance v:
@@ -88,8 +91,12 @@ class Pool:
     layers saw inputs that had been normalised by each micro-batch's own statistics.
     """
 
+    key = "statistics"
+
     def __init__(self, models: Sequence[nn.Module], engine: Engine) -> None:
         self._engine = engine
+        self._at: Status | None = None
+        self._in_loss = False
         self._layers = [
             _Layer(layer) for model in models for _, layer in batchnorms(model) if layer.running_mean is not None
         ]
@@ -106,43 +113,55 @@ class Pool:
             if _is_compiled(module) and any(id(inner) in pooled for inner in module.modules()):
                 raise ValueError(f"batchnorm='pool' and torch.compile of {name or 'the model'}, {NO_HOOKS}")
 
-    @contextmanager
-    def watching(self, counts: Callable[[], bool]) -> Iterator[None]:
-        """Forwards within leave the statistics alone, and are kept for `commit` where `counts`."""
+    def begin(self, at: Status) -> None:
+        """Forwards leave the statistics alone from here on, and are kept for `end` where they count."""
         self._remove_hooks()  # that Ctrl-C left, in the lines below
+        self._at = at
+        for layer in self._layers:
+            layer.seen = []
+            layer.mark()
+            self._hooks.append(layer.module.register_forward_pre_hook(_Hook(partial(_lend, layer))))
+            # First of all hooks: another accumulator's lent before this one.
+            take_back = _Hook(partial(_take_back, layer, self._counts))
+            self._hooks.append(
+                layer.module.register_forward_hook(take_back, always_call=True, with_kwargs=True, prepend=True)
+            )
+
+    def _counts(self) -> bool:
+        """Whether a forward is of this window's samples: not recomputed in backward, nor after it, nor a stand-in."""
+        at = self._at
+        return self._in_loss or (at is not None and at.turn is WAITING and not at.source.is_stand_in)
+
+    @contextmanager
+    def counting(self, counts: bool) -> Iterator[None]:
+        """In it all forwards are counted, or none: of a loss over all pairs, which one rank counts."""
+        self._in_loss = counts
         try:
-            for layer in self._layers:
-                layer.seen = []
-                layer.mark()
-                self._hooks.append(layer.module.register_forward_pre_hook(_Hook(partial(_lend, layer))))
-                # First of all hooks: another accumulator's lent before this one.
-                take_back = _Hook(partial(_take_back, layer, counts))
-                self._hooks.append(
-                    layer.module.register_forward_hook(take_back, always_call=True, with_kwargs=True, prepend=True)
-                )
             yield
         finally:
-            self._remove_hooks()
-            for layer in self._layers:
-                _give_back(layer)  # where Ctrl-C came in its forward
+            self._in_loss = False
 
-    def _remove_hooks(self) -> None:
-        while self._hooks:
-            self._hooks[-1].remove()
-            self._hooks.pop()
-
-    def refuse_unseen(self) -> None:
-        """A compiled function that calls the model cannot be known before it runs."""
-        if any(layer.was_moved for layer in self._layers):
+    def finishing(self, at: Status) -> None:
+        self._remove_hooks()
+        if any(layer.was_moved for layer in self._layers):  # a compiled function cannot be known before it runs
             raise DistaccumError(
                 "batchnorm='pool', and a forward in training moved the running statistics of a layer and was not seen: "
                 f"a compiled function called it, {NO_HOOKS}. The window is discarded; what this forward did to the "
                 "statistics stays"
             )
 
-    def commit(self) -> None:
-        """The window was stepped. On all ranks; one collective."""
-        if not self._layers:
+    def _remove_hooks(self) -> None:
+        while self._hooks:
+            self._hooks[-1].remove()
+            self._hooks.pop()
+        self._at = None
+        for layer in self._layers:
+            _give_back(layer)  # where Ctrl-C came in its forward
+
+    def end(self, outcome: str) -> None:
+        """Moves the statistics of a window that was stepped; on all ranks, one collective."""
+        self._remove_hooks()
+        if outcome != "stepped" or not self._layers:
             return
         for layer in self._layers:
             layer.seen = layer.seen or [_nothing(layer.module)]
@@ -168,11 +187,11 @@ class Pool:
             )
         return everyone
 
-    def state(self) -> list[list[tuple[Tensor, Tensor, Tensor]]]:
+    def state(self) -> Any:
         """In mid-window, on the host."""
         return [[(one.number.cpu(), one.mean.cpu(), one.squares.cpu()) for one in layer.seen] for layer in self._layers]
 
-    def load(self, state: list[list[tuple[Tensor, Tensor, Tensor]]]) -> None:
+    def load(self, state: Any) -> None:
         for layer, seen in zip(self._layers, state or [[]] * len(self._layers), strict=True):
             device = layer.module.running_mean.device
             layer.seen = [_Seen(*(number.to(device) for number in numbers)) for numbers in seen]

@@ -4,27 +4,50 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, final
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
-from ..engines import Engine
+from ..accumulating.drawing import cut
+from ..accumulating.planner import Manner, Planner
+from ..engines.peers import Peers, ranks_where
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
-from ..gradients.snapshot import Before, random_devices, random_state, set_random_state, set_seed
+from ..gradients.snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
 from ..law.errors import DistaccumError
-from ..window.window import Window, refuse_loss
+from ..law.sizes import PROOFS
+from ..law.update import Update
+from ..observers.statistics import Pool
+from ..window.ledger import PairsLedger, refuse_loss
+from ..window.observer import Observer
+from ..window.status import Status
+from ..window.window import Window
+from .update import Agreement, retry
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]
 # How far representations may be from those of the first time, in parts of the largest.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-class Contrast:
+def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: Callable[..., Tensor]) -> Update:
+    """One update of a loss over all pairs of a batch."""
+    verifies = planner.progress.num_contrasts < PROOFS
+
+    def begin(agreement: Agreement) -> tuple[Callable[[Window], None], Manner]:
+        one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
+        return one.run, Manner(is_sum=True, ledger=PairsLedger, also=(one,))
+
+    update = retry(planner, cut(batch, planner.config, planner.progress.size), begin)
+    planner.progress.num_contrasts += 1
+    return update
+
+
+@final
+class Contrast(Observer):
     """A loss over all representations of a window, carried back a micro-batch at a time.
 
     Equivalent to `loss_fn(*encode(whole_batch)).backward()`, with all ranks' samples in the whole batch: by the chain
@@ -33,34 +56,22 @@ class Contrast:
     """
 
     def __init__(
-        self,
-        window: Window,
-        engine: Engine,
-        scaler: GradScaler | None,
-        encode: Encode,
-        loss_fn: Callable[..., Tensor],
-        *,
-        verifies: bool,
+        self, planner: Planner, agreement: Agreement, encode: Encode, loss_fn: Callable[..., Tensor], *, verifies: bool
     ) -> None:
-        self._window, self._engine, self._scaler = window, engine, scaler
-        self._encode, self._loss_fn = encode, loss_fn
-        self._verifies = verifies  # that encode gives the same again: costs a read on the host
+        """`verifies`: that encode gives the same again, which costs a read on the host."""
+        self._engine, self._scaler = planner.setup.engine, planner.setup.scaler
+        self._pool = next((one for one in planner.observers if isinstance(one, Pool)), None)
+        self._agreement, self._encode, self._loss_fn = agreement, encode, loss_fn
+        self._verifies = verifies
         self._differences: list[Tensor] = []
         self._parts: list[_Part] = []  # to come, a micro-batch each
         self._sharded: list[tuple[nn.Parameter, Tensor]] = []  # used in the loss alone, with their gradients
         self._random: dict[str, Any] = {}  # as it is after the loss
+        self._loss = torch.zeros(())
 
-    def run(self) -> None:
-        try:
-            self._run()
-        finally:  # which would keep this, and the representations with it, in a circle
-            self._window._prelude = None
-
-    def _run(self) -> None:
-        window = self._window
-        window._prelude = self._take_the_loss
+    def run(self, window: Window) -> None:
         for micro_batch in window:
-            representations = _listed(self._encode(micro_batch))
+            representations = _tensors_of(self._encode(micro_batch))
             if window.stand_in:
                 window.backward(_of_no_weight(representations))
             else:
@@ -71,77 +82,82 @@ class Contrast:
         if self._random:
             set_random_state(self._random)
         if self._verifies:
-            self._verify()
+            self._verify(window)
 
-    def _take_the_loss(self) -> None:
-        """On all ranks, before the first micro-batch that has a graph."""
-        window = self._window
-        before = Before(self._engine.models)
-        before.look()
-        encoded = self._encode_all()
-        before.put_back_buffers()  # they move when each micro-batch is encoded again
-        everyone, mine = gather(self._engine, encoded, window.index, window._device)
-        gradients, of_parameters, scale = self._loss_over(everyone)
-        total = sum(window._plan.num_counted)
+    def begin(self, at: Status) -> None:
+        """Takes the loss, on all ranks, before the first micro-batch that has a graph."""
+        waits = self._engine.peers.waits
+        with nullcontext() if waits is None else waits.span("forward", on="the loss over all micro-batches"):
+            self._take_the_loss(at, at.parameters[0].device)
+
+    def _take_the_loss(self, at: Status, device: torch.device) -> None:
+        before = Snapshot(self._engine.models)
+        before.take()
+        encoded = self._encode_all(at)
+        before.restore_buffers()  # they move when each micro-batch is encoded again
+        everyone, mine = gather(self._engine.peers, encoded, at.index, device)
+        gradients, of_parameters, scale = self._loss_over(everyone, at, device)
+        total = sum(at.plan.num_counted)
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
         self._sharded = [(p, g * scale.to(g.dtype)) for p, g in of_parameters if hasattr(p, "to_local")]
         for i, part in enumerate(encoded):
             rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in zip(gradients, mine, strict=True)]
             self._parts.append(_Part(rows, carried, part if self._verifies else None))
-        window._encoded = [[_largest(one) for one in part if _has_gradient(one) and one.numel()] for part in encoded]
+            largest = [one.detach().abs().max() for one in part if _has_gradient(one) and one.numel()]
+            _ledger_of(at).largest += [(at.source.numbers[i], one) for one in largest]
         set_random_state(before.random)
 
-    def _encode_all(self) -> list[list[Tensor]]:
-        """This rank's representations, by micro-batch; all ranks know then that all came through."""
-        window = self._window
+    def _encode_all(self, at: Status) -> list[list[Tensor]]:
+        """This rank's representations, by micro-batch; all ranks know then that none has failed."""
         with torch.no_grad():
-            encoded = [_listed(self._encode(micro_batch)) for micro_batch in window._micro_batches][: len(window)]
+            encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in at.source.micro_batches()]
         torch.clear_autocast_cache()  # torch 2.6 would use the weights again that it cast without a graph
         self._engine.show_parameters()
-        _refuse_uneven(encoded, [length for (length,) in window._counts])
-        if window._guard is not None:
-            window._guard()  # what fails on one rank fails before this; the others wait in it
+        _refuse_uneven(encoded, [length for (length,) in at.source.counts])
+        self._agreement.agree()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
-    def _loss_over(self, everyone: Everyone) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
+    def _loss_over(
+        self, everyone: Everyone, at: Status, device: torch.device
+    ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
         """Its gradient by representation and by parameter, and the scaler's scale; the same on all ranks."""
-        window, devices = self._window, random_devices(self._engine.models)
+        peers, devices = self._engine.peers, random_devices(self._engine.models)
         self._random = random_state(devices)
-        scale = torch.ones((), device=window._device)
+        scale = torch.ones((), device=device)
         if self._scaler is not None:
             scale = self._scaler.scale(scale)
-        if self._engine.peers.num_ranks > 1:
+        if peers.num_ranks > 1:
             set_seed(everyone.seed)
-        window._in_loss = self._engine.peers.rank == 0
         out_of_memory = None
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), nullcontext() if self._pool is None else self._pool.counting(peers.rank == 0):
                 loss = self._loss_fn(*everyone.tensors)
-            gradients, of_parameters = self._differentiate(loss, everyone.tensors, scale)
+            gradients, of_parameters = self._differentiate(loss, everyone.tensors, scale, at)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             out_of_memory = in_short(error)
-        finally:
-            window._in_loss = False
         if out_of_memory is not None:  # not with its cause: smaller micro-batches would not help
             shapes = ", ".join(str(list(one.shape)) for one in everyone.tensors)
             raise DistaccumError(
                 f"loss_fn does not fit into memory on all representations ({shapes}; {out_of_memory}); take a smaller "
                 "batch, or a loss that goes over its pairs in blocks"
             )
-        if self._engine.peers.num_ranks == 1:
+        if peers.num_ranks == 1:
             self._random = random_state(devices)  # what the loss drew is drawn
         return gradients, of_parameters, scale
 
     def _differentiate(
-        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor
+        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor, at: Status
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
         """By representation and by parameter; what has none is left out. The window's record gets the loss."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
-        self._window._loss = loss.detach().clone()  # before a hook of backward's can change it in place
-        parameters = [p for p in self._window._parameters if p.requires_grad]
+        ledger = _ledger_of(at)
+        ledger.loss = loss.detach().clone()  # before a hook of backward's can change it in place
+        self._loss = ledger.loss
+        ledger.part = self._engine.divisor / self._engine.peers.num_ranks
+        parameters = [p for p in at.parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
         scaled = torch.autograd.grad(
@@ -174,23 +190,21 @@ class Contrast:
         carried: Tensor = _Carry.apply(gradients, *tensors)
         return carried
 
-    def _verify(self) -> None:
-        assert self._window._loss is not None
+    def _verify(self, window: Window) -> None:
         off = max((float(one) for one in self._differences), default=0.0)
-        rows = self._engine.peers.gather([off, float(self._window._loss)])
+        rows = self._engine.peers.gather([off, float(self._loss)])
         losses = [loss for _, loss in rows]
         if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
-            self._window.discard()
+            window.discard()
             raise DistaccumError(
                 f"loss_fn gave the ranks different losses ({', '.join(f'{loss:.6g}' for loss in losses)}), expected "
                 "one for all, since each is given all representations; it may draw from torch, random and numpy, "
                 "which are seeded alike, and depend on nothing else that differs between ranks"
             )
-        wrong = [str(rank) for rank, (value, _) in enumerate(rows) if value > 1]
-        if wrong:
-            self._window.discard()
+        if wrong := ranks_where([value > 1 for value, _ in rows]):
+            window.discard()
             raise DistaccumError(
-                f"encode() gave other representations the second time on rank {', '.join(wrong)}, so the gradient "
+                f"encode() gave other representations the second time on rank {wrong}, so the gradient "
                 "would not be the loss's; it may depend on the micro-batch, the model, and the random numbers of "
                 "torch, random and numpy, and on nothing that changes between two calls"
             )
@@ -230,21 +244,21 @@ class Everyone:
 
 
 def gather(
-    engine: Engine, encoded: Sequence[Sequence[Tensor]], index: int, device: torch.device
+    peers: Peers, encoded: Sequence[Sequence[Tensor]], index: int, device: torch.device
 ) -> tuple[Everyone, list[list[int]]]:
     """All ranks' representations, ready for a loss; and where this rank's micro-batches begin in each."""
     number = len(encoded[0]) if encoded else 0
     starts = [[0, *accumulate(len(part[j]) for part in encoded)] for j in range(number)]
     joined = [torch.cat([part[j] for part in encoded]) for j in range(number)]
     seed = 0
-    if engine.peers.num_ranks > 1:
-        told = engine.peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
+    if peers.num_ranks > 1:
+        told = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
         kinds = [kinds for kinds, _ in told]
         _refuse_unlike(kinds)
         seed = (told[0][1] + _GOLDEN * (index + 1)) % 2**63
-        packed = engine.peers.gather_bytes(_pack(joined, device), [_size(kind) for kind in kinds])
+        packed = peers.gather_bytes(_pack(joined, device), [_size(kind) for kind in kinds])
         by_rank = [_unpack(one, kind) for one, kind in zip(packed, kinds, strict=True) if kind]
-        before = [sum(kind[j][1][0] for kind in kinds[: engine.peers.rank] if kind) for j in range(number)]
+        before = [sum(kind[j][1][0] for kind in kinds[: peers.rank] if kind) for j in range(number)]
         starts = [[first + place for place in places] for first, places in zip(before, starts, strict=True)]
         joined = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
     return Everyone([one.requires_grad_(_has_gradient(one)) for one in joined], seed), starts
@@ -311,7 +325,7 @@ def _refuse_others(loss: Tensor, known: set[int]) -> None:
             )
 
 
-def _listed(value: Any) -> list[Tensor]:
+def _tensors_of(value: Any) -> list[Tensor]:
     listed = list(value) if isinstance(value, list | tuple) else [value]
     for one in listed:
         if not isinstance(one, Tensor):
@@ -342,8 +356,9 @@ def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-def _largest(tensor: Tensor) -> Tensor:
-    return tensor.detach().abs().max()
+def _ledger_of(at: Status) -> PairsLedger:
+    assert isinstance(at.ledger, PairsLedger)
+    return at.ledger
 
 
 def _wide(tensor: Tensor) -> Tensor:

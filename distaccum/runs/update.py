@@ -1,121 +1,176 @@
-"""A window run for the caller: undone on all ranks where it fails, and run again where that may help."""
+"""update(): a window run for the caller; undone on all ranks where it fails, and run again where that may help."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import IntEnum
+from functools import partial
+from typing import Any, final
 
-from ..accumulating.commit import NonfiniteError
+from torch import Tensor
+
+from ..accumulating.drawing import Drawing, cut
+from ..accumulating.nonfinite import NonfiniteError
+from ..accumulating.planner import LOOP, Manner, Planner
 from ..engines import Engine
+from ..engines.peers import ranks_where
 from ..gradients.memory import free, in_short, is_out_of_memory
-from ..gradients.snapshot import Before
 from ..law.errors import DistaccumError, LostRanksError
-from ..law.sizes import Fit
 from ..law.update import Update
-from ..window.window import Stage, Window
+from ..window.observer import Observer
+from ..window.status import Stage, Status
+from ..window.window import Window
 
-OK, OUT_OF_MEMORY, FAILED = range(3)
+LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 
 
-class Guard:
-    """Ranks agree that all came through, before any of them reduces."""
+class Vote(IntEnum):
+    OK = 0
+    OUT_OF_MEMORY = 1
+    FAILED = 2
+
+
+class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
+    """Another rank failed."""
+
+
+@final
+class Agreement(Observer):
+    """Ranks agree that none has failed, before any of them reduces."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.verdicts: list[int] = []  # by rank, when they last agreed
+        self.votes: list[int] = []  # by rank, the last ones
+        self.is_reducing = False  # in a backward that other ranks take part in
 
-    def __call__(self) -> None:
-        self.tell(OK)
-        if any(self.verdicts):
-            raise _FailedElsewhere
+    def before_backward(self, at: Status, reduces: bool) -> None:
+        if reduces:
+            self.agree()
 
-    def hear(self, error: Exception) -> None:
+    def after_backward(self, at: Status) -> None:
+        self.is_reducing = False
+
+    def finishing(self, at: Status) -> None:
+        if not self._engine.will_reduce(True):
+            self.agree()
+
+    def agree(self) -> None:
+        """Raises where another rank has failed; this one waits for the votes of all."""
+        self.vote(Vote.OK)
+        if any(self.votes):
+            raise FailedElsewhere
+        self.is_reducing = True
+
+    def report(self, error: Exception) -> None:
         """Tells the others of an error on this rank, unless it is theirs."""
-        if not isinstance(error, _FailedElsewhere):
-            self.tell(OUT_OF_MEMORY if is_out_of_memory(error) else FAILED)
+        if not isinstance(error, FailedElsewhere):
+            self.vote(Vote.OUT_OF_MEMORY if is_out_of_memory(error) else Vote.FAILED)
 
-    def tell(self, verdict: int) -> None:
-        self.verdicts = [int(row[0]) for row in self._engine.peers.agree([float(verdict)])]
+    def vote(self, vote: Vote) -> None:
+        self.votes = [int(row[0]) for row in self._engine.peers.agree([float(vote)])]
 
-    def ranks(self, verdict: int) -> str:
-        """Those of it, as a text."""
-        return ", ".join(str(rank) for rank, found in enumerate(self.verdicts) if found == verdict)
-
-
-class _FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
-    """Another rank did not come through."""
+    def ranks(self, vote: Vote) -> str:
+        """Those that voted so, as a text."""
+        return ranks_where([found == vote for found in self.votes])
 
 
-class Transaction:
-    """Runs a window and steps it; undoes it on all ranks where that fails, and runs it again where that may help."""
+def run_all(window: Window, loss_fn: LossFn) -> None:
+    """A loop over the micro-batches."""
+    for micro_batch in window:
+        loss = loss_fn(micro_batch)
+        if isinstance(loss, Mapping):
+            if not loss:
+                raise ValueError("loss_fn gave a dict without a loss, expected one for each name")
+            window.backward(**loss)
+        else:
+            window.backward(loss)
 
-    def __init__(self, engine: Engine, fit: Fit, before: Before, index: int) -> None:
-        self._engine, self._fit, self._before = engine, fit, before
-        self._index = index  # of the update
 
-    def __call__(self, plan: Callable[[Guard], Window], run: Callable[[Window], None]) -> Update:
-        ran_again = False
-        while True:
-            self._before.look()
-            guard = Guard(self._engine)
-            window = plan(guard)
-            all_came_through = False
-            try:
-                run(window)
-                all_came_through = True
-                update = window.step()
-            except NonfiniteError as error:
-                self._before.put_back()
-                if error.is_placed or ran_again:
-                    raise
-                ran_again = True  # and look at each micro-batch: the error then names it
-            except Exception as error:
-                if all_came_through:  # in step(), where no rank waits to hear of it, and weights may have changed
-                    window.discard()
-                    raise
-                self._undo(window, guard, error)
-            except BaseException:
-                window.discard()
-                if window._stage is not Stage.STEPPED:  # else Ctrl-C came after the weights moved
-                    self._before.put_back()
-                raise
-            else:
-                self._fit.came_through(window._plan.largest, max(window._plan.num_counted), window._plan.largest_sample)
-                return update
-            free()
+def update(planner: Planner, batch: Any, loss_fn: LossFn) -> Update:
+    """One update of a batch that is cut."""
+    draw = cut(batch, planner.config, planner.progress.size)
+    return retry(planner, draw, lambda _: (partial(run_all, loss_fn=loss_fn), LOOP))
 
-    def _undo(self, window: Window, guard: Guard, error: Exception) -> None:
-        """Puts all back, on all ranks; returns where a smaller micro-batch may fit."""
-        is_reducing = window._reducing and self._engine.peers.num_ranks > 1
-        largest, rank = window._plan.largest, self._engine.peers.rank
-        window.discard()
-        self._before.put_back()
-        if isinstance(error, LostRanksError):
-            raise error
-        if isinstance(error, RuntimeError):
-            self._engine.peers.refuse_lost(error)
+
+def retry(
+    planner: Planner,
+    draw: Drawing,
+    begin: Callable[[Agreement], tuple[Callable[[Window], None], Manner]],
+) -> Update:
+    """Runs a window and steps it; where that failed for want of memory, again with smaller micro-batches.
+
+    `begin` gives what runs the window, and in which manner, anew for each attempt.
+    """
+    planner.make_way()
+    engine, size, inspects = planner.setup.engine, planner.progress.size, False
+    snapshot = planner.progress.snapshot
+    while True:
+        snapshot.take()
+        agreement = Agreement(engine)
+        run, manner = begin(agreement)
+        window = planner.plan(draw, replace(manner, agreement=agreement, inspects=inspects))
+        status = planner.status
+        assert status is not None
+        has_run = False
         try:
-            if is_reducing and not is_out_of_memory(error):
-                raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
-            try:
-                guard.hear(error)
-            except DistaccumError as lost:
-                raise DistaccumError(
-                    f"rank {rank} failed where the other ranks cannot be told, since they wait for it in a collective "
-                    f"of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
-                ) from lost
-            if guard.verdicts[rank] == FAILED:
-                raise error
-            if failed := guard.ranks(FAILED):
-                raise DistaccumError(
-                    f"rank {failed} failed in update {self._index} (its own error says why); the window is undone on "
-                    "all ranks, and nothing was stepped"
-                )
-            if not self._fit.ran_out(largest):
-                seen = f": {in_short(error)}" if guard.verdicts[rank] == OUT_OF_MEMORY else ""
-                raise DistaccumError(
-                    f"a micro-batch of {largest} sample does not fit into the memory of rank "
-                    f"{guard.ranks(OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
-                    "activation checkpointing, or a lower precision"
-                )
-        finally:
-            del error  # or its traceback would keep the failed forward, and itself
+            run(window)
+            has_run = True
+            update = window.step()
+        except NonfiniteError as error:
+            snapshot.restore()
+            if error.is_placed or inspects:
+                raise
+            inspects = True  # the error then names the micro-batch
+        except Exception as error:
+            if has_run:  # in step(), where no rank waits to hear of it, and weights may have changed
+                window.discard()
+                raise
+            window.discard()
+            snapshot.restore()
+            _settle(planner, status, agreement, error)
+        except BaseException:
+            window.discard()
+            if status.stage is not Stage.STEPPED:  # else Ctrl-C came after the weights moved
+                snapshot.restore()
+            raise
+        else:
+            plan = status.plan
+            size.succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
+            return update
+        free()
+
+
+def _settle(planner: Planner, status: Status, agreement: Agreement, error: Exception) -> None:
+    """Ranks tell each other what failed; returns where a smaller micro-batch may fit."""
+    peers, largest = planner.setup.engine.peers, status.plan.largest
+    if isinstance(error, LostRanksError):
+        raise error
+    if isinstance(error, RuntimeError):
+        peers.refuse_lost(error)
+    try:
+        if agreement.is_reducing and peers.num_ranks > 1 and not is_out_of_memory(error):
+            raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
+        try:
+            agreement.report(error)
+        except DistaccumError as lost:
+            raise DistaccumError(
+                f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
+                f"collective of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
+            ) from lost
+        if agreement.votes[peers.rank] == Vote.FAILED:
+            raise error
+        if failed := agreement.ranks(Vote.FAILED):
+            raise DistaccumError(
+                f"rank {failed} failed in update {status.index} (its own error says why); the window is undone on "
+                "all ranks, and nothing was stepped"
+            )
+        if not planner.progress.size.ran_out(largest):
+            seen = f": {in_short(error)}" if agreement.votes[peers.rank] == Vote.OUT_OF_MEMORY else ""
+            raise DistaccumError(
+                f"a micro-batch of {largest} sample does not fit into the memory of rank "
+                f"{agreement.ranks(Vote.OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
+                "activation checkpointing, or a lower precision"
+            )
+    finally:
+        del error  # or its traceback would keep the failed forward, and itself

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..gradients.memory import free, is_out_of_memory
-from ..gradients.snapshot import Before
+from ..gradients.snapshot import Snapshot
 from ..law.batches import batch_length, cut_batch
 
 
@@ -38,8 +38,8 @@ def measure(
     size = length if micro_batch_size is None else micro_batch_size
     if size > length:
         raise ValueError(f"micro_batch_size={size} and the model's batch has {length}; give a batch as long")
-    device, before = trained[0].device, Before(models)
-    before.look()
+    device, before = trained[0].device, Snapshot(models)
+    before.take()
     kept = [p.grad for p in trained]
     halved = False
     try:
@@ -56,7 +56,7 @@ def measure(
             _clear(trained)
             free()
     finally:
-        before.put_back()
+        before.restore()
         for parameter, gradient in zip(trained, kept, strict=True):
             parameter.grad = gradient
     fits = "halved until it fitted" if halved else f"it fits; more than {size} was not probed"

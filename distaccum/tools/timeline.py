@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..law.table import table, width, wrapped
-from ..observers.trace import DEVICE, HOST, VERSION
+from ..observers.trace_file import DEVICE, HOST, VERSION
 from .picture import blank, save
 
 COMPUTE = ("forward", "backward")

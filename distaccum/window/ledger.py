@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from ..gradients.norms import HALF
 from ..gradients.scaling import is_scaled_by, stamp_of_scale
 from ..law.errors import Once
 from ..law.shares import Reduction, share_of
-from .refusals import refuse_loss
 from .source import Counts
 
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
@@ -68,7 +67,7 @@ class Ledger(ABC):
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
         self._factor = 1.0  # that the gradient was multiplied by at the edge: streaming, the shares were guesses
 
-    def shares(self, counts: Counts) -> tuple[float | None, ...]:
+    def _shares_of(self, counts: Counts) -> tuple[float | None, ...]:
         """The factor of each named loss of a micro-batch; None: the term is left out."""
         found = self._shares.get(counts)
         if found is None:
@@ -82,9 +81,7 @@ class Ledger(ABC):
         self, counts: Counts, is_stand_in: bool, loss: Tensor | None, named: Mapping[str, Tensor | None]
     ) -> Weighed:
         """Losses and seeds for a backward, and what `note` is given once it ended."""
-        shares = self.shares(counts)
-        if is_stand_in:
-            shares = tuple(None if share is None else 0.0 for share in shares)
+        shares = tuple(0.0 if n else None for n in counts) if is_stand_in else self._shares_of(counts)
         # The record has its own numbers: what the caller does to the loss in place, also in a hook, is no part of it.
         if not named and not self.has_several:
             one, weight = self._weighted(self._names[0], loss, shares[0] or 0.0)
@@ -175,10 +172,11 @@ class Ledger(ABC):
         given, self._given = self._given, set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and name not in given]
 
-    @property
-    def is_scaled(self) -> bool:
-        """Whether any seed has the scaler's scale."""
-        return self._scaler is not None and any(self._weights.values())
+    def unscaled(self, seeds: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients that have the scaler's scale, as seeds of a backward whose runner scales them again."""
+        if self._scaler is None or self._scales:
+            return list(seeds)
+        return [seed / self._scaler.scale(seed.new_ones((), dtype=torch.float32)) for seed in seeds]
 
     def correct(self, total: float) -> float:
         """Streaming, shares were made with a guess of the count; gives the factor that corrects the gradient."""
@@ -206,6 +204,11 @@ class Ledger(ABC):
     def load(self, losses: Losses) -> None:
         for number, name, share, loss in losses:
             self.note([(self._weight(name, loss.to(self._device), share), loss.to(self._device))], number)
+
+    def clear(self) -> None:
+        """Frees the losses."""
+        for weights in self._weights.values():
+            weights.clear()
 
     def _first_nonfinite(self, values: Sequence[tuple[int, Tensor]]) -> tuple[int, float] | None:
         """In one wait for the device."""
@@ -260,3 +263,21 @@ class PairsLedger(Ledger):
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         return self._first_nonfinite(self.largest)
+
+
+def refuse_loss(loss: object, who: str = "backward() got") -> NoReturn:
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"{who} {loss!r}, a {type(loss).__name__}, expected the loss as a tensor (without .item() or float())"
+        )
+    if loss.ndim:
+        say = " and say which to the Accumulator: reduction=" if who.startswith("backward") else ""
+        raise ValueError(
+            f"{who} a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum(){say}"
+        )
+    if loss.is_complex():
+        raise TypeError(f"{who} a loss in {loss.dtype}, expected a real number; take .real or .abs()")
+    raise ValueError(
+        f"{who} a loss without a graph, which depends on no trainable parameter; compute it from the "
+        "model's outputs (not from its inputs), outside torch.no_grad and without detach()"
+    )

@@ -42,8 +42,8 @@ class Observer:
     def complete(self, complete: Complete) -> None:
         """Gradients are final."""
 
-    def numbers(self, like: Tensor, norm: Tensor | None) -> Tensor | None:
-        """Numbers that are added up over ranks with the record; `norm` is the gradient's, where it is known."""
+    def numbers(self, like: Tensor, norm: Tensor | None, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+        """Numbers that ranks add up with the record; `norm` is that of the gradient of `parameters`, where known."""
         return None
 
     def end(self, outcome: str) -> None:

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 from typing import NoReturn
 
-from torch import Tensor
+import torch
 
 from ..law.errors import DistaccumError
 from .status import FAILED, WAITING, Stage, Status
-
-
-def refuse_loss(loss: object, who: str = "backward() got") -> NoReturn:
-    if not isinstance(loss, Tensor):
-        raise TypeError(
-            f"{who} {loss!r}, a {type(loss).__name__}, expected the loss as a tensor (without .item() or float())"
-        )
-    if loss.ndim:
-        say = " and say which to the Accumulator: reduction=" if who.startswith("backward") else ""
-        raise ValueError(
-            f"{who} a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum(){say}"
-        )
-    if loss.is_complex():
-        raise TypeError(f"{who} a loss in {loss.dtype}, expected a real number; take .real or .abs()")
-    raise ValueError(
-        f"{who} a loss without a graph, which depends on no trainable parameter; compute it from the "
-        "model's outputs (not from its inputs), outside torch.no_grad and without detach()"
-    )
 
 
 def refuse_backward(status: Status) -> NoReturn:
@@ -61,3 +43,9 @@ def refuse_nesting(what: str, status: Status) -> None:
         )
     if status.turn is not WAITING:
         raise DistaccumError(f"{what} {status.where()}, expected it in a micro-batch that had no backward yet")
+
+
+def refuse_inference_mode() -> None:
+    """What is made in it (a scale, DDP's buckets) could not be written to outside of it."""
+    if torch.is_inference_mode_enabled():
+        raise DistaccumError("a window inside torch.inference_mode(), where nothing is trained; leave that mode first")

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import io
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
+from ..engines import Engine
+from ..gradients.snapshot import random_state
 from ..law.errors import DistaccumError
 from ..law.shares import whole_number_in
-
-Losses = list[tuple[int, str, float, Any]]  # micro-batch, name, share, loss (a tensor)
+from .ledger import Losses
+from .observer import Observer
+from .status import DONE, Status
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,40 @@ class Unfinished:
     index: int  # of the update
     counts: list[tuple[float, ...]]  # of this rank's micro-batches
     losses: Losses
-    partial: dict[str, Any]  # as the engine gave it
+    partial: dict[str, Any]  # what the engine's backwards added up
     random: dict[str, Any]
-    statistics: list[Any] = field(default_factory=list)  # of batch normalisation, where they are pooled
-    noise: Any = None  # of the first micro-batch, where the noise scale is measured
+    observers: dict[str, Any]  # the state of each, by its key
+
+
+def suspended(
+    status: Status,
+    engine: Engine,
+    observers: Sequence[Observer],
+    devices: Sequence[torch.device],
+) -> Unfinished:
+    """What a window needs to go on, between two of its micro-batches; `devices` have random numbers of their own."""
+    source = status.source
+    if status.turn is not DONE or status.has_more_parts:
+        raise DistaccumError(
+            f"state_dict() {status.where()} before its backward, expected it after window.backward(loss), between "
+            "two micro-batches"
+        )
+    if len(source.num_counted) > 1 and engine.shows_partial and not status.is_between_micro_batches:
+        num = list(source.num_counted)
+        known = f"they have {num}" if any(num) else "streaming, what they have is not known"
+        raise DistaccumError(
+            f"state_dict() {status.where()}, where another of the ranks may be past its last ({known}) and all "
+            "cannot go on together; take it where window.can_pause, or after window.step()"
+        )
+    return Unfinished(
+        done=status.num_done,
+        index=status.index,
+        counts=source.counts,
+        losses=[(number, name, share, loss.to("cpu")) for number, name, share, loss in status.ledger.state()],
+        partial=engine.partial(status.parameters),
+        random=random_state(devices),
+        observers={one.key: one.state() for one in observers if one.key},
+    )
 
 
 def pack(unfinished: Unfinished | None, loader: Any) -> bytes | None:

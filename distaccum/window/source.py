@@ -39,8 +39,6 @@ class Stream(Protocol):
 class Source(ABC):
     """Abstract: hands out this rank's micro-batches in order, then its stand-ins."""
 
-    is_streamed = False
-
     def __init__(self, engine: Engine, plan: Plan, stand_in: StandIn | None) -> None:
         self.place = -1  # of the micro-step at work
         self.stand_in = stand_in
@@ -63,6 +61,14 @@ class Source(ABC):
     def is_stand_in(self) -> bool:
         """Whether the micro-step at work is no micro-batch of this rank's own."""
         return self.place >= len(self.counts)
+
+    @property
+    def counts_here(self) -> Counts:
+        """The denominators of the micro-step at work."""
+        if self.place < len(self.counts):
+            return self.counts[self.place]
+        assert self.stand_in is not None
+        return self.stand_in.counts
 
     @property
     def reduces(self) -> bool:
@@ -127,8 +133,6 @@ class Listed(Source):
 @final
 class Streamed(Source):
     """One micro-batch was drawn at planning; each next one is drawn before the backward of the one before."""
-
-    is_streamed = True
 
     def __init__(
         self,

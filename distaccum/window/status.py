@@ -9,6 +9,7 @@ from typing import final
 from torch import nn
 
 from ..law.plan import Plan
+from .ledger import Ledger
 from .source import Source
 
 
@@ -39,6 +40,7 @@ class Status:
         "allow_discard",
         "has_more_parts",
         "index",
+        "ledger",
         "parameters",
         "plan",
         "source",
@@ -47,8 +49,10 @@ class Status:
         "was_asked_to_step",
     )
 
-    def __init__(self, index: int, plan: Plan, source: Source, parameters: Sequence[nn.Parameter]) -> None:
-        self.index, self.plan, self.source, self.parameters = index, plan, source, parameters
+    def __init__(
+        self, index: int, plan: Plan, source: Source, ledger: Ledger, parameters: Sequence[nn.Parameter]
+    ) -> None:
+        self.index, self.plan, self.source, self.ledger, self.parameters = index, plan, source, ledger, parameters
         self.stage = Stage.PLANNED
         self.turn = DONE
         self.has_more_parts = False  # of parts() or heads()
@@ -59,6 +63,12 @@ class Status:
     def num_done(self) -> int:
         """Micro-steps that ended."""
         return self.source.place + (self.turn is DONE and not self.has_more_parts)
+
+    @property
+    def is_between_micro_batches(self) -> bool:
+        """Whether every rank, after this many micro-batches, has another."""
+        is_done = self.stage is Stage.RUNNING and self.turn is DONE and not self.has_more_parts
+        return is_done and self.source.place + 1 < min(self.source.num_counted)
 
     @property
     def is_open(self) -> bool:

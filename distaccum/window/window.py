@@ -16,15 +16,13 @@ from ..engines import Engine
 from ..gradients.scaling import forget
 from ..gradients.snapshot import set_random_state
 from ..law.errors import DistaccumError, Once
-from ..law.plan import Plan
 from ..law.shares import tidy
 from ..law.update import Update
-from .ledger import Ledger
 from .observer import Complete, Observer
 from .parts import each_head, each_part
 from .refusals import refuse_backward, refuse_inference_mode, without_backward
-from .resume import Unfinished
-from .source import Source, untouched_statistics
+from .resume import Unfinished, suspended
+from .source import Streamed, untouched_statistics
 from .status import DONE, FAILED, WAITING, Stage, Status
 from .tamper import Tamper
 
@@ -65,21 +63,19 @@ class Window:
         self,
         status: Status,
         trained: Trained,
-        ledger: Ledger,
         observers: tuple[Observer, ...],
         commit: Callable[[Complete], Update],
         unfinished: Unfinished | None,
     ) -> None:
         self.index = status.index
-        self.counts: dict[str, float] = {} if status.source.is_streamed else dict(status.plan.counts)
+        self.counts: dict[str, float] = {} if isinstance(status.source, Streamed) else dict(status.plan.counts)
         self._started = time.perf_counter()
         self._status, self._plan, self._source = status, status.plan, status.source
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
-        self._ledger, self._observers, self._commit = ledger, observers, commit
+        self._ledger, self._observers, self._commit = status.ledger, observers, commit
         self._unfinished = unfinished
         self._tamper = Tamper(trained.engine, trained.groups)
         self._is_first = True  # no backward ended yet
-        self._complete: Complete | None = None
 
     def __len__(self) -> int:
         """This rank's micro-batches (streaming, those known); stand-ins are not among them."""
@@ -139,9 +135,6 @@ class Window:
                 self._refuse_tampered()
             if not self._plan.is_empty:
                 self._finish()
-            self._complete = self._completed()
-            for observer in observers if not self._plan.is_empty else ():
-                observer.complete(self._complete)
             status.stage = Stage.COMPLETE
         finally:
             if status.stage is not Stage.COMPLETE:
@@ -177,8 +170,7 @@ class Window:
             raise DistaccumError("parts() or heads() was left before its last item; go through all of them")
         if status.turn is not DONE:
             raise DistaccumError(without_backward("a micro-batch", status))
-        missing = [] if self._source.is_stand_in else self._ledger.missing(self._source.counts[self._source.place])
-        if missing:
+        if missing := self._ledger.missing(self._source.counts_here):
             raise DistaccumError(
                 f"micro-batch {self._source.place} got no loss for {missing}, although its count is above 0; give each "
                 "name its loss, or let count give 0 where there is none"
@@ -193,7 +185,7 @@ class Window:
         except RuntimeError as error:
             self._engine.peers.refuse_lost(error)
             raise
-        if self._source.is_streamed:
+        if isinstance(self._source, Streamed):
             total = self._source.total()
             self.counts = dict.fromkeys(self._plan.counts, tidy(total))
             factor = self._ledger.correct(total)
@@ -203,8 +195,12 @@ class Window:
         if self._engine.sums is not None:  # which are in .grad by now
             self._tamper.stamp(reduced=True)
         self._tamper.forget_unused()
+        if self._observers:
+            complete = self._as_complete()
+            for observer in self._observers:
+                observer.complete(complete)
 
-    def _completed(self) -> Complete:
+    def _as_complete(self) -> Complete:
         return Complete(
             index=self.index,
             plan=self._plan,
@@ -260,6 +256,9 @@ class Window:
         for observer in observers:
             observer.after_backward(status)
         status.turn, self._is_first = DONE, False
+        if status.has_more_parts:
+            for observer in observers:
+                observer.forward(status)
 
     def _after_backward(self, reduced: bool) -> None:
         if not self._status.has_more_parts:
@@ -291,7 +290,7 @@ class Window:
         return each_head(self._status, outputs, items, self._run_trunk)
 
     def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        if not outputs and None not in self._ledger.shares(self._source.counts_here):  # else the term was left out
+        if not outputs and all(self._source.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         self._source.look_ahead()
         losses, seeds = list(outputs), self._ledger.unscaled(gradients)
@@ -309,10 +308,15 @@ class Window:
                 "micro-batches"
             )
         self._status.was_asked_to_step = True
-        assert self._complete is not None
-        if self._tamper.is_cleared():
+        if (self._trained.optimizers or self._engine.owns_step) and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
-        return self._commit(self._complete)
+        return self._commit(self._as_complete())
+
+    def suspend(self, devices: Sequence[torch.device]) -> Unfinished | None:
+        """What this rank needs to go on from here, between two micro-batches; for `Accumulator.state_dict`."""
+        if self._status.stage is Stage.PLANNED:
+            return self._unfinished
+        return suspended(self._status, self._engine, self._observers, devices)
 
     def discard(self) -> None:
         """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
@@ -337,8 +341,9 @@ class Window:
 
     def _release(self) -> None:
         self._source.clear()
+        self._ledger.clear()
         self._tamper.clear()
-        self._complete = self._unfinished = None
+        self._unfinished = None
 
     def _refuse_tampered(self) -> NoReturn:
         self._refuse_lost("gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)")

@@ -183,7 +183,7 @@ class Diagnosis:
 
     def _calls(self) -> list[tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]]:
         """Each module's first call on the whole batch; inner ones first."""
-        self._of.before.put_back()
+        self._of.before.restore()
         calls: dict[int, tuple[str, nn.Module, tuple[Any, ...], dict[str, Any]]] = {}
 
         def note(name: str) -> Callable[..., None]:
@@ -219,7 +219,7 @@ class Diagnosis:
             if is_one:
                 inner.add(id(module))
                 found.append((name, module))
-        self._of.before.put_back()
+        self._of.before.restore()
         return found[::-1]
 
     def _draws(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
@@ -229,21 +229,21 @@ class Diagnosis:
     def _gives_another(self, module: nn.Module, args: Any, kwargs: Any, seeds: tuple[int, int] = (1, 1)) -> bool:
         outputs = []
         for seed in seeds:
-            self._of.before.put_back()
+            self._of.before.restore()
             set_seed(seed)
             outputs.append(_outputs(module, args, kwargs))
         return any(not torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
     def _mixes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
         length = self._of.length
-        self._of.before.put_back()
+        self._of.before.restore()
         if not any(t.shape[0] == length for _, t in tensors_in((args, kwargs)) if t.ndim):
             return False
         whole = [one for one in _outputs(module, args, kwargs) if one.ndim and one.shape[0] == length]
         halves = [length // 2, length - length // 2]
         parts = []
         for one_args, one_kwargs in cut_batch((args, kwargs), halves, length):
-            self._of.before.put_back()
+            self._of.before.restore()
             parts.append([one for one in _outputs(module, one_args, one_kwargs) if one.ndim])
         for i, one in enumerate(whole):
             pieces = torch.cat([part[i] for part in parts])

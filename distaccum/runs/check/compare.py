@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...accumulating.nonfinite import names_of
 from ...engines import Engine
-from ...gradients.snapshot import Before, random_devices, random_state, same_random, set_seed
+from ...gradients.names import names_of
+from ...gradients.snapshot import Snapshot, random_devices, random_state, same_random, set_seed
 from ...law.batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
 from ...law.errors import DistaccumError
 from ...law.shares import Reduction, listed
@@ -72,8 +72,8 @@ class Comparison:
         self.is_random = False  # whether random numbers are drawn
         self.left_out = 0  # micro-batches of all ranks that had nothing that counts
         self.notes: list[str] = []
-        self.before = Before(subject.models)
-        self.before.look()
+        self.before = Snapshot(subject.models)
+        self.before.take()
         dtypes = {p.dtype for p in subject.parameters} or {torch.float32}
         self.dtype = min(dtypes, key=lambda d: torch.finfo(d).bits)
         self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
@@ -144,7 +144,7 @@ class Comparison:
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 
     def _accumulated(self, micro_batches: Sequence[Any] | None) -> Measured:
-        self.before.put_back()
+        self.before.restore()
         seen: set[str] = set()
 
         def loss_fn(batch: Any) -> Any:
@@ -205,7 +205,7 @@ class Comparison:
             return found
 
         if put_back:
-            self.before.put_back()
+            self.before.restore()
         if seed is not None:
             set_seed(seed)
         return self.subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self.engine.peers.num_ranks)
@@ -253,14 +253,14 @@ class Comparison:
         kept = [(t, t.data) for t in tensors.values() if _widened(t.data) is not t.data]
         dtype, narrowest, before = self.dtype, self.narrowest, self.before
         is_wide = True
-        before.put_back()
+        before.restore()
         try:
             for tensor, _ in kept:
                 tensor.data = _widened(tensor.data)
             self._cast = lambda batch: map_tensors(batch, _widened)
             self.dtype = self.narrowest = torch.float64
-            self.before = Before(self.subject.models)
-            self.before.look()
+            self.before = Snapshot(self.subject.models)
+            self.before.take()
             try:
                 self.bare(next(iter(self.subject.reductions)), self.batch)
             except Exception as error:
@@ -273,7 +273,7 @@ class Comparison:
                 tensor.data = data
             self._cast, self.dtype, self.before = (lambda batch: batch), dtype, before
             self.narrowest = narrowest
-            before.put_back()
+            before.restore()
         if not is_wide:
             yield False
 

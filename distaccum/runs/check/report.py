@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from ...accumulating.nonfinite import names_of
 from ...gradients.memory import in_short, is_out_of_memory
-from ...gradients.snapshot import Before
+from ...gradients.names import names_of
+from ...gradients.snapshot import Snapshot
 from ...law.errors import DistaccumError
 from ...law.table import width
 from .causes import Diagnosis
@@ -84,7 +84,7 @@ class Report:
         return "\n".join(lines)
 
 
-def check(subject: Subject, batch: Any, loss_fn: LossFn) -> Report:
+def report(subject: Subject, batch: Any, loss_fn: LossFn) -> Report:
     """The report; all else is as it was before."""
     error_text = ""
     with warnings.catch_warnings(), _untouched(subject):
@@ -166,12 +166,12 @@ def _untouched(subject: Subject) -> Iterator[None]:
     stood = subject.engine.stale(subject.everything)
     gradients = [(p, p.grad, p.grad.clone()) for p in subject.everything if stood and p.grad is not None]
     modes = [(module, module.training) for model in subject.models for module in model.modules()]
-    before = Before(subject.models)
-    before.look()
+    before = Snapshot(subject.models)
+    before.take()
     try:
         yield
     finally:
-        before.put_back()
+        before.restore()
         for module, training in modes:
             module.training = training
         for parameter, gradient, values in gradients:

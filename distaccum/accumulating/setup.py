@@ -1,0 +1,225 @@
+"""Setup: what an Accumulator was asked of: models, engine, optimizers, schedules, scaler."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import nn
+from torch.amp import GradScaler
+from torch.optim import LBFGS, Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from ..batchnorm import batchnorms
+from ..engines import Engine, choose_engine
+from ..engines.accelerate import Accelerated
+from ..gradients.scaling import refuse_mixed
+from ..law.errors import DistaccumError, Once
+from ..observers.trace import Trace
+from .config import Config, several
+
+
+@final
+class Setup:
+    """Chosen and checked once; what follows from the optimizers' parameters is kept until they change."""
+
+    def __init__(
+        self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
+    ) -> None:
+        self.models: list[nn.Module] = several("model", model, "forward")
+        self.accelerated = Accelerated(
+            accelerator,
+            several("optimizer", optimizer, "param_groups"),
+            several("scheduler", scheduler, "step"),
+            scaler if scaler is not None and scaler.is_enabled() else None,
+        )
+        self.engine: Engine = choose_engine(self.models, config.sync)
+        self.engine.run_backward = self.accelerated.run_backward or self.engine.run_backward
+        self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)
+        self.schedulers: list[LRScheduler] = self.engine.adopt_schedulers(self.accelerated.schedulers)
+        self.scaler: GradScaler | None = self.accelerated.scaler
+        self.max_norm = self.engine.adopt_max_norm(config.max_norm)
+        self.once = Once(self.engine.peers.rank)
+        self.trace: Trace | None = None
+        self.batchnorms = [named for one in self.models for named in batchnorms(one)]
+        self._models_parameters = self.engine.parameters()
+        self._owned: list[nn.Parameter] = []  # by the optimizers, as they were seen last
+        self._known: Parameters | None = None
+        self._refuse(config)
+        if config.accumulate_dtype is not None:
+            self.engine.accumulate_in(config.accumulate_dtype, self.parameters().every)
+
+    @property
+    def steps(self) -> bool:
+        """Whether the library steps; else the caller does."""
+        return bool(self.optimizers) or self.engine.owns_step
+
+    @property
+    def scales_seeds(self) -> bool:
+        """Whether a scaler's scale goes into seeds; else what runs backward multiplies by it."""
+        return self.accelerated.run_backward is None
+
+    @property
+    def forwards_communicate(self) -> bool:
+        """Whether each forward or backward takes part of all ranks."""
+        return self.engine.lockstep and self.engine.sync != "gathered"
+
+    def parameters(self) -> Parameters:
+        """Those of now: an optimizer may have got others."""
+        owned = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
+        if (
+            self._known is None
+            or not owned
+            or len(owned) != len(self._owned)
+            or not all(map(operator.is_, owned, self._owned))
+        ):
+            self._owned, self._known = owned, self._found()
+        return self._known
+
+    def stepped(self) -> list[nn.Parameter]:
+        """What the optimizers hold, or all of the models where the caller steps."""
+        return self.parameters().stepped or self.engine.parameters()
+
+    def _found(self) -> Parameters:
+        groups: list[Sequence[nn.Parameter]] = [owned_by(one) for one in self.optimizers]
+        stepped = unique(p for group in groups for p in group)
+        every = unique([*self._models_parameters, *stepped]) if self.optimizers else self.engine.parameters()
+        return Parameters(every, stepped, groups or [self._models_parameters])
+
+    def _refuse(self, config: Config) -> None:
+        """What cannot be asked of these."""
+        engine, stepped = self.engine, self.parameters().stepped
+        if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
+            raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
+        if any(isinstance(one, LBFGS) for one in self.optimizers):
+            raise TypeError(
+                "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
+            )
+        if not config.lookahead:
+            self._refuse_to_stream(config)
+        if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):
+            raise ValueError(
+                "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
+                "it, or clip and skip yourself before window.step()"
+            )
+        if not self.optimizers and self.scaler is not None and self.schedulers:
+            raise ValueError(
+                "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
+                "schedule yourself, or pass the optimizer"
+            )
+        if self.scaler is not None:
+            if engine.owns_step:
+                raise ValueError(f"scaler with {engine.name}, which scales losses itself; leave it out")
+            refuse_mixed(self.optimizers)
+        if engine.judges_gradients and config.on_nonfinite == "ignore":
+            raise ValueError(
+                f"on_nonfinite='ignore' with {engine.name}, which looks at each gradient and skips what is not "
+                "finite; say 'raise' or 'skip'"
+            )
+        looks = {
+            f"max_norm={config.max_norm}": config.max_norm is not None,
+            f"on_nonfinite={config.on_nonfinite!r}": config.on_nonfinite != "ignore",
+            "scaler": self.scaler is not None,
+            "measure_noise": config.measure_noise,
+        }
+        why = engine.hides_parts()
+        if why is not None and any(looks.values()):
+            raise ValueError(
+                f"{', '.join(look for look, is_wanted in looks.items() if is_wanted)} with {engine.name} {why}: "
+                "each rank would look at its own part of the gradient, and ranks would decide differently. Use "
+                "fully_shard over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
+            )
+        if not self._models_parameters:
+            raise ValueError("the model has no parameters, so there is no gradient to accumulate")
+        if self.optimizers and not {*map(id, self._models_parameters)} & {*map(id, stepped)}:
+            raise ValueError(
+                "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
+                "model is moved, wrapped and complete"
+            )
+
+    def _refuse_to_stream(self, config: Config) -> None:
+        if len(config.reductions) > 1:
+            raise ValueError(
+                f"lookahead=False with several denominators ({', '.join(config.reductions)}): streaming learns a count "
+                "at the window's end, and can then correct the gradient once; give one, or lookahead=True"
+            )
+        if self.engine.owns_step:
+            raise ValueError(
+                f"lookahead=False with {self.engine.name}, which keeps gradients where they cannot be corrected at "
+                "the window's end; leave lookahead at True"
+            )
+        if config.sync == "every" and not self.engine.lockstep and self.engine.peers.num_ranks > 1:
+            raise ValueError(
+                f"lookahead=False and sync='every' with {self.engine.name}: which micro-batches all ranks have is not "
+                "known before they are drawn; use sync='last'"
+            )
+        if any(isinstance(module, nn.SyncBatchNorm) for _, module in self.batchnorms):
+            raise ValueError(
+                "lookahead=False with SyncBatchNorm, whose forwards wait for each other, while no rank knows how many "
+                "the others have; leave lookahead at True"
+            )
+
+
+@dataclass(frozen=True)
+class Parameters:
+    every: list[nn.Parameter]  # the models' and the optimizers', each once
+    stepped: list[nn.Parameter]  # the optimizers'
+    groups: list[Sequence[nn.Parameter]]  # that take part as a whole, an optimizer's each
+
+
+def owned_by(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+# The caller's own step() in mid-window, and windows that pass through parameters that another accumulator steps
+
+
+def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], bool]) -> None:
+    """Refuses the caller's step() while `holds_gradients(owner)`, before it changes a weight; goes with `owner`."""
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        return
+    this = weakref.ref(owner)
+
+    def refuse(*_: object) -> None:
+        found = this()
+        if found is not None and holds_gradients(found):
+            raise DistaccumError(
+                "optimizer.step() before the window's own: the gradients in it belong to the window; call "
+                "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
+                "before it"
+            )
+
+    weakref.finalize(owner, optimizer.register_step_pre_hook(refuse).remove)
+
+
+class Users:
+    """Kept on parameters that windows reach and do not step: who owns these windows. A saved one is an empty dict."""
+
+    def __init__(self) -> None:
+        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, parameter: Any) -> Users | None:
+        found = getattr(parameter, "_distaccum_user", None)
+        return found if isinstance(found, cls) else None
+
+    @classmethod
+    def add(cls, parameters: Parameters, owner: Any) -> None:
+        known = {*map(id, parameters.stepped)}
+        for parameter in parameters.every if known else ():
+            if parameter.requires_grad and id(parameter) not in known:
+                found = cls.of(parameter)
+                if found is None:
+                    found = parameter._distaccum_user = cls()  # type: ignore[attr-defined]  # ours
+                found.owners.add(owner)
+
+    def __reduce__(self) -> Any:
+        return OrderedDict, ()  # which `torch.load` takes with `weights_only`

@@ -1,0 +1,1 @@
+"""check(): the one big batch against the accumulated one, and why they differ."""

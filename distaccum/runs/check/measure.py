@@ -1,0 +1,100 @@
+"""The gradient of a window that is not stepped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, final
+
+from torch import Tensor, nn
+
+from ...accumulating.drawing import Batches, cut
+from ...accumulating.planner import Manner, Planner
+from ...gradients.norms import local
+from ...law.errors import DistaccumError
+from ...window.observer import Complete, Observer
+from ..update import LossFn, run_all
+from .compare import Measured, Subject
+from .report import Report, report
+
+
+@final
+class Reading(Observer):
+    """Keeps the gradient and the loss of a window, as they are when it is complete."""
+
+    def __init__(self, planner: Planner, parameters: Sequence[nn.Parameter]) -> None:
+        self._planner, self._parameters = planner, parameters
+        self.measured: Measured | None = None
+
+    def complete(self, complete: Complete) -> None:
+        engine, scaler = self._planner.setup.engine, self._planner.setup.scaler
+        sums = complete.ledger.sums()
+        reduction = engine.peers.sum(sums)
+        if reduction is not None:
+            reduction.wait()
+        scale = 1.0 if scaler is None else 1 / scaler.get_scale()
+        gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in self._parameters]
+        self.measured = Measured(gradients, float(sums.sum()) / engine.divisor, complete.plan.num_counted)
+
+
+def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
+    """The report; all else is as it was before."""
+    planner.make_way()
+    setup = planner.setup
+    if setup.engine.owns_step:
+        raise DistaccumError(
+            f"check() with {setup.engine.name}, which shows no gradient; check the module before it is wrapped"
+        )
+    every = setup.parameters().every
+    parameters = [p for p in every if p.requires_grad]
+
+    def measure(micro_batches: Sequence[Any] | None, loss_fn: LossFn, *, as_sum: bool) -> Measured:
+        num = 0
+
+        def draw(index: int) -> Batches:
+            nonlocal num
+            if micro_batches is not None:
+                batches = Batches(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
+            else:
+                batches = cut(batch, trial.config, trial.progress.size)(index)
+                if len(batches.micro_batches) < 2 <= sum(batches.lengths or []):
+                    batches = cut(batch, trial.config, trial.progress.size, parts=2)(index)
+            num = len(batches.micro_batches)
+            return batches
+
+        reading = Reading(trial, parameters)
+        window = trial.plan(draw, Manner(is_sum=as_sum, reduces_afterwards=as_sum, also=(reading,)))
+        try:
+            run_all(window, loss_fn)
+            assert reading.measured is not None
+            return replace(reading.measured, left_out=num - len(window))
+        finally:
+            window.discard()
+
+    with _apart(planner) as trial:
+        subject = Subject(
+            models=setup.models,
+            parameters=parameters,
+            everything=every,
+            engine=setup.engine,
+            reductions=planner.config.reductions,
+            counts=planner.config.counts,
+            measure=measure,
+        )
+        return report(subject, batch, loss_fn)
+
+
+@contextmanager
+def _apart(planner: Planner) -> Iterator[Planner]:
+    """A planner on the same model whose windows leave nothing: no warning, no state, no trace."""
+    setup, waits, keys = planner.setup, planner.setup.engine.peers.waits, set(planner.setup.once.keys)
+    setup.engine.peers.waits = None
+    try:
+        yield planner.apart()
+    finally:
+        setup.engine.peers.waits, setup.once.keys = waits, keys
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach()
