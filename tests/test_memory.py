@@ -587,7 +587,7 @@ def test_update_within_an_update_is_refused():
         accumulator.update(batch, loss_fn)
         return loss_of(model, batch)
 
-    with pytest.raises(DistaccumError, match="another window was asked for while one is in its loop"):
+    with pytest.raises(DistaccumError, match="another window was requested while one is in its loop"):
         accumulator.update(make_batch(4, seed=0), loss_fn)
     assert torch.equal(weights(model), before) and torch.equal(torch.get_rng_state(), state)
 

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.accumulator import MOST_SKIPS
+from distaccum.accumulating.commit import MOST_SKIPS
 from distaccum.gradients.norms import clip, total_norm
 from distaccum.gradients.scaling import forget, stamp_of_scale
 

@@ -388,7 +388,7 @@ MISUSES = {
     zero_grad_in_place: (DistaccumError, "cleared or changed in mid-window"),
     clip_in_the_loop: (DistaccumError, "cleared or changed in mid-window"),
     zero_grad_before_step: (DistaccumError, r"cleared between the window's loop and its step\(\)"),
-    two_at_once: (DistaccumError, "another window was asked for while one is in its loop"),
+    two_at_once: (DistaccumError, "another window was requested while one is in its loop"),
     never_step: (DistaccumError, "while one is complete but not stepped"),
     iterate_twice: (DistaccumError, "iterated once"),
     loss_is_a_float: (TypeError, r"a float, expected the loss as a tensor \(without .item"),
