@@ -23,7 +23,12 @@ from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.gradients.memory import is_out_of_memory
+<<<<<<< ours
 from distaccum.law.sizes import FIRST_WAIT, MicroBatchSize
+=======
+from distaccum.gradients.snapshot import Snapshot
+from distaccum.law.sizes import FIRST_WAIT, Fit
+>>>>>>> theirs
 
 
 class Limited:
@@ -491,6 +496,26 @@ def test_assigned_buffers_are_undone():
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size="auto")
     accumulator.update(make_batch(8, seed=0), Limited(model, 4, "backward"))
     assert model.seen == 2
+
+
+def test_buffers_that_were_replaced_or_deleted_are_restored():
+    model = nn.Module()
+    for name in ("replaced", "emptied", "deleted"):
+        model.register_buffer(name, torch.zeros(2), persistent=name == "deleted")
+    model.shared = nn.Module()
+    model.shared.register_buffer("replaced", model.replaced)
+    model.register_buffer("none", None)
+    found = dict(model.named_buffers(remove_duplicate=False))
+    snapshot = Snapshot([model]).take()
+    model.replaced = model.replaced + 1
+    model.shared.replaced += 2
+    model.emptied, model.none = None, torch.ones(1)
+    del model.deleted
+    assert [(now.sum(), was.sum()) for now, was in snapshot.buffers_of(model.shared)] == [(4, 0)]
+    snapshot.restore()
+    now = dict(model.named_buffers(remove_duplicate=False))
+    assert all(now[name] is one and not one.any() for name, one in found.items())
+    assert list(model.state_dict()) == ["none", "deleted", "shared.replaced"]
 
 
 def test_longer_samples_are_not_proven_by_shorter_ones():

@@ -151,7 +151,7 @@ class Feed:
         self._state = state
         self._tells_state = tells_state
         self._iterator: Iterator[Any] | None = None
-        self._stream: Stream | None = None  # of the window before
+        self.num_left = 0  # micro-batches that the window that streams has still to draw
         self.has_ended = False
         self.is_in_loop = True  # over windows()
         self.at_start: Any = None  # the loader's state where the window that was handed out began
@@ -166,7 +166,7 @@ class Feed:
             self._begin()
             if config.lookahead:
                 return Batches(self.draw(steps), steps=steps, no_more_after=self.has_ended)
-            stream = self._stream = Stream(self, steps, config.counts, is_independent=alone)
+            stream = Stream(self, steps, config.counts, is_independent=alone)
             first = stream()
             found = [] if first is None else [first[0]]
             return Batches(found, steps=steps, no_more_after=self.has_ended, stream=stream)
@@ -179,8 +179,8 @@ class Feed:
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
             self._iterator = iter(self._loader)
-        if self._stream is not None:
-            self.draw(self._stream.num_left)
+        self.draw(self.num_left)
+        self.num_left = 0
         self.at_start = self.state()
 
     def state(self) -> Any:
@@ -213,17 +213,17 @@ class Stream:
 
     def __init__(self, feed: Feed, steps: int, counts: Mapping[str, Count], *, is_independent: bool) -> None:
         self._feed, self._counts = feed, counts
-        self.num_left = steps
+        feed.num_left = steps
         self.is_independent = is_independent
         self.num_drawn = 0
 
     def __call__(self) -> tuple[Any, Counts] | None:
-        while self.num_left:
-            self.num_left -= 1
+        while self._feed.num_left:
+            self._feed.num_left -= 1
             drawn = self._feed.draw(1)
             self.num_drawn += len(drawn)
             if not drawn:
-                self.num_left = 0
+                self._feed.num_left = 0
             elif any(counts := count_all(self._counts, Batches(drawn))[0]):
                 return drawn[0], counts
         return None

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -191,7 +192,7 @@ class Planner:
                 optimizers=setup.optimizers,
                 scaler=setup.scaler,
                 normalising=[module for _, module in setup.batchnorms],
-                is_expected=self._is_of_another_window,
+                is_expected=partial(_are_of_another_window, weakref.ref(self)),  # which holds this
                 once=setup.once,
             )
         return self._trained
@@ -235,13 +236,6 @@ class Planner:
             self.setup.engine.clear(status.parameters)
             self.status = None
         return was_dropped
-
-    def _is_of_another_window(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether gradients stand only where another accumulator's open window passes through and does not step."""
-        users = [Users.of(p) for p in parameters if self.setup.engine.stale([p])]
-        return all(
-            user is not None and any(one is not self and one.has_open_window for one in user.owners) for user in users
-        )
 
     def _refuse_another_window(self, unfinished: Unfinished, counts: list[Counts]) -> None:
         """A state of mid-window goes on in the window that it was taken in; else all ranks raise."""
@@ -325,3 +319,12 @@ class Planner:
                 raise DistaccumError("state_dict() between a window's loop and its step(); call window.step() first")
             return window.suspend(random_devices(self.setup.models)), at_start
         return progress.unfinished, progress.loader if progress.feed is None else progress.feed.state()
+
+
+def _are_of_another_window(planner: weakref.ref[Planner], parameters: Sequence[nn.Parameter]) -> bool:
+    """Whether gradients stand only where another accumulator's open window passes through and does not step."""
+    this = planner()
+    users = [Users.of(p) for p in parameters if this is not None and this.setup.engine.stale([p])]
+    return all(
+        user is not None and any(one is not this and one.has_open_window for one in user.owners) for user in users
+    )

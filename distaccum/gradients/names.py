@@ -8,7 +8,7 @@ from torch import nn
 
 
 def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
-    """Of parameters by identity; a second model's start with its place."""
+    """By the parameters' identity; names of a second model start with its position."""
     return {
         id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
         for i, model in reversed(list(enumerate(models)))

@@ -1,10 +1,11 @@
-"""Buffers and random numbers, kept and put back."""
+"""Buffers, modes and random numbers: copied before the model runs, and restored."""
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 
 class Snapshot:
-    """Buffers and random numbers as they were before the window; gradients are the window's own to clear."""
+    """Copies buffers and random numbers, and restores them; each `take` writes to the same memory."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -20,36 +21,70 @@ class Snapshot:
         self._copies: list[Tensor] = []
         self.random: dict[str, Any] = {}
 
-    def take(self) -> None:
+    @torch.no_grad()
+    def take(self) -> Snapshot:
         # All of them: what batch normalisation does to its statistics shows in no version counter.
         modules = {id(module): module for model in self._models for module in model.modules()}.values()
-        found = [(m, name, b) for m in modules for name, b in m.named_buffers(recurse=False, remove_duplicate=False)]
+        found = [(module, name, buffer) for module in modules for name, buffer in _own_buffers(module)]
         if [id(b) for *_, b in found] != [id(b) for *_, b in self._buffers]:
             with torch.inference_mode(False):  # else they could not be written to outside of it
                 self._copies = [torch.empty_like(buffer) for *_, buffer in found]
         self._buffers = found
-        _copy(self._copies, [buffer for *_, buffer in found])
+        for copy, (*_, buffer) in zip(self._copies, found, strict=True):
+            copy.copy_(buffer)
         self.random = random_state(random_devices(self._models))
+        return self
 
     def buffers_of(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """A module's own, as they are and as they were."""
+        """A module's own buffers, each as it is and as it was."""
+        now = dict(_own_buffers(module))
         pairs = zip(self._buffers, self._copies, strict=True)
-        return [(module._buffers.get(name, was), was) for (of, name, _), was in pairs if of is module]  # type: ignore[misc]
+        return [(now.get(name, was), was) for (of, name, _), was in pairs if of is module]
 
     def restore(self) -> None:
         self.restore_buffers()
         set_random_state(self.random)
 
+    @torch.no_grad()
     def restore_buffers(self) -> None:
-        pairs = zip(self._buffers, self._copies, strict=True)
-        places = [_without_repeats(buffer, copy) for (*_, buffer), copy in pairs]
-        _copy([buffer for buffer, _ in places], [copy for _, copy in places])
-        for module, name, buffer in self._buffers:
-            module._buffers[name] = buffer  # the loss may have put another in its place
+        for (module, name, buffer), copy in zip(self._buffers, self._copies, strict=True):
+            target, source = _without_repeats(buffer, copy)
+            target.copy_(source)
+            if getattr(module, name, None) is not buffer:  # the loss put another in its place, or deleted it
+                (setattr if hasattr(module, name) else nn.Module.register_buffer)(module, name, buffer)
+
+
+@contextmanager
+def kept(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter] = ()) -> Iterator[Snapshot]:
+    """Restores buffers, random numbers, modes and these parameters' gradients at its end."""
+    gradients = [(p, p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
+    snapshot = Snapshot(models).take()
+    try:
+        with modes_kept(models):
+            yield snapshot
+    finally:
+        snapshot.restore()
+        for parameter, gradient, values in gradients:
+            parameter.grad = gradient.copy_(values)
+
+
+@contextmanager
+def modes_kept(models: Iterable[nn.Module]) -> Iterator[None]:
+    """Puts all their modules back into training or eval mode at its end."""
+    modes = [(module, module.training) for model in models for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def _own_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    return module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 def _without_repeats(buffer: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
-    """Both, where an expanded buffer has each element once: torch writes to no other."""
+    """Both with each element of an expanded buffer once: torch writes to no other."""
     if buffer.layout is torch.strided:
         for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
             if stride == 0 and size > 1:
@@ -57,23 +92,17 @@ def _without_repeats(buffer: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
     return buffer, copy
 
 
-@torch.no_grad()
-def _copy(to: Sequence[Tensor], of: Sequence[Tensor]) -> None:
-    for target, source in zip(to, of, strict=True):
-        target.copy_(source)
-
-
 def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
-    """Those with random numbers of their own that these compute on."""
+    """The devices that these models compute on and that have random numbers of their own."""
     tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
     return list({tensor.device: None for tensor in tensors if tensor.device.type in ("cuda", "xpu", "mps")})
 
 
 def random_state(devices: Sequence[torch.device]) -> dict[str, Any]:
-    """Of torch on the host and on these devices, of `random`, and of numpy where it is loaded."""
+    """The state of torch on the host and on these devices, of `random`, and of numpy if it is loaded."""
     state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "devices": {}}
     for device in devices:
-        state["devices"][str(device)] = _module(device).get_rng_state(device)
+        state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
         state["numpy"] = (kind, keys.tolist(), *rest)
@@ -84,7 +113,7 @@ def set_random_state(state: dict[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     random.setstate(_tuples(state["python"]))
     for device, of_device in state["devices"].items():
-        _module(torch.device(device)).set_rng_state(of_device, torch.device(device))
+        torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.set_state(state["numpy"])
 
@@ -97,15 +126,11 @@ def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def set_seed(seed: int) -> None:
-    """Of all that `random_state` knows."""
+    """Seeds every generator that `random_state` reads."""
     torch.manual_seed(seed)
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _module(device: torch.device) -> Any:
-    return getattr(torch, device.type)
 
 
 def _tuples(value: Any) -> Any:

@@ -1,11 +1,13 @@
-"""A batch at once and accumulated, on one model: the two gradients, and how far they are apart."""
+"""The two gradients of a batch, at once and accumulated, on one model; and the error between them."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import reduce
 from typing import Any, Protocol
 
 import torch
@@ -13,6 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...engines import Engine
+from ...engines.peers import refuse_where
+from ...gradients.memory import in_short
 from ...gradients.names import names_of
 from ...gradients.snapshot import Snapshot, random_devices, random_state, same_random, set_seed
 from ...law.batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
@@ -27,16 +31,15 @@ BOUND_OF_HALF = 5e-2
 
 @dataclass(frozen=True)
 class Measured:
-    """A gradient: this rank's part of it, by parameter; and the loss."""
+    """A gradient by parameter, of which this has the rank's part; and the loss."""
 
     gradients: list[Tensor | None]
     loss: float
     kept: tuple[int, ...]  # micro-batches, by rank
-    left_out: int = 0  # of this rank's, which had nothing that counts
+    left_out: int = 0  # micro-batches of this rank that had nothing that counts
 
     def scaled(self, factor: float) -> Measured:
-        scaled = [None if g is None else g * factor for g in self.gradients]
-        return Measured(scaled, self.loss * factor, self.kept)
+        return weighted_sum([self], [factor])
 
 
 class Measure(Protocol):
@@ -60,10 +63,10 @@ class Subject:
 
 
 class Comparison:
-    """What is accumulated against the big batch, as often as asked, in one mode and dtype after another."""
+    """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype."""
 
-    def __init__(self, subject: Subject, batch: Any, loss_fn: LossFn) -> None:
-        self.subject, self.engine = subject, subject.engine
+    def __init__(self, subject: Subject, batch: Any, loss_fn: LossFn, before: Snapshot) -> None:
+        self.subject, self.engine, self.before = subject, subject.engine, before
         self._loss_fn = loss_fn
         self._own, self._own_length = batch, -1  # this rank's
         self.batch, self.length = batch, 0  # of all ranks
@@ -72,62 +75,65 @@ class Comparison:
         self.is_random = False  # whether random numbers are drawn
         self.left_out = 0  # micro-batches of all ranks that had nothing that counts
         self.notes: list[str] = []
-        self.before = Snapshot(subject.models)
-        self.before.take()
-        dtypes = {p.dtype for p in subject.parameters} or {torch.float32}
-        self.dtype = min(dtypes, key=lambda d: torch.finfo(d).bits)
+        self.dtype = min({p.dtype for p in subject.parameters} or {torch.float32}, key=_bits)
         self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
         self._cast: Callable[[Any], Any] = lambda batch: batch
         self.modules = list({id(m): (n, m) for model in subject.models for n, m in model.named_modules()}.values())
 
-    def loss(self, batch: Any) -> Any:
-        """What the caller's function gives, of a batch in the dtype at hand."""
-        return self._loss_fn(self._cast(batch))
-
     def join(self) -> None:
-        """The batch of all ranks, on each of them."""
-        if self.engine.peers.num_ranks == 1:
-            self._refuse_nothing_trained()
-            self.length = self._own_length = batch_length(self._own)
-            if self.length < 2:
-                raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
-            return
+        """Makes the batch of all ranks, on each of them."""
+        failed: Exception | None = None
         try:
-            self._refuse_nothing_trained()
+            if not self.subject.parameters:
+                raise ValueError(
+                    "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
+                    "trained (requires_grad_(True))"
+                )
             self._own_length = batch_length(self._own)
-            failed = None
-        except Exception as error:  # the others wait in the gathering below; tell them first
+        except Exception as error:  # the others wait in the gathering below, and hear of it there
             failed = error
-        batches = self.engine.peers.gather_objects((map_tensors(self._own, lambda t: t.cpu()), self._own_length))
-        if failed is not None:
-            raise failed
-        if lost := [str(rank) for rank, (_, length) in enumerate(batches) if length < 0]:
-            raise DistaccumError(
-                f"rank {', '.join(lost)} has a batch whose length cannot be seen, or nothing to train (its own error "
-                "says which)"
-            )
+        batches = [(self._own, self._own_length)]
+        if self.engine.peers.num_ranks > 1:
+            batches = self.engine.peers.gather_objects((map_tensors(self._own, Tensor.cpu), self._own_length))
+        refuse_where(
+            [length < 0 for _, length in batches],
+            failed,
+            "rank {ranks} has a batch whose length cannot be seen, or nothing to train (its own error says which)",
+        )
+        self.length = sum(length for _, length in batches)
+        if self.length < 2:
+            raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
+        if self.engine.peers.num_ranks == 1:
+            return
         full = [(batch, length) for batch, length in batches if length]
         try:
             joined = join_batches([batch for batch, _ in full], [length for _, length in full])
         except Exception as error:
             raise DistaccumError(
-                f"the batches of the ranks cannot be joined into one ({type(error).__name__}: "
-                f"{' '.join(str(error).split())[:160]}), which the check needs; pad them to one length"
+                f"the batches of the ranks cannot be joined into one ({in_short(error)}), which the check needs; pad "
+                "them to one length"
             ) from error
-        device = next(iter(self.subject.parameters)).device
-        self.batch, self.length = map_tensors(joined, lambda t: t.to(device)), sum(length for _, length in full)
+        self.batch = map_tensors(joined, lambda t: t.to(self.subject.parameters[0].device))
 
-    def _refuse_nothing_trained(self) -> None:
-        if not self.subject.parameters:
-            raise ValueError(
-                "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
-                "trained (requires_grad_(True))"
-            )
+    def loss(self, batch: Any) -> Any:
+        """What the caller's function gives for a batch, cast to the current dtype."""
+        return self._loss_fn(self._cast(batch))
 
-    # In one mode and dtype
+    def count(self, name: str, batch: Any) -> float:
+        return float(self.subject.counts[name](batch))
+
+    def bound(self) -> float:
+        return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
+
+    def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
+        """Whether rounding explains what `compare` gave."""
+        return max(error for _, error in errors) <= self.bound() and not self.unlike
+
+    def differ(self, one: Measured, other: Measured) -> bool:
+        return max(error for _, error in self._errors(one, other)) > self.bound()
 
     def compare(self) -> list[tuple[float, float]]:
-        """By parameter, the big batch's norm and the relative error of what is accumulated."""
+        """By parameter, the norm of the big batch's gradient and the relative error of the accumulated one."""
         exact = self._big_batch()
         self._refuse_nonfinite(exact)
         drawn = not same_random(random_state(random_devices(self.subject.models)), self.before.random)
@@ -175,25 +181,22 @@ class Comparison:
             )
 
     def _big_batch(self) -> Measured:
-        total: Measured | None = None
+        found = []
         for name, reduction in self.subject.reductions.items():
-            count = self.count(name, self.batch)
-            if not count:
-                continue
-            one = self.bare(name, self.batch)
-            one = one.scaled(1 / count) if reduction == "sum_to_mean" else one
-            total = one if total is None else weighted_sum([total, one], [1.0, 1.0])
-        if total is None:
+            if count := self.count(name, self.batch):
+                one = self.bare(name, self.batch)
+                found.append(one.scaled(1 / count) if reduction == "sum_to_mean" else one)
+        if not found:
             raise ValueError(
                 f"count gave 0 {' and 0 '.join(self.subject.reductions)} for the whole batch; check with another"
             )
-        return total
+        return reduce(lambda one, other: weighted_sum([one, other], [1.0, 1.0]), found)
 
-    def bare(self, name: str, batch: Any, *, seed: int | None = None, put_back: bool = True) -> Measured:
-        """The gradient of one call of the criterion, of one name, unweighted."""
+    def bare(self, name: str, batch: Any, *, seed: int | None = None, restore: bool = True) -> Measured:
+        """The gradient of one call of the criterion of this name, unweighted."""
 
         def loss_fn(batch: Any) -> Any:
-            with saved_tensors_hooks(self._look, lambda tensor: tensor):
+            with saved_tensors_hooks(self._note_dtype, lambda tensor: tensor):
                 loss = self.loss(batch)
             if not isinstance(loss, Mapping):
                 return loss
@@ -204,82 +207,69 @@ class Comparison:
                 )
             return found
 
-        if put_back:
+        if restore:
             self.before.restore()
         if seed is not None:
             set_seed(seed)
         return self.subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self.engine.peers.num_ranks)
 
-    def _look(self, tensor: Tensor) -> Tensor:
+    def _note_dtype(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
-            self.narrowest = min(self.narrowest, tensor.dtype, key=lambda d: torch.finfo(d).bits)
+            self.narrowest = min(self.narrowest, tensor.dtype, key=_bits)
         return tensor
 
-    def count(self, name: str, batch: Any) -> float:
-        return float(self.subject.counts[name](batch))
-
-    def bound(self) -> float:
-        return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
-
     def _errors(self, seen: Measured, exact: Measured) -> list[tuple[float, float]]:
-        """What is small beside the whole gradient is measured beside a part of the whole: rounding does not shrink."""
+        """By parameter, the norm and the error relative to it, or to sqrt(eps) of the whole gradient's norm if that is
+        larger: below it rounding dominates.
+        """
         squares = []
         for one, other in zip(seen.gradients, exact.gradients, strict=True):
             difference = one - other if one is not None and other is not None else one if other is None else other
             squares += [_square(difference), _square(other)]
         rows = self.engine.peers.gather(squares)
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
-        pairs = list(zip(sums[0::2], sums[1::2], strict=True))
-        floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.sqrt(sum(norm**2 for _, norm in pairs))
-        # Shards add up; what each rank has whole is counted so often.
+        floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.hypot(*sums[1::2])
+        # Shards add up; a gradient that each rank has whole was added up once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
         found = []
-        for apart, norm in pairs:
+        for apart, norm in zip(sums[0::2], sums[1::2], strict=True):
             error = apart / max(norm, floor) if apart or not math.isfinite(apart) else 0.0
             found.append((norm / copies, error if math.isfinite(error) else math.inf))
         return found
 
-    def differ(self, one: Measured, other: Measured) -> bool:
-        return max(error for _, error in self._errors(one, other)) > self.bound()
-
     @contextmanager
-    def in_float64(self) -> Iterator[bool]:
-        """The model cast in place, where it is plain and the loss runs; then put back, bit for bit."""
+    def in_float64(self) -> Iterator[Comparison]:
+        """This comparison with the model cast in place, if it is plain and the loss runs in float64; else itself.
+
+        The model is put back bit for bit.
+        """
         if not self.engine.can_be_cast or self.dtype == torch.float64:
-            yield False
+            yield self
             return
         tensors = {id(t): t for model in self.subject.models for t in (*model.parameters(), *model.buffers())}
         tensors |= {id(p): p for p in self.subject.parameters}
-        kept = [(t, t.data) for t in tensors.values() if _widened(t.data) is not t.data]
-        dtype, narrowest, before = self.dtype, self.narrowest, self.before
-        is_wide = True
-        before.restore()
-        try:
-            for tensor, _ in kept:
+        wide = copy.copy(self)
+        wide._cast = lambda batch: map_tensors(batch, _widened)
+        wide.dtype = wide.narrowest = torch.float64
+        self.before.restore()
+        with ExitStack() as stack:
+            stack.callback(self.before.restore)
+            for tensor in tensors.values():
+                stack.callback(setattr, tensor, "data", tensor.data)
                 tensor.data = _widened(tensor.data)
-            self._cast = lambda batch: map_tensors(batch, _widened)
-            self.dtype = self.narrowest = torch.float64
-            self.before = Snapshot(self.subject.models)
-            self.before.take()
+            wide.before = Snapshot(self.subject.models).take()
             try:
-                self.bare(next(iter(self.subject.reductions)), self.batch)
+                wide.bare(next(iter(self.subject.reductions)), self.batch)
             except Exception as error:
-                is_wide = False
-                self.notes.append(f"not in float64: {type(error).__name__}: {' '.join(str(error).split())[:120]}")
-            if is_wide:
-                yield True
-        finally:
-            for tensor, data in kept:
-                tensor.data = data
-            self._cast, self.dtype, self.before = (lambda batch: batch), dtype, before
-            self.narrowest = narrowest
-            before.restore()
-        if not is_wide:
-            yield False
+                self.notes.append(f"not in float64: {in_short(error)}")
+            else:
+                yield wide
+                return
+        yield self
 
 
 def without_labels(batch: Any) -> str:
-    """Why a mean over its labels would be 0 / 0, and what to count; "" where it would not.
+    """Why a mean over the labels of `batch` would be 0 / 0, and what to count; "" where it would not.
 
     >>> without_labels({"y": torch.tensor([[-100, -100]])})
     "its labels in 'y' are all -100, and a mean over none is 0 / 0; count=count_tokens('y')"
@@ -298,6 +288,19 @@ def without_labels(batch: Any) -> str:
     return ""
 
 
+def weighted_sum(parts: Sequence[Measured], weights: Sequence[float]) -> Measured:
+    gradients: list[Tensor | None] = []
+    for column in zip(*(part.gradients for part in parts), strict=True):
+        there = [g * weight for g, weight in zip(column, weights, strict=True) if g is not None]
+        gradients.append(sum(there[1:], there[0]) if there else None)
+    loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
+    return Measured(gradients, loss, parts[0].kept)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.finfo(dtype).bits
+
+
 def _widened(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
@@ -306,12 +309,3 @@ def _widened(tensor: Tensor) -> Tensor:
 
 def _square(gradient: Tensor | None) -> float:
     return 0.0 if gradient is None else float(gradient.abs().double().square().sum())
-
-
-def weighted_sum(parts: Sequence[Measured], weights: Sequence[float]) -> Measured:
-    gradients: list[Tensor | None] = []
-    for column in zip(*(part.gradients for part in parts), strict=True):
-        there = [g * weight for g, weight in zip(column, weights, strict=True) if g is not None]
-        gradients.append(torch.stack(there).sum(0) if there else None)
-    loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
-    return Measured(gradients, loss, parts[0].kept)

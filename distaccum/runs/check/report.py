@@ -5,13 +5,12 @@ from __future__ import annotations
 import textwrap
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 from ...gradients.memory import in_short, is_out_of_memory
 from ...gradients.names import names_of
-from ...gradients.snapshot import Snapshot
+from ...gradients.snapshot import kept
 from ...law.errors import DistaccumError
 from ...law.table import width
 from .causes import Diagnosis
@@ -85,94 +84,68 @@ class Report:
 
 
 def report(subject: Subject, batch: Any, loss_fn: LossFn) -> Report:
-    """The report; all else is as it was before."""
-    error_text = ""
-    with warnings.catch_warnings(), _untouched(subject):
+    """The report; gradients, buffers, modes and random numbers are as they were before."""
+    gradients_of = subject.everything if subject.engine.stale(subject.everything) else ()
+    with warnings.catch_warnings(), kept(subject.models, gradients_of) as before:
         warnings.simplefilter("ignore")
         try:
-            return _report(Comparison(subject, batch, loss_fn))
+            return _report(Comparison(subject, batch, loss_fn, before))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            error_text = in_short(error)
-    raise DistaccumError(
-        f"the whole batch does not fit into memory, which a check needs ({error_text}); take a smaller one"
-    )
+            seen = in_short(error)
+    raise DistaccumError(f"the whole batch does not fit into memory, which a check needs ({seen}); take a smaller one")
 
 
 def _report(comparison: Comparison) -> Report:
-    subject = comparison.subject
     comparison.join()
     own = comparison.compare()
-    wide: list[tuple[float, float]] | None = None
-    with comparison.in_float64() as is_wide:
-        if is_wide:
-            wide = comparison.compare()
-        errors = wide or own
+    with comparison.in_float64() as used:
+        is_wide = used is not comparison
+        errors = used.compare() if is_wide else own
         if not any(norm or error for norm, error in (*own, *errors)):
             raise DistaccumError(
                 "the gradient of the whole batch is zero in every parameter, so nothing was compared; look whether the "
                 "loss depends on the parameters (a detach, a factor of 0, a ReLU that is never above 0), or check with "
                 "another batch"
             )
-        worst, bound = max(error for _, error in errors), comparison.bound()
-        equivalent = worst <= bound and not comparison.unlike
-        _note(comparison, equivalent)
-        causes = [] if equivalent else Diagnosis(comparison).causes()
-        if comparison.narrowest != comparison.dtype:
-            narrow, cast = (str(one).removeprefix("torch.") for one in (comparison.narrowest, comparison.dtype))
-            comparison.notes.append(
-                f"the model or the loss computes in {narrow} in part, in {cast} too: hence the bound"
-            )
-        dtype = str(comparison.dtype).removeprefix("torch.")
-    names = [names_of(subject.models).get(id(p), f"parameter {i}") for i, p in enumerate(subject.parameters)]
+        equivalent, bound = used.agrees(errors), used.bound()
+        notes = [*used.notes, *_notes_on(used, equivalent)]
+        causes = [] if equivalent else Diagnosis(used).causes()
+    dtype = str(used.dtype).removeprefix("torch.")
+    if used.narrowest != used.dtype:
+        narrow = str(used.narrowest).removeprefix("torch.")
+        notes.append(f"the model or the loss computes in {narrow} in part, in {dtype} too: hence the bound")
+    names = names_of(comparison.subject.models)
     rows = [
-        Difference(name, norm, error, None if wide is None else wide[i][1])
-        for i, (name, (norm, error)) in enumerate(zip(names, own, strict=True))
+        Difference(names.get(id(p), f"parameter {i}"), norm, error, error64 if is_wide else None)
+        for i, (p, (norm, error), (_, error64)) in enumerate(
+            zip(comparison.subject.parameters, own, errors, strict=True)
+        )
     ]
     rows.sort(key=lambda row: row.error if row.error64 is None else row.error64, reverse=True)
     return Report(
         equivalent=equivalent,
-        worst=worst,
+        worst=max(error for _, error in errors),
         causes=tuple(causes),
         parameters=tuple(rows),
         dtype=dtype,
         bound=bound,
-        samples=comparison.length,
-        micro_batches=comparison.kept,
-        notes=tuple(comparison.notes),
+        samples=used.length,
+        micro_batches=used.kept,
+        notes=tuple(notes),
     )
 
 
-def _note(comparison: Comparison, equivalent: bool) -> None:
-    if comparison.left_out:
-        num = sum(comparison.kept) + comparison.left_out
-        has = "has" if comparison.left_out == 1 else "have"
-        nothing = " and no ".join(comparison.subject.reductions)
-        is_left = "is" if comparison.left_out == 1 else "are"
-        comparison.notes.append(
-            f"{comparison.left_out} of {num} micro-batches {has} no {nothing} and {is_left} left out, as in training"
+def _notes_on(comparison: Comparison, equivalent: bool) -> Iterator[str]:
+    if left_out := comparison.left_out:
+        has, is_left = ("has", "is") if left_out == 1 else ("have", "are")
+        yield (
+            f"{left_out} of {sum(comparison.kept) + left_out} micro-batches {has} no "
+            f"{' and no '.join(comparison.subject.reductions)} and {is_left} left out, as in training"
         )
     if equivalent and comparison.is_random:
-        comparison.notes.append(
+        yield (
             "random numbers are drawn by the model or the loss; micro-batches drew those that the whole batch did, "
             "which is so in this order and cut alone"
         )
-
-
-@contextmanager
-def _untouched(subject: Subject) -> Iterator[None]:
-    """Gradients, buffers, modes and random numbers are put back."""
-    stood = subject.engine.stale(subject.everything)
-    gradients = [(p, p.grad, p.grad.clone()) for p in subject.everything if stood and p.grad is not None]
-    modes = [(module, module.training) for model in subject.models for module in model.modules()]
-    before = Snapshot(subject.models)
-    before.take()
-    try:
-        yield
-    finally:
-        before.restore()
-        for module, training in modes:
-            module.training = training
-        for parameter, gradient, values in gradients:
-            parameter.grad = gradient.copy_(values)
