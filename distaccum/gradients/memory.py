@@ -1,4 +1,4 @@
-"""Out of memory: what it looks like, and freeing what a failed attempt left."""
+"""Out of memory: recognised, and what a failed attempt holds freed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from ..law.errors import DistaccumError
 
-# What allocators and libraries say that have no error of their own for it.
+# Of allocators and libraries that have no class of error for it.
 MESSAGES = (
     "out of memory",  # CUDA, HIP, XPU, MPS
     "can't allocate memory",  # torch's allocator on the host
@@ -20,7 +20,7 @@ MESSAGES = (
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a smaller micro-batch may do.
+    """Whether a smaller micro-batch may fit.
 
     >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), is_out_of_memory(KeyError())
     (True, False)
@@ -42,7 +42,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free() -> None:
-    """What the failed attempt left: cycles that hold tensors, and blocks of other sizes in the device's cache."""
+    """Frees cycles that hold tensors, and the cached blocks of a device."""
     gc.collect()
     for name in ("cuda", "xpu", "mps"):
         module = getattr(torch, name, None)

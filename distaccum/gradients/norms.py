@@ -17,7 +17,7 @@ FOREACH = ("cpu", "cuda")  # devices that have the norms of many tensors in one 
 
 
 def leaves(roots: Sequence[Tensor]) -> dict[int, Tensor]:
-    """The tensors, by identity, whose gradient a backward from these roots adds to."""
+    """The tensors, by identity, to whose gradient a backward from these roots adds."""
     found: dict[int, Tensor] = {}
     seen, waiting = set(), [root.grad_fn for root in roots]
     while waiting:
@@ -37,10 +37,10 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = None) -> Tensor:
-    """In float32 at least. `torch.nn.utils.get_total_norm` is as many kernels, and several times the host's work."""
+    """The norm of all gradients, divided by `over`; in float32 at least."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
     if math.isinf(kind):
-        dense = [gradient for gradient in dense if gradient.numel()]  # nothing is the largest of none
+        dense = [gradient for gradient in dense if gradient.numel()]  # an empty tensor has no largest element
     if over is not None:
         dense = [gradient / over.to(gradient.device) for gradient in dense]
     by_kind = _by_kind(dense)
@@ -72,7 +72,7 @@ def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
 
 
 def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """What one kernel can take together."""
+    """By device and dtype: one kernel takes no other tensors together."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
@@ -80,7 +80,7 @@ def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtyp
 
 
 class Norm(Protocol):
-    """Of the whole gradient over all ranks, divided by `over`; `kind` is 2 or infinity."""
+    """Gives the norm of the whole gradient over all ranks, divided by `over`; `kind` is 2 or infinity."""
 
     def __call__(self, kind: float, over: Tensor | None = None) -> Tensor: ...
 
@@ -92,12 +92,12 @@ class Look(NamedTuple):
 
 
 def look_at(norm_of: Norm, norm: Tensor | None) -> Look:
-    """Whether every element is finite, and the norm. One number is read, of one pass, or of none where it is known."""
-    # On a CPU the largest element takes eighteen times as long as the norm, and says no more in the usual case.
+    """Whether every element is finite, and the norm. Reads one number, after at most one pass in the usual case."""
+    # On a CPU the largest element takes eighteen times as long as the norm.
     read = (norm_of(2.0) if norm is None else norm).item()
     if math.isfinite(read):
         return Look(True, norm, read)
-    largest = norm_of(math.inf)  # which cannot overflow, as a sum of squares can
+    largest = norm_of(math.inf)  # a sum of squares can overflow, this cannot
     if not math.isfinite(largest.item()):
         return Look(False, norm)
     return Look(True, None if norm is None else largest * norm_of(2.0, largest))

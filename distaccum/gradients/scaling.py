@@ -1,4 +1,8 @@
-"""GradScaler, and fused optimizers that divide gradients as they step."""
+"""GradScaler, and fused optimizers that divide gradients as they step.
+
+Their private names are those of torch 2.6 to 2.15; each function says what it needs them for, and what happens where
+they are missing.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +21,31 @@ from .private import version_of
 
 
 def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Divides each optimizer's gradients by the scale, once, and gives the flags of overflow that `update` will read.
+    """Divides each optimizer's gradients by the scale, once; gives the flags of overflow that `update` will read.
 
-    None of them where there was no gradient to look at.
+    The flags of an optimizer without gradients are left out. Private: the flags, which `GradScaler.step` reads too;
+    the public way is a second pass over the gradients. Without the name: AttributeError, before any step.
     """
     found: list[Tensor] = []
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
-    # It sums its flags over ranks, also of one whose shards have no gradient: all take part for each optimizer.
+    # It sums its flags over ranks: a rank whose shards have no gradient takes part too.
     waits = sharded is not None and isinstance(scaler, sharded.ShardedGradScaler)
     for optimizer in optimizers:
         if not waits and not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
-            continue  # the scaler would take it for unscaled until the next update() that had something to look at
+            continue  # else the scaler takes it for unscaled until an update() that has gradients to look at
         try:
             scaler.unscale_(optimizer)
         except RuntimeError as error:
             if "already been called" not in str(error):  # the caller did, to look at the gradients
                 raise
-        # Private, and the only way to the flag without a second pass: GradScaler.step reads it too.
         found += scaler._found_inf_per_device(optimizer).values()
     return found
 
 
 def unscales_in_step(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether no pass need be made to unscale: the optimizers divide as they step, and the caller did not unscale.
+    """Whether unscaling needs no pass: the optimizers divide as they step, and the caller has not unscaled.
 
-    Private: which optimizers' gradients the scaler has looked at. A scaler of another kind has its own ways.
+    Only for torch's own scalers. Private: which optimizers a scaler has unscaled. Without the name: AttributeError.
     """
     return (
         type(scaler) in (GradScaler, torch.cuda.amp.GradScaler)
@@ -51,9 +55,9 @@ def unscales_in_step(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> boo
 
 
 def tell(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
-    """As if the scaler had looked at the gradients of these itself, so that its `update()` reads what was found.
+    """Gives the scaler the flag of overflow that its `update()` reads, in the place of a pass of its own.
 
-    Private: where it keeps that.
+    Private: where it keeps the flags. Without the name: AttributeError, before any step.
     """
     for one in optimizers:
         if any(p.grad is not None for group in one.param_groups for p in group["params"]):
@@ -61,7 +65,10 @@ def tell(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) 
 
 
 def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
-    """What `scaler.update()` does, which refuses where it was shown no gradient. Private: the fields that it reads."""
+    """Does what `scaler.update()` does, which raises if the scaler has unscaled no gradient.
+
+    Private: the fields and the kernel of that method. Without the names: AttributeError.
+    """
     scale, growth = scaler._scale, scaler._growth_tracker
     if scale is not None and growth is not None:
         factors = scaler.get_growth_factor(), scaler.get_backoff_factor(), scaler.get_growth_interval()
@@ -71,8 +78,8 @@ def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
 def forget(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
     """Lets these optimizers' gradients be unscaled again, and leaves the scale alone.
 
-    Private: where the scaler keeps what it unscaled. Only `update()` clears that publicly, for all optimizers at once;
-    it does so where the name is missing, at the price of reading the scale.
+    Private: where the scaler keeps which it has unscaled. The public `update()` clears that of all optimizers and reads
+    the scale from the device; it is used where the name is missing.
     """
     states: Any = getattr(scaler, "_per_optimizer_states", None)
     if states is None:
@@ -85,18 +92,18 @@ def forget(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
 def stamp_of_scale(scaler: GradScaler) -> object:
     """Compares unequal to a later one if the scale was set in between; reads nothing from the device.
 
-    None where that cannot be seen: no scale has been made yet, or a scaler of another kind keeps it elsewhere.
-    Private: the scale's tensor, which `update()` writes in place, and its version counter.
+    None while the scaler has made no scale. Private: the scale's tensor, which `update()` writes in place. Without the
+    name: None.
     """
     scale: Tensor | None = getattr(scaler, "_scale", None)
     return None if scale is None or scale.is_inference() else (id(scale), version_of(scale))
 
 
 def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
-    """Whether `loss` came out of `scaler.scale()`, or a sum, a quotient or a mean of what did.
+    """Whether `loss` came from `scaler.scale()`, or is a sum, quotient or mean of such losses.
 
-    By what its graph has saved. Private: the scale's tensor, which a scaler of another kind may not have, and what a
-    node keeps without unpacking it (torch 2.13; hooks on saved tensors, as of checkpointing, would run else).
+    The graph shows it: a multiplication has saved the scale. Private: the scale's tensor, and a node's saved tensor
+    without unpacking (since torch 2.13; unpacking runs hooks, as of checkpointing). Without the names: False.
     """
     scale: Tensor | None = getattr(scaler, "_scale", None)
     waiting, seen = [loss.grad_fn], 0
@@ -105,7 +112,7 @@ def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
         name = "" if node is None else node.name()
         if name == "MulBackward0":
             kept: Any = getattr(node, "_raw_saved_other", None)
-            # Elsewhere than at the root, unpacking may be a checkpoint's, which would run a forward here.
+            # Below the root, unpacking may run the forward of a checkpoint.
             other = kept.data if hasattr(kept, "data") else getattr(node, "_saved_other", None) if seen == 1 else None
             if isinstance(other, Tensor) and other.device == scale.device and other.data_ptr() == scale.data_ptr():
                 return True
@@ -115,12 +122,12 @@ def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
 
 
 def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
-    """What a GradScaler cannot unscale: DTensors and plain tensors in one list."""
+    """Refuses what a GradScaler cannot unscale: complex parameters, and sharded beside plain ones in one optimizer."""
     for optimizer in optimizers:
         if any(p.is_complex() for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
                 f"scaler with a {type(optimizer).__name__} that holds complex parameters, which a GradScaler cannot "
-                "unscale; leave the scaler out, or keep real parameters (torch.view_as_complex in the forward)"
+                "unscale; remove the scaler, or keep real parameters (torch.view_as_complex in the forward)"
             )
         kinds = {hasattr(p, "to_local") for group in optimizer.param_groups for p in group["params"]}
         if len(kinds) > 1:
@@ -133,9 +140,10 @@ def refuse_mixed(optimizers: Sequence[Optimizer]) -> None:
 def divide_in_step(optimizers: Sequence[Optimizer]) -> bool:
     """Whether all of these divide gradients in the kernel that steps (`fused=True`), as a GradScaler lets them.
 
-    By the attributes that it sets, and takes away again: `grad_scale`, in float32, and `found_inf`. torch's own alone:
-    a wrapper may show another's attributes, and keep to itself those that it is given. Not with hooks, which may look
-    at gradients, nor of DTensors, whose kernels take no plain tensor beside them.
+    GradScaler sets their `grad_scale` (in float32) and `found_inf` for one step, and so does `divided`. Only torch's
+    own optimizers: a wrapper may show the attributes of another and not pass ours on. Not with hooks, which may look at
+    gradients; not with DTensors, whose kernels take no plain tensor beside them. Private: the flag of an optimizer that
+    can, and the hooks. Without the flag: False.
     """
     return bool(optimizers) and all(
         type(one).__module__.startswith("torch.optim.")
@@ -148,14 +156,14 @@ def divide_in_step(optimizers: Sequence[Optimizer]) -> bool:
 
 
 def _pre_hooks(optimizer: Optimizer) -> list[Any]:
-    own: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})  # private, as is the other
+    own: dict[int, Any] = getattr(optimizer, "_optimizer_step_pre_hooks", {})
     everyone: dict[int, Any] = getattr(sys.modules[Optimizer.__module__], "_global_optimizer_pre_hooks", {})
     return [*own.values(), *everyone.values()]
 
 
 @contextmanager
 def divided(optimizers: Sequence[Optimizer], by: Tensor | None) -> Iterator[None]:
-    """In it each step divides the gradients first. `by` is a tensor, so that nobody waits for it."""
+    """Each step in it first divides the gradients by `by`, a tensor that nobody reads on the host."""
     if by is None:
         yield
         return
@@ -170,7 +178,7 @@ def divided(optimizers: Sequence[Optimizer], by: Tensor | None) -> Iterator[None
 
 
 def refuse_broken_scaler(state: Mapping[str, Any], scaler: GradScaler) -> None:
-    """GradScaler itself sets what it finds before it misses anything."""
+    """Raises where the state lacks numbers; GradScaler itself would load a part of it first."""
     wanted = scaler.state_dict()
     wrong = [name for name in wanted if isinstance(state.get(name), bool) or not isinstance(state.get(name), Real)]
     if wrong:

@@ -15,7 +15,7 @@ from .private import hooks_after_accumulation
 
 
 class Sum:
-    """What the gradients of one parameter have added up to, in a wider dtype."""
+    """The sum of one parameter's gradients, in a wider dtype."""
 
     __slots__ = ("dtype", "grad", "parameter")
 
@@ -25,31 +25,30 @@ class Sum:
 
 
 class Phase(Enum):
-    """What becomes of a gradient when backward has made it."""
+    """Where a gradient goes when backward has made it."""
 
-    OFF = auto()  # no window's: it stays in .grad
-    ADD = auto()  # it goes into the sum, and .grad is empty again
+    OFF = auto()  # no window is open: it stays in .grad
+    ADD = auto()  # into the sum; .grad is cleared
     PASS = auto()  # it stays in .grad, to be reduced by itself
-    ROUND = auto()  # the sum with it is rounded into .grad
+    ROUND = auto()  # into the sum, which is rounded into .grad
 
 
 class Sums:
-    """Adds up the gradients of low-precision parameters in `dtype`; `.grad` is rounded once, when all are in.
+    """Adds up the gradients of low-precision parameters in `dtype`, and rounds the sum into `.grad` once.
 
     Equivalent to, after each backward of a window,
 
         wide[p] += p.grad
         p.grad = None
 
-    and `p.grad = wide[p].to(p.dtype)` after the last; but a parameter at a time, within backward, so that only one
-    gradient is there twice. The hook of a parameter runs before DDP's: what DDP reduces, in the backward that reduces
-    and overlapped with it, is the rounded sum.
+    and `p.grad = wide[p].to(p.dtype)` after the last. Hooks do it within backward, a parameter at a time, so that only
+    one gradient exists twice. They run before DDP's, which therefore reduces the rounded sum.
     """
 
     def __init__(
         self, parameters: Iterable[nn.Parameter], dtype: torch.dtype, kept: Container[int] = frozenset()
     ) -> None:
-        """`kept`: ids of parameters whose .grad stays, as zeros, when it has been added."""
+        """`kept`: ids of parameters whose .grad is set to zeros, and not to None, once it is added."""
         self._sums: dict[int, Sum] = {}
         self._dtype, self._kept = dtype, kept
         self.phase = Phase.OFF
@@ -58,15 +57,15 @@ class Sums:
         self.watch(parameters)
 
     def watch(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Those of them that are new, or trained now, add up too; an error where another's are at work on them."""
+        """Adds those that are new or trained now; raises if another accumulator's window is open on one of them."""
         this = weakref.ref(self)
         for p in parameters:
             hooks = hooks_after_accumulation(p)
             others = [other() for hook in hooks if (other := getattr(hook, "sums", this)) is not this]
             if any(other is not None and other is not self and other.phase is not Phase.OFF for other in others):
                 raise DistaccumError(
-                    "another accumulator's window with accumulate_dtype is open on this model, and takes its "
-                    "gradients; finish one window before the next begins"
+                    "another accumulator's window with accumulate_dtype is open on this model and takes its "
+                    "gradients; finish that window before the next begins"
                 )
             if id(p) not in self._sums and p.requires_grad and (wide := _wider(p, self._dtype)):
                 self._sums[id(p)] = Sum(p, wide)
@@ -76,7 +75,7 @@ class Sums:
                 ]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a copy, which watches other parameters."""
+        """A copy's state: the copy has other parameters to watch."""
         return {**self.__dict__, "_sums": {}, "_hooks": []}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,7 +86,7 @@ class Sums:
         return self._sums.get(id(parameter))
 
     def holders(self, parameters: Iterable[nn.Parameter]) -> list[Any]:
-        """In whose .grad gradients are before they are rounded."""
+        """The objects whose .grad holds the gradients before they are rounded."""
         return [self._sums.get(id(parameter), parameter) for parameter in parameters]
 
     def holds(self, parameter: nn.Parameter) -> bool:
@@ -95,14 +94,14 @@ class Sums:
         return one is not None and one.grad is not None
 
     def standing(self, parameter: nn.Parameter) -> Tensor | None:
-        """What has added up, also when a gradient has just come."""
+        """The sum so far, with a gradient that has not been added yet."""
         one, come = self.of(parameter), parameter.grad
         if one is None or one.grad is None:
             return come
         return one.grad + come if self.phase is Phase.PASS and come is not None else one.grad
 
     def take(self, parameter: nn.Parameter) -> None:
-        """A gradient has come."""
+        """Adds the gradient that backward has just made."""
         one, gradient = self._sums[id(parameter)], parameter.grad
         if gradient is None or gradient.dtype.itemsize >= one.dtype.itemsize:  # the model was cast since
             return
@@ -114,18 +113,18 @@ class Sums:
             self._round(one)
 
     def show(self, parameter: int) -> None:
-        """No gradient has come, and this backward reduces what .grad shows."""
+        """Rounds the sum of a parameter that gets no gradient in the backward that reduces."""
         self.round([self._sums[parameter].parameter])
 
     def take_all(self, but: Callable[[nn.Parameter], bool]) -> None:
-        """Those that a PASS left."""
+        """Adds the gradients that PASS left in .grad."""
         for one in self._sums.values():
             if one.parameter.grad is not None and not but(one.parameter):
                 _add(one, one.parameter.grad)
                 self._let_go(one.parameter)
 
     def round(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Into .grad, of all or of these, where no backward does it."""
+        """Rounds the sums of all or of these into .grad, outside of backward."""
         for one in self._sums.values() if parameters is None else map(self.of, parameters):
             if one is not None and one.grad is not None:
                 if one.parameter.grad is not None:
@@ -155,7 +154,7 @@ class Sums:
 
 
 def _wider(parameter: nn.Parameter, dtype: torch.dtype) -> torch.dtype | None:
-    """What adds up in more than the parameter's own dtype; None where that is enough."""
+    """The dtype to add up in; None if the parameter's own is as wide."""
     wide = dtype.to_complex() if parameter.is_complex() else dtype
     return None if torch.promote_types(parameter.dtype, wide) == parameter.dtype else wide
 
@@ -166,19 +165,19 @@ def _remove(hooks: list[Any]) -> None:
 
 
 def _into(sums: weakref.ref[Sums]) -> Callable[[Tensor], None]:
-    """A hook, which goes with the sums."""
+    """A hook that adds each gradient; it does not keep the sums alive."""
 
     def take(parameter: Any) -> None:
         known = sums()
         if known is not None and known.phase not in (Phase.OFF, Phase.PASS):
             known.take(parameter)
 
-    take.sums = sums  # type: ignore[attr-defined]  # by which others know it
+    take.sums = sums  # type: ignore[attr-defined]  # by which `watch` recognises it
     return take
 
 
 def _before(sums: weakref.ref[Sums], parameter: int) -> Callable[[Tensor | None], None]:
-    """A hook. A backward that reaches a parameter and gives it no gradient may not run `_into`'s, and runs DDP's."""
+    """A hook for a parameter that backward reaches without a gradient: `_into`'s may not run then, but DDP's does."""
 
     def show(gradient: Tensor | None) -> None:
         if gradient is None and (known := sums()) is not None and known.phase is Phase.ROUND:
