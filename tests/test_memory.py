@@ -23,12 +23,8 @@ from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.gradients.memory import is_out_of_memory
-<<<<<<< ours
-from distaccum.law.sizes import FIRST_WAIT, MicroBatchSize
-=======
 from distaccum.gradients.snapshot import Snapshot
-from distaccum.law.sizes import FIRST_WAIT, Fit
->>>>>>> theirs
+from distaccum.law.sizes import FIRST_WAIT, MicroBatchSize
 
 
 class Limited:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
@@ -32,8 +33,8 @@ def count_tokens(
 ) -> Callable[[Any], Tensor]:
     """A function that counts the labels that a token loss keeps.
 
-    `labels` is the key, attribute or position of the labels in a batch. `shift=True` leaves out the first
-    of each row, as losses on the next token do.
+    `labels` is the key, attribute or position of the labels in a batch. `shift=True` leaves out the first of each row,
+    as losses on the next token do.
 
     >>> import torch
     >>> batch = {"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])}
@@ -78,25 +79,19 @@ def batch_length(batch: Any) -> int:
 
 
 def largest_sample(micro_batches: Iterable[Any]) -> int:
-    """Numbers in a sample, at most: what tells a short text from a long one."""
-    return max(
-        (-(-array.numel() // len(array)) for one in micro_batches for array in _arrays(one) if _has_rows(array)),
-        default=0,
-    )
-
-
-def _has_rows(array: Any) -> bool:
-    return isinstance(array, Tensor) and array.ndim > 0 and len(array) > 0
+    """The most numbers that a sample has in one tensor, which distinguishes a long text from a short one."""
+    tensors = [array for one in micro_batches for array in _arrays(one) if isinstance(array, Tensor) and array.ndim]
+    return max((-(-one.numel() // len(one)) for one in tensors if len(one)), default=0)
 
 
 def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
-    """The parts of `batch`, `sizes` samples each, in order. Tensors are views, not copies.
+    """The parts of `batch`, of `sizes` samples, in order. Tensors are views, not copies.
 
     >>> import torch
     >>> [part["x"].tolist() for part in cut_batch({"x": torch.arange(3), "lr": 0.1}, [1, 2], length=3)]
     [[0], [1, 2]]
     """
-    _refuse_what_has_no_rows(batch, length)
+    _refuse_uncuttable(batch, length)
     if not _has_columns(batch, length):
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
     for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
@@ -104,16 +99,13 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
 
 
 def _cut(item: Any, start: int, stop: int, length: int) -> Any:
-    if _is_array(item):
-        along = len(item.shape) and item.shape[0] == length
-        return item[start:stop] if along else item
-    if isinstance(item, list | tuple) and _is_column(item, length):
+    if _is_column(item, length):
         return item[start:stop]
-    return _remade(item, lambda child, _: _cut(child, start, stop, length))
+    return item if _is_array(item) else _remade(item, lambda child, _: _cut(child, start, stop, length))
 
 
-def _refuse_what_has_no_rows(item: Any, length: int) -> None:
-    """Samples that cannot be taken out one after the other."""
+def _refuse_uncuttable(item: Any, length: int) -> None:
+    """Raises for tensors whose samples are no slices of them."""
     kind = ""
     if isinstance(item, PackedSequence):
         kind = "a PackedSequence, whose samples are interleaved"
@@ -127,7 +119,7 @@ def _refuse_what_has_no_rows(item: Any, length: int) -> None:
             "cut it yourself: accumulator.window(micro_batches)"
         )
     for child in _children(item):
-        _refuse_what_has_no_rows(child, length)
+        _refuse_uncuttable(child, length)
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -138,7 +130,7 @@ def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
 
 
 def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors, each with the key, field or position that it stands under."""
+    """The tensors, each with its key, field or position."""
     if isinstance(item, Tensor):
         return [(where, item)]
     found: list[tuple[str, Tensor]] = []
@@ -147,27 +139,20 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
 
 
 def join_batches(batches: Sequence[Any], lengths: Sequence[int]) -> Any:
-    """One batch of them all, which cutting it would give again."""
+    """One batch of all samples; cutting it at `lengths` gives the batches again."""
     first = batches[0]
+    are_columns = all(_is_column(batch, length) for batch, length in zip(batches, lengths, strict=True))
     if _is_array(first):
-        along = all(len(b.shape) and b.shape[0] == n for b, n in zip(batches, lengths, strict=True))
-        return torch.cat([torch.as_tensor(batch) for batch in batches]) if along else first
-    if isinstance(first, list | tuple) and all(_is_column(b, n) for b, n in zip(batches, lengths, strict=True)):
+        return torch.cat([torch.as_tensor(batch) for batch in batches]) if are_columns else first
+    if are_columns:
         return type(first)(value for batch in batches for value in batch)
-
-    def joined(_: Any, key: Any) -> Any:
-        return join_batches([_child(batch, key) for batch in batches], lengths)
-
-    return _remade(first, joined)
-
-
-def _child(item: Any, key: Any) -> Any:
-    is_field = dataclasses.is_dataclass(item) and not isinstance(item, Mapping)
-    return getattr(item, key) if is_field else item[key]
+    is_record = dataclasses.is_dataclass(first) and not isinstance(first, Mapping)
+    child = getattr if is_record else operator.getitem
+    return _remade(first, lambda _, key: join_batches([child(batch, key) for batch in batches], lengths))
 
 
 def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A container of the same type, with `change(child, key)` for each of its children; anything else as it is."""
+    """A container of the same type, with `change(child, key)` for each child; returns anything else unchanged."""
     if isinstance(item, MutableMapping):
         parts = copy.copy(item)  # keeps the type, also of an OrderedDict, defaultdict or UserDict
         for key in item:
@@ -188,7 +173,7 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """As `rebuilt`, of other samples: what a dataclass derives from them, and is no column of them, is derived anew."""
+    """As `rebuilt`, for other samples: what a dataclass derives from them and cannot be cut is derived again."""
     copied = rebuilt(item, change)
     if not dataclasses.is_dataclass(item) or isinstance(item, Mapping | type):
         return copied
@@ -210,7 +195,7 @@ def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
         made = dataclasses.replace(item, **given)
     except Exception as error:
         if not left:
-            return copied  # it takes the whole batch alone, as a check of it would
+            return copied  # it accepts a whole batch only
         raise TypeError(
             f"a {kind} of a part of its samples cannot be made ({type(error).__name__}: {error}), and it derives "
             f"{', '.join(left)} from them; {cure}"
@@ -236,20 +221,18 @@ def _is_same(one: Any, other: Any) -> bool:
 
 def _has_columns(item: Any, length: int) -> bool:
     """Whether cutting would cut anything; otherwise each part would be the whole batch."""
-    if isinstance(item, list | tuple) and _is_column(item, length):
-        return True
+    children = () if _is_array(item) else _children(item)
+    return _is_column(item, length) or any(_has_columns(child, length) for child in children)
+
+
+def _is_column(item: Any, length: int) -> bool:
+    """Whether this has one value per sample: an array, a list without arrays of that length, a tuple of texts alone."""
     if _is_array(item):
         return len(item.shape) > 0 and item.shape[0] == length
-    return any(_has_columns(child, length) for child in _children(item))
-
-
-def _is_column(item: list[Any] | tuple[Any, ...], length: int) -> bool:
-    """One value per sample: a list without tensors of that length; of tuples only texts, as collating makes them."""
-    if len(item) != length or any(len(array.shape) and array.shape[0] == length for array in _arrays(item)):
+    is_plain = isinstance(item, tuple) and not hasattr(item, "_fields")
+    if not isinstance(item, list) and not (is_plain and all(isinstance(value, str | bytes) for value in item)):
         return False
-    return isinstance(item, list) or (
-        not hasattr(item, "_fields") and all(isinstance(value, str | bytes) for value in item)
-    )
+    return len(item) == length and not any(_is_column(one, length) for one in _arrays(item))
 
 
 def _arrays(item: Any) -> list[Any]:
@@ -267,5 +250,5 @@ def _children(item: Any) -> Iterable[Any]:
 
 
 def _is_array(item: Any) -> TypeGuard[Any]:
-    """A tensor, or what looks like one (numpy)."""
+    """Whether this is a tensor, or looks like one (numpy)."""
     return isinstance(item, Tensor) or (hasattr(item, "shape") and hasattr(item, "__getitem__"))
