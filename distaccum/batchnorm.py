@@ -17,9 +17,9 @@ def batchnorms(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def freeze(model: nn.Module) -> list[str]:
-    """Puts batch normalisation into eval mode, which normalises by running statistics and is exact; gives the names.
+    """Puts batch normalisation into eval mode, in which it uses running statistics and is exact; gives the names.
 
-    `model.train()` undoes it, so call it after that. Weights and biases of these layers are trained as before.
+    `model.train()` undoes this, so call it afterwards. Weights and biases of these layers are trained as before.
     """
     found = batchnorms(model)
     for _, layer in found:
@@ -28,10 +28,10 @@ def freeze(model: nn.Module) -> list[str]:
 
 
 def to_groupnorm(model: Model, per_group: int = 16) -> Model:
-    """Puts GroupNorm, which looks at each sample alone, in the place of batch normalisation; then make the optimizer.
+    """Replaces batch normalisation by GroupNorm, which looks at each sample alone; make the optimizer after it.
 
-    Groups have `per_group` channels, or as many more as divide a layer's: the variance of few numbers, as in small
-    images, magnifies rounding. Weights and biases are kept, statistics are not.
+    Groups have at least `per_group` channels, in a number that divides the layer's: the variance of few numbers, as in
+    small images, magnifies rounding. Weights and biases are kept, statistics are not.
 
     >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
     3

@@ -1,4 +1,4 @@
-"""What a gradient noise scale says of a batch size."""
+"""What a gradient noise scale says about a batch size."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ FAR = 3.0  # a batch is far from the noise scale from this factor on
 
 
 class Meaning(NamedTuple):
-    """What a noise scale says of a batch."""
+    """Whether a larger batch would help, and the cost of this one."""
 
     verdict: str  # "larger helps", "enough" or "wasteful"
-    updates: float  # in parts of the fewest, which the largest batch needs
-    samples: float  # in parts of the fewest, which the smallest batch needs
+    updates: float  # a multiple of the fewest, those of a very large batch
+    samples: float  # a multiple of the fewest, those of a very small batch
 
     def __str__(self) -> str:
         return f"{self.updates:.2f} x the fewest updates, {self.samples:.2f} x the fewest samples: {self.verdict}"

@@ -273,7 +273,7 @@ def test_micro_batch_without_labels_is_named():
     assert "its labels in 'labels' are all -100 but the first of each row" in cause
     assert cause.endswith("count=count_tokens('labels', shift=True)")
     report = check(net(), lambda m, b: of_samples(m, b) + (math.nan if len(b["x"]) == 4 else 0.0))
-    assert "loss: that of a micro-batch is not finite, and that of the whole batch is" in report.causes[0]
+    assert "loss: a micro-batch's loss is not finite, and the whole batch's is" in report.causes[0]
 
 
 def test_micro_batch_left_out_is_noted():

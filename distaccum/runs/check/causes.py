@@ -34,8 +34,8 @@ class Diagnosis:
             keeping = self._found(self._varies, ())
             where = f" in {_kinds(keeping)}" if keeping else ", or drawn by a generator of the loss's own"
             return [
-                "state: the gradient of the same batch is another one the second time, although buffers and random "
-                f"numbers were put back: something is kept between calls{where}"
+                "state: the same batch gives another gradient the second time, although buffers and random numbers "
+                f"were restored: something is kept between calls{where}"
             ]
         causes = self._random_causes()
         mixing = self._found(self._mixes, KINDS)
@@ -61,7 +61,7 @@ class Diagnosis:
         return list(dict.fromkeys(causes)) or ["unknown: no cause was found; the error is beyond rounding"]
 
     def _gradient(self, *, seed: int | None = None, restore: bool = True) -> Measured:
-        """The whole batch's, of the first loss."""
+        """The whole batch's gradient, of the first loss."""
         name = next(iter(self._of.subject.reductions))
         return self._of.bare(name, self._of.batch, seed=seed, restore=restore)
 
@@ -90,7 +90,7 @@ class Diagnosis:
         return causes or ["random: random numbers are drawn by the model or the loss, and micro-batches draw others"]
 
     def _changing_modules(self) -> list[Named]:
-        """Those with buffers that a forward changes, where the next gradient is another one for it."""
+        """Modules with buffers that a forward changes, if the next gradient differs for it."""
         first = self._gradient(seed=1)
         buffers_of = self._of.before.buffers_of
         changed = [(n, m) for n, m in self._of.modules if any(not torch.equal(b, was) for b, was in buffers_of(m))]
@@ -116,7 +116,7 @@ class Diagnosis:
         return [(name, m, *calls[m]) for name, m in reversed(self._of.modules) if m in calls]
 
     def _found(self, is_it: Callable[[nn.Module, Any, Any], bool], kinds: Any) -> list[Named]:
-        """The innermost modules that it is true of; where none can be called by itself, those of these kinds."""
+        """The innermost modules of which `is_it` is true; of these kinds where none can be called by itself."""
         if self._of.engine.hides_parameters:
             return [(n, m) for n, m in self._of.modules if isinstance(m, kinds) and m.training]
         found: list[Named] = []
@@ -142,7 +142,7 @@ class Diagnosis:
         return any(not torch.equal(one, other) for one, other in zip(*outputs, strict=True))
 
     def _mixes(self, module: nn.Module, args: Any, kwargs: Any) -> bool:
-        """Whether it gives other outputs for halves of the batch."""
+        """Whether halves of the batch give other outputs than the whole."""
         length = self._of.length
         if not any(t.shape[0] == length for _, t in tensors_in((args, kwargs)) if t.ndim):
             return False
@@ -160,7 +160,7 @@ class Diagnosis:
         return False
 
     def _mixing_in_eval(self, mixing: Sequence[nn.Module]) -> set[nn.Module]:
-        """All of them at once: each search runs the model and all of its modules."""
+        """Tries all of them at once: each search runs the model and all of its modules."""
         with modes_kept(mixing):
             _into_eval(mixing)
             return {module for _, module in self._found(self._mixes, ())} if mixing else set()
@@ -178,7 +178,7 @@ def _into_eval(modules: Iterable[nn.Module]) -> None:
 
 
 def _kinds(found: Sequence[Named]) -> str:
-    """Names, and the classes that they are of.
+    """The names of modules, and their classes.
 
     >>> _kinds([("drop", nn.Dropout())])
     'drop (Dropout)'

@@ -43,10 +43,10 @@ class Measured:
 
 
 class Measure(Protocol):
-    """Runs a window, and gives its gradient in the place of a step."""
+    """Runs a window, and gives its gradient instead of stepping."""
 
     def __call__(self, micro_batches: Sequence[Any] | None, loss_fn: LossFn, *, as_sum: bool) -> Measured:
-        """Of these on this rank (None: of the batch as it is cut); `as_sum`: the sum over ranks of bare losses."""
+        """The window of these on this rank (None: the batch as it is cut); `as_sum`: bare losses, summed over ranks."""
 
 
 @dataclass
@@ -142,7 +142,7 @@ class Comparison:
         self.kept = as_cut.kept
         rows = self.engine.peers.gather([float(drawn), float(as_cut.left_out)])
         self.is_random, self.left_out = any(one for one, _ in rows), int(sum(number for _, number in rows))
-        # And uneven parts, where a wrong count shows; of one sample batch normalisation would fail.
+        # Uneven parts show a wrong count. None has one sample only, with which batch normalisation fails.
         length = self._own_length
         sizes = [length // 3, length - length // 3] if length > 5 else [length]
         uneven = self._accumulated(list(cut_batch(self._own, sizes, length)) if length else [])

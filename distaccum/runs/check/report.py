@@ -19,10 +19,10 @@ from .compare import Comparison, LossFn, Subject
 ADVICE = {
     "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
     "accept it with batchnorm='pool' or 'ignore'",
-    "dropout": "the gradient is that of the masks that were drawn, which is all that dropout asks for: nothing to do, "
-    "where this is the only cause",
-    "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; what "
-    "else differs in the loss shows when it draws none",
+    "dropout": "the gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is "
+    "the only cause",
+    "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; let "
+    "the loss draw none to see its other causes",
     "mixing": "use a layer that looks at each sample alone",
     "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
     "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples",
@@ -41,7 +41,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Report:
-    """What `check` found; printed, a table with the worst first and what to do."""
+    """The result of `check`; printed, a table with the worst parameters first, the causes and their cures."""
 
     equivalent: bool
     worst: float  # the largest relative error: in float64 where that was possible
@@ -105,9 +105,9 @@ def _report(comparison: Comparison) -> Report:
         errors = used.compare() if is_wide else own
         if not any(norm or error for norm, error in (*own, *errors)):
             raise DistaccumError(
-                "the gradient of the whole batch is zero in every parameter, so nothing was compared; look whether the "
-                "loss depends on the parameters (a detach, a factor of 0, a ReLU that is never above 0), or check with "
-                "another batch"
+                "the gradient of the whole batch is zero in every parameter, so nothing was compared; make the loss "
+                "depend on the parameters (look for a detach, a factor of 0, a ReLU that is never above 0), or check "
+                "with another batch"
             )
         equivalent, bound = used.agrees(errors), used.bound()
         notes = [*used.notes, *_notes_on(used, equivalent)]
@@ -146,6 +146,6 @@ def _notes_on(comparison: Comparison, equivalent: bool) -> Iterator[str]:
         )
     if equivalent and comparison.is_random:
         yield (
-            "random numbers are drawn by the model or the loss; micro-batches drew those that the whole batch did, "
-            "which is so in this order and cut alone"
+            "random numbers are drawn by the model or the loss; micro-batches drew those of the whole batch, which "
+            "holds only for this order and this cut"
         )

@@ -15,7 +15,7 @@ from .compare import Comparison, Measured, weighted_sum
 
 
 def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | None:
-    """Why the loss of this name is not the declared sum of its parts'; None where it is.
+    """Why the loss of this name is not the declared sum of its parts' losses; None where it is.
 
     `mixing` names the modules in which samples depend on each other in eval mode too.
     """
@@ -28,7 +28,7 @@ def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | N
     if not all(math.isfinite(one.loss) for one in parts.measured):
         return f"count: it gave {parts}, and the loss of one of them is not finite: the criterion counts something else"
     if comparison.unlike:
-        return "loss: that of a micro-batch is not finite, and that of the whole batch is"
+        return "loss: a micro-batch's loss is not finite, and the whole batch's is"
     if sum(parts.counts) != at_once and parts.reduction != "sum":
         return (
             f"count: it gave {tidy(at_once)}{parts.of_name} for the whole batch and {parts}, which should add up to it"
@@ -39,11 +39,11 @@ def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | N
         return cause
     if mixing:
         return f"mixing: a sample's output depends on the others in {mixing}, in eval mode too"
-    return f"loss: the loss{parts.of_name} is no sum or mean over samples: that of the whole is not made of its parts'"
+    return f"loss: the loss{parts.of_name} is no sum or mean over samples: no weights of its parts' losses make it up"
 
 
 class _Parts:
-    """Uneven parts of a batch, the gradient and loss of each, and those of the whole. As a text, what count gave."""
+    """Uneven parts of a batch, with their gradients, losses and counts. As a text, what count gave."""
 
     def __init__(self, comparison: Comparison, name: str) -> None:
         self._of = comparison
@@ -59,7 +59,7 @@ class _Parts:
         return f"{[tidy(count) for count in self.counts]} for parts of {self._sizes} samples"
 
     def _counted(self, values: Sequence[Any]) -> list[Any]:
-        """Without those of the parts of which nothing counts."""
+        """The values of the parts whose count is not 0."""
         return [value for value, count in zip(values, self.counts, strict=True) if count]
 
     @property
@@ -76,7 +76,7 @@ class _Parts:
         return is_same_loss and not self._of.differ(made, self._whole)
 
     def cause_in_weights(self) -> str | None:
-        """What the weights are that fit, and how to declare them; None where none fit."""
+        """Which other weights fit, and how to declare them; None where none do."""
         if self.reduction == "mean" and self.fit([1.0] * len(self.measured)):
             return (
                 f"reduction: the criterion{self.of_name} sums over its batch and reduction='mean' says that it "
@@ -104,7 +104,7 @@ class _Parts:
         return None
 
     def _free_weights(self) -> list[float]:
-        """The weights that come closest, by least squares over the gradient and the loss; nan where there are none."""
+        """The weights with the smallest squared error of gradient and loss; nan where there are none."""
         products = [_dot(one, other) for one in self.measured for other in (*self.measured, self._whole)]
         rows = self._of.engine.peers.gather(products)
         summed = torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64)
@@ -127,7 +127,7 @@ class Denominator(NamedTuple):
 
 
 def denominators(parts: Sequence[Any], sizes: Sequence[int]) -> list[Denominator]:
-    """Those that a batch has in it, the likely ones first."""
+    """The denominators that a batch offers, the likely ones first."""
     found = [Denominator("samples", "leave count at count_samples", [float(size) for size in sizes])]
     not_zero = []  # after all labels: padding is often 0 where a label is -100
     columns = [[tensor for _, tensor in tensors_in(part)] for part in parts]
@@ -157,7 +157,7 @@ def _dot(one: Measured, other: Measured) -> float:
 
 
 def _uneven(length: int) -> list[int]:
-    """Three parts, each of another size where there are samples enough.
+    """Three parts, of different sizes if there are enough samples.
 
     >>> _uneven(12), _uneven(2)
     ([2, 4, 6], [1, 1])
