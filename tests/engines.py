@@ -15,11 +15,10 @@ import torch
 import torch.distributed as dist
 from problems import CASES, Batch, Net, error, join, make_net, micro_batches_of
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
+from distaccum.tools import wrap
 
 
 @dataclass(frozen=True)
@@ -61,44 +60,29 @@ def plain(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.
 
 
 def ddp(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-    return with_sgd(DistributedDataParallel(net, find_unused_parameters=True), lr)  # no loss uses the router
+    return with_sgd(wrap.ddp(net, find_unused_parameters=True), lr)  # no loss uses the router
 
 
 def layers(net: Any) -> list[nn.Module]:
     return [net.body[0], net.body[2]]
 
 
-def fully_sharded(*, root: bool = True, parts: bool = True, shape: tuple[int, ...] | None = None, **options: Any):
-    def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-        from torch.distributed.fsdp import fully_shard
+def fully_sharded(*, parts: bool = True, **options: Any):
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+        return with_sgd(wrap.fully_sharded(net, layers(net) if parts else [], **options), lr)
 
-        sizes = shape or (dist.get_world_size(),)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
-        for layer in layers(net) if parts else []:
-            fully_shard(layer, mesh=mesh, **options)
-        return with_sgd(fully_shard(net, mesh=mesh, **options) if root else net, lr)
-
-    return wrap
+    return wrapped
 
 
-def fsdp1(strategy: str, *, root: bool = True, parts: bool = True, use_orig_params: bool = True):
-    def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
-
-        options: dict[str, Any] = {
-            "sharding_strategy": ShardingStrategy[strategy],
-            "device_id": torch.device("cpu"),
-            "use_orig_params": use_orig_params,
-        }
-        if strategy.startswith("HYBRID"):
-            options["device_mesh"] = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+def fsdp1(strategy: str, *, parts: bool = True, **options: Any):
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+        mesh = {"device_mesh": wrap.mesh_of(net, (2, 2))} if strategy.startswith("HYBRID") else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
-            for i in (0, 2) if parts else ():
-                net.body[i] = FullyShardedDataParallel(net.body[i], **options)
-            return with_sgd(FullyShardedDataParallel(net, **options) if root else net, lr)
+            found = wrap.fsdp1(net, layers(net) if parts else [], strategy=strategy, **mesh, **options)
+        return with_sgd(found, lr)
 
-    return wrap
+    return wrapped
 
 
 def summoned_weights(model: nn.Module) -> Tensor:
@@ -122,41 +106,25 @@ def engine_name(model: Any, optimizer: Any, **options: Any) -> str:
 def zero(stage: int, **config: Any):
     """A DeepSpeed engine."""
 
-    def wrap(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
-        deepspeed = import_deepspeed()
-        engine, optimizer, _, _ = deepspeed.initialize(
-            model=net, optimizer=SGD(net.parameters(), lr=lr), config=zero_config(stage, max_norm, **config)
-        )
-        return engine, optimizer
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
+        import_deepspeed()
+        return wrap.deepspeed(net, SGD(net.parameters(), lr=lr), zero_config(stage, max_norm, **config))
 
-    return wrap
+    return wrapped
 
 
 def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "zero_optimization": {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 2 * 10**6},
-        "zero_allow_untested_optimizer": True,
-        "gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm,
-        "steps_per_print": 10**9,
-        **config,
-    }
+    return wrap.zero_config(stage, **{"gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm, **config})
 
 
 def import_deepspeed() -> Any:
-    """On this process's gloo group, and without compiling anything."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": str(world), "LOCAL_RANK": str(rank)})
+    """On this process's gloo group, without compiling anything; the tests keep its environment."""
+    os.environ.update({**wrap.deepspeed_variables(), "LOCAL_RANK": str(dist.get_rank())})
     warnings.filterwarnings("ignore", message=".*model_fields.*")  # of DeepSpeed 0.16 with a newer pydantic
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
     if not COALESCES:
         warnings.filterwarnings("ignore", message="ZeRO stage . reduces gradients in each micro-step")
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    return deepspeed
+    return wrap.import_deepspeed()
 
 
 def zero_weights(engine: Any) -> Tensor:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
@@ -32,6 +33,7 @@ from ..accumulator import Accumulator
 from ..engines import Engine, choose_engine, known_engines
 from ..law.errors import DistaccumError
 from ..law.table import width, wrapped
+from . import wrap
 from .forecast import BACKENDS
 from .link import Link, measure
 
@@ -455,7 +457,7 @@ def engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
     failed = ""
     trials = list(_trials(job, all_of_them))
     told = job.gather({name: cannot and dataclasses.asdict(cannot) for name, _, cannot in trials})
-    for name, wrap, _ in trials:
+    for name, make, _ in trials:
         cannot = _untried_on_any(name, told)  # who tried alone would wait for the others
         if cannot is not None:
             yield dataclasses.replace(cannot, about=about, name=name)
@@ -463,7 +465,7 @@ def engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
             yield Finding(about, name, f"not tried, since {failed} failed", "absent")
         else:
             try:
-                seen, wrong = _tried(wrap, job), ""
+                seen, wrong = _tried(make, job), ""
             except Exception as error:
                 seen, wrong = "", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
             try:  # who waits within a collective gives up later than who failed before it
@@ -500,13 +502,13 @@ def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Wrap, Finding | 
         "DDPEngine": [("", _ddp)],
         "FSDPEngine": [("", _fsdp1)],
         "FullyShardEngine": [("", _fully_sharded), (", replicas", _hybrid)],
-        "DeepSpeedEngine": [(f", ZeRO {stage}", _zero(stage)) for stage in range(4)],
+        "DeepSpeedEngine": [(f", ZeRO {stage}", partial(_zero, stage=stage)) for stage in range(4)],
     }
     for engine in sorted(
         known_engines(), key=lambda one: list(wraps).index(one.__name__) if one.__name__ in wraps else 9
     ):
-        for suffix, wrap in wraps.get(engine.__name__, [("", _plain)]):
-            yield engine.name + suffix, wrap, _untried(engine, job, all_of_them, wraps)
+        for suffix, make in wraps.get(engine.__name__, [("", _plain)]):
+            yield engine.name + suffix, make, _untried(engine, job, all_of_them, wraps)
     yield "what Accelerate prepared", _accelerated, _untried_package("accelerate", all_of_them)
 
 
@@ -528,16 +530,16 @@ def _untried_package(package: str, all_of_them: bool) -> Finding | None:
     return None
 
 
-def _tried(wrap: Wrap, job: Job) -> str:
+def _tried(make: Wrap, job: Job) -> str:
     """What it can do, after a window under each of its policies."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.manual_seed(0)
-        model, _, options = wrap(nn.Linear(4, 1).to(job.device), job)
+        model, _, options = make(nn.Linear(4, 1).to(job.device), job)
         engine = choose_engine([model], "last")
         for sync in engine.policies:
             torch.manual_seed(0)
-            model, optimizer, options = wrap(nn.Linear(4, 1).to(job.device), job)
+            model, optimizer, options = make(nn.Linear(4, 1).to(job.device), job)
             accumulator = Accumulator(model, optimizer, steps=2, sync=sync, max_norm=math.inf, **options)
             for window in accumulator.windows(_micro_batches(job.rank, job.device)):
                 for inputs in window:
@@ -576,78 +578,26 @@ def _plain(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
 
 
 def _ddp(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
-    return _with_sgd(nn.parallel.DistributedDataParallel(net))
+    return _with_sgd(wrap.ddp(net))
 
 
 def _fsdp1(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    return _with_sgd(FullyShardedDataParallel(net, device_id=job.device, use_orig_params=True))
+    return _with_sgd(wrap.fsdp1(net))
 
 
-def _fully_sharded(net: nn.Module, job: Job, shape: tuple[int, ...] = ()) -> tuple[nn.Module, Any, dict[str, Any]]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    shape = shape or (job.world,)
-    mesh = init_device_mesh(job.kind, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
-    fully_shard(net, mesh=mesh)
-    return _with_sgd(net)
+def _fully_sharded(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return _with_sgd(wrap.fully_sharded(net))
 
 
 def _hybrid(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
     replicas = 1 if job.world % 2 else 2
-    return _fully_sharded(net, job, (replicas, job.world // replicas))
+    return _with_sgd(wrap.fully_sharded(net, shape=(replicas, job.world // replicas)))
 
 
-@contextmanager
-def _environment(wanted: Mapping[str, str]) -> Iterator[None]:
-    """With these variables, which are put back: the process may be the caller's own."""
-    found = {name: os.environ.get(name) for name in wanted}
-    os.environ.update(wanted)
-    try:
-        yield
-    finally:
-        for name, value in found.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-def _zero(stage: int) -> Wrap:
-    def wrap(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
-        wanted = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
-        if job.kind == "cpu":  # else it looks for a GPU, and compiles a kernel for shared memory
-            wanted |= {"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", "1")}
-        with _environment(wanted):
-            return start(net, job)
-
-    def start(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
-        import deepspeed
-
-        if job.kind == "cpu":
-            getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-        deepspeed.utils.logger.setLevel("ERROR")
-        deepspeed.init_distributed(dist_backend="nccl" if job.kind == "cuda" else "gloo", verbose=False)
-        config = {
-            "train_micro_batch_size_per_gpu": 2,
-            "zero_optimization": {"stage": stage, "overlap_comm": False},
-            "zero_allow_untested_optimizer": True,
-            "gradient_clipping": 0.0,
-            "steps_per_print": 10**9,
-        }
-        engine, optimizer, _, _ = deepspeed.initialize(
-            model=net, optimizer=SGD(net.parameters(), lr=0.1), config=config
-        )
-        return engine, optimizer, {}
-
-    return wrap
+def _zero(net: nn.Module, job: Job, stage: int) -> tuple[nn.Module, Any, dict[str, Any]]:
+    return *wrap.deepspeed(net, SGD(net.parameters(), lr=0.1), wrap.zero_config(stage)), {}
 
 
 def _accelerated(net: nn.Module, job: Job) -> tuple[nn.Module, Any, dict[str, Any]]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=job.kind == "cpu")
-    model, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=0.1))
-    return model, optimizer, {"accelerator": accelerator}
+    accelerator, *wrapped = wrap.accelerated(net, SGD(net.parameters(), lr=0.1), cpu=job.kind == "cpu")
+    return *wrapped, {"accelerator": accelerator}

@@ -14,6 +14,8 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from distaccum.tools import wrap as wrappers
+
 from .config import ROOT, Config, read_text, stop
 from .job import DTYPES, Job
 from .tasks import blocks
@@ -61,7 +63,7 @@ def _wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     if job.engine == "accelerate":
         return _accelerate(model, config, job, updates)
     if job.engine == "ddp":
-        model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        model = wrappers.ddp(model, gradient_as_bucket_view=True)
     elif job.engine == "fsdp2":
         _shard(model, config, job)
     optimizer, schedule = make_optimizer(model, config, updates)
@@ -94,16 +96,13 @@ def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Opti
 
 
 def _shard(model: nn.Module, config: Config, job: Job) -> None:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else (job.ranks,)
-    mesh = init_device_mesh(job.device.type, shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
     policy = MixedPrecisionPolicy()
     if config.precision in ("bf16", "fp16"):
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
-    for module in (*blocks(model), model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else ()
+    wrappers.fully_sharded(model, blocks(model), shape=shape, mp_policy=policy)
 
 
 def read_deepspeed(config: Config) -> dict[str, Any]:
@@ -131,34 +130,25 @@ def read_deepspeed(config: Config) -> dict[str, Any]:
     return values
 
 
-def import_deepspeed(job: Job) -> Any:
+def _start_deepspeed(job: Job) -> None:
     """DeepSpeed in this job's process group."""
-    os.environ.setdefault("LOCAL_RANK", str(job.local_rank))
-    if job.device.type == "cpu":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-        os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    os.environ.update(wrappers.deepspeed_variables(job.device.type))
     try:
-        import deepspeed
+        wrappers.import_deepspeed(job.device.type)
     except ImportError:
         stop("engine = 'deepspeed' and it is not installed; pip install 'distaccum[deepspeed]'")
-    if job.device.type == "cpu":
-        # A kernel for shared memory, which it would compile when it starts; gloo does without.
-        getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-    deepspeed.utils.logger.setLevel("ERROR")
-    return deepspeed
 
 
 def _deepspeed(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     values = read_deepspeed(config)
-    deepspeed = import_deepspeed(job)
+    _start_deepspeed(job)
     if config.precision != "float32":  # its weights are then of this dtype, and what goes in must be too
         dtype = DTYPES[config.precision]
         model.register_forward_pre_hook(
             lambda _, given: tuple(x.to(dtype) if x.is_floating_point() else x for x in given)
         )
-    deepspeed.init_distributed(dist_backend="nccl" if job.device.type == "cuda" else "gloo", verbose=False)
     inner, schedule = make_optimizer(model, config, updates)
-    engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=inner, config=values)
+    engine, optimizer = wrappers.deepspeed(model, inner, values)
     return Wrapped(engine, optimizer, schedule, inner)
 
 
@@ -168,7 +158,7 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
     if is_cpu and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         stop("Accelerate's config asks for FSDP, and on CPU it would make DDP of it; use --engine fsdp2, or GPUs")
     if is_deepspeed:
-        import_deepspeed(job)
+        _start_deepspeed(job)
     try:
         from accelerate import Accelerator, InitProcessGroupKwargs
     except ImportError:
