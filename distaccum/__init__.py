@@ -8,7 +8,8 @@ if TYPE_CHECKING:
     from .law.errors import DistaccumError
     from .law.update import Update
     from .runs.check.report import Report
-    from .tools.forecast import Forecast, plan
+    from .tools.plan.forecast import plan
+    from .tools.plan.report import Forecast
     from .window.window import Window
 
 __all__ = [
@@ -27,13 +28,13 @@ __version__ = "0.1.0"
 _MODULES = {
     "Accumulator": "accumulator",
     "DistaccumError": "law.errors",
-    "Forecast": "tools.forecast",
+    "Forecast": "tools.plan.report",
     "Report": "runs.check.report",
     "Update": "law.update",
     "Window": "window.window",
     "count_samples": "law.batches",
     "count_tokens": "law.batches",
-    "plan": "tools.forecast",
+    "plan": "tools.plan.forecast",
 }
 
 if not TYPE_CHECKING:  # or a misspelt name would pass as Any

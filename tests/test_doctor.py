@@ -21,8 +21,8 @@ from programs import Done, Program, Programs, free_port
 from distaccum.tools import doctor
 from distaccum.tools.cli import main
 from distaccum.tools.doctor import Examination, Finding, Launch, packages, requirements
-from distaccum.tools.forecast import BACKENDS
 from distaccum.tools.link import Link, Pair
+from distaccum.tools.plan.network import BACKENDS
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "distaccum", "doctor"]

@@ -17,8 +17,10 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator, plan
 from distaccum.law.shares import cut_evenly, steps_for
 from distaccum.tools.cli import main
-from distaccum.tools.forecast import amount, beneath, scaled_learning_rate
-from distaccum.tools.measure import measure
+from distaccum.tools.plan.forecast import amount
+from distaccum.tools.plan.learning_rate import scaled_learning_rate
+from distaccum.tools.plan.measure import measure_micro_step
+from distaccum.tools.plan.network import beneath
 
 LAYERS, WIDTH = 4, 24  # a layer's weight can be halved
 NUMBERS = LAYERS * WIDTH * WIDTH
@@ -314,9 +316,9 @@ def test_model_is_measured_and_left_as_it_was():
     net, batch = Net(), {"x": torch.randn(16, 6)}
     net.layer.weight.grad = torch.ones(4, 6)
     mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
-    found = measure(net, batch, lambda part: net(part["x"]))
+    found = measure_micro_step(net, batch, lambda part: net(part["x"]))
     assert (found.parameters, found.gradient_bytes, found.micro_batch_size) == (36, 144, 4)
-    assert found.seconds > 0 and "halved until it fitted" in found.told
+    assert found.seconds > 0 and "halved until it fitted" in found.summary
     assert torch.equal(net.norm.running_mean, mean) and torch.equal(torch.get_rng_state(), state)
     assert torch.equal(net.layer.weight.grad, torch.ones(4, 6)) and net.layer.bias.grad is None
     forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2, link_gbit=1)
@@ -325,7 +327,7 @@ def test_model_is_measured_and_left_as_it_was():
 
 def test_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        measure(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
+        measure_micro_step(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
 
 
 # The command

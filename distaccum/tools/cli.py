@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from .. import __version__
 from ..law.shares import REDUCTIONS
-from .forecast import BACKENDS, BUCKET_MB, Optimizer, plan
+from .plan.forecast import plan
+from .plan.learning_rate import Optimizer
+from .plan.network import BACKENDS, BUCKET_MB
 
 if TYPE_CHECKING:
     from ..law.batches import Count

@@ -34,8 +34,8 @@ from ..engines import Engine, choose_engine, known_engines
 from ..law.errors import DistaccumError
 from ..law.table import width, wrapped
 from . import wrap
-from .forecast import BACKENDS
 from .link import Link, measure
+from .plan.network import BACKENDS
 
 c10d: Any = dist  # whose types do not tell of its stores
 State = Literal["ok", "absent", "wrong"]
