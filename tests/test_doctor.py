@@ -18,10 +18,13 @@ import torch
 from engines import FSDP2_RUNS_ON_CPU
 from programs import Done, Program, Programs, free_port
 
-from distaccum.tools import doctor
 from distaccum.tools.cli import main
-from distaccum.tools.doctor import Examination, Finding, Launch, packages, requirements
-from distaccum.tools.link import Link, Pair
+from distaccum.tools.doctor import trials
+from distaccum.tools.doctor.examination import Examination
+from distaccum.tools.doctor.findings import Finding
+from distaccum.tools.doctor.job import Launch
+from distaccum.tools.doctor.link import Link, Pair
+from distaccum.tools.doctor.machine import packages, requirements
 from distaccum.tools.plan.network import BACKENDS
 
 ROOT = Path(__file__).parent.parent
@@ -92,7 +95,7 @@ def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs
 
 
 LACKS = "import sys; sys.modules['accelerate'] = sys.modules['deepspeed'] = None  # as if they were not installed\n"
-DIES = "import os; from distaccum.tools import doctor; doctor._ddp = lambda *_: os._exit(3)\n"
+DIES = "import os; from distaccum.tools import wrap; wrap.ddp = lambda *_: os._exit(3)\n"
 MAIN = "import sys; from distaccum.tools import cli; sys.exit(cli.main())"
 
 
@@ -213,10 +216,10 @@ def test_optional_packages_that_are_missing_are_not_wrong(monkeypatch):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    monkeypatch.setattr(trials, "find_spec", lambda name: None)
     found = list(packages())
     assert {one.state for one in found} == {"absent"} and all("pip install 'distaccum[" in one.cure for one in found)
-    absent = doctor._untried_package("deepspeed", all_of_them=True)
+    absent = trials.untried_package("deepspeed", all_of_them=True)
     assert absent == Finding("", "", "deepspeed is not installed", "absent", "pip install 'distaccum[deepspeed]'")
 
 

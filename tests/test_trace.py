@@ -24,7 +24,9 @@ from torch.optim import SGD
 
 from distaccum import Accumulator
 from distaccum.tools.cli import main
-from distaccum.tools.timeline import COLUMNS, cut, draw, read, typical
+from distaccum.tools.timeline.cutting import COLUMNS, cut, typical
+from distaccum.tools.timeline.drawing import draw
+from distaccum.tools.timeline.reading import read_traces
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 SLEEP = 0.06
@@ -152,7 +154,7 @@ def test_attempt_that_ran_out_of_memory_is_shown_as_undone(tmp_path):
     assert_nested(found)
     assert [one["args"].get("attempt") for one in named(found, "undone window", "window")] == [None, 1]
     assert [one["args"]["samples"] for one in named(found, "backward")] == [2, 2]
-    timeline = cut(read(tmp_path), 0, 0)
+    timeline = cut(read_traces(tmp_path), 0, 0)
     assert len(timeline.rows[0].undone) == 1 and timeline.as_dict()["ranks"][0]["percent"]["compute"] > 0
 
 
@@ -203,7 +205,7 @@ def test_trace_of_every_engine_adds_no_collective(ranks, tmp_path):
     cases = [case for case in cases if case[0] in KINDS]
     assert ranks(2).run(both_ways, cases, str(tmp_path)) == [[True] * len(cases)] * 2
     for name, sync in cases:
-        traces = read(tmp_path / f"{name} {sync}")
+        traces = read_traces(tmp_path / f"{name} {sync}")
         for trace in traces:
             raw = spans(tmp_path / f"{name} {sync}", trace.rank)
             assert_nested(raw)
@@ -217,7 +219,7 @@ def test_trace_of_every_engine_adds_no_collective(ranks, tmp_path):
         assert cut(traces, 0, 2).length > 0
         gathers = "parameters are gathered inside of forward" in " ".join(str(cut(traces, 0, 2)).split())
         assert gathers == name.startswith("FSDP")
-    draw(cut(read(tmp_path / "FSDP1 last"), 0, 2), tmp_path / "picture.svg")
+    draw(cut(read_traces(tmp_path / "FSDP1 last"), 0, 2), tmp_path / "picture.svg")
     assert "parameters are gathered inside of forward" in (tmp_path / "picture.svg").read_text()
 
 
@@ -244,7 +246,7 @@ def one_sleeps(folder: str, sync: str, where: str) -> None:
 @pytest.mark.parametrize("where", ["step", "loss"])
 def test_wait_that_ends_after_the_update_names_the_late_rank(ranks, tmp_path, where):
     ranks(2).run(one_sleeps, str(tmp_path), "last", where)
-    timeline = cut(read(tmp_path), 1, 1)
+    timeline = cut(read_traces(tmp_path), 1, 1)
     early, late = timeline.as_dict()["ranks"]
     assert early["waited_for"].get("1", 0) >= 1000 * SLEEP / 2, timeline
     assert late["waited_for"].get("0", 0) <= 1000 * SLEEP / 2, timeline
@@ -253,7 +255,7 @@ def test_wait_that_ends_after_the_update_names_the_late_rank(ranks, tmp_path, wh
 @pytest.mark.parametrize(("sync", "where"), [("last", "forward"), ("every", "forward"), ("last", "draw")])
 def test_waits_name_the_rank_that_sleeps(ranks, tmp_path, sync, where):
     ranks(2).run(one_sleeps, str(tmp_path), sync, where)
-    timeline = cut(read(tmp_path), 1, 1)
+    timeline = cut(read_traces(tmp_path), 1, 1)
     early, late = timeline.as_dict()["ranks"]
     assert early["waited_for"]["1"] >= 1000 * SLEEP / 2  # the most of it: the other does something too, meanwhile
     assert early["milliseconds"]["waiting"] > late["milliseconds"]["waiting"]
@@ -270,7 +272,7 @@ def test_waits_name_the_rank_that_sleeps(ranks, tmp_path, sync, where):
 
 def test_clocks_of_other_machines_are_aligned_by_collectives(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
-    before = cut(read(tmp_path), 1, 1)
+    before = cut(read_traces(tmp_path), 1, 1)
     found = json.loads((tmp_path / "rank1.json").read_text())
     found["otherData"]["boot"] = "another machine's"
     for one in found["traceEvents"]:
@@ -278,7 +280,7 @@ def test_clocks_of_other_machines_are_aligned_by_collectives(ranks, tmp_path):
             one["ts"] += 1e9
             one["args"] |= {key: one["args"][key] + 1e9 for key in ("arrived", "computed") if key in one["args"]}
     (tmp_path / "rank1.json").write_text(json.dumps(found))
-    after = cut(read(tmp_path), 1, 1)
+    after = cut(read_traces(tmp_path), 1, 1)
     assert abs(after.length - before.length) < 1000 * SLEEP
     assert after.as_dict()["ranks"][0]["waited_for"]["1"] >= 1000 * SLEEP / 3
 
@@ -305,24 +307,24 @@ def test_spans_show_when_micro_batches_are_drawn_ahead(ranks, tmp_path):
     windows = named(ahead, "window")
     assert early[:2] == [1, 2] and windows[0]["args"]["outcome"] == "stepped"
     assert any(one["args"].get("on") == "the record of the loss" for one in named(ahead, "waiting"))
-    timeline = cut(read(tmp_path / "ahead"), 1, 1)
+    timeline = cut(read_traces(tmp_path / "ahead"), 1, 1)
     assert timeline.micro_batches == (2, 2)
 
 
 def test_reduction_shown_by_one_rank_keeps_its_place(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "forward")
-    before = cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"]
+    before = cut(read_traces(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"]
     found = json.loads((tmp_path / "rank0.json").read_text())
     one = next(e for e in found["traceEvents"] if e["name"] == "reduction" and e["args"]["update"] == 1)
     about = {**one["args"], "number": 7, "by_hand": True}
     found["traceEvents"].append({**one, "ts": end(one), "dur": 200.0, "args": about})
     (tmp_path / "rank0.json").write_text(json.dumps(found))
-    assert cut(read(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"] <= before + 0.2 + NOISE
+    assert cut(read_traces(tmp_path), 1, 1).as_dict()["ranks"][0]["link_busy"] <= before + 0.2 + NOISE
 
 
 def test_window_in_which_ddp_lays_out_buckets_is_not_typical(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "nowhere")
-    traces = read(tmp_path)  # it does so in the forward after its first reduction
+    traces = read_traces(tmp_path)  # it does so in the forward after its first reduction
     assert [bool(one["args"].get("lays_out")) for one in named(spans(tmp_path), "window")] == [False, True, False]
     for trace in traces:  # longer than that one: the shorter of two would be taken
         trace.spans[:] = [
@@ -385,7 +387,7 @@ def unequal(folder: str) -> None:
 @pytest.mark.skipif("FSDP2" not in KINDS, reason="not on CPU in torch 2.6")
 def test_stand_in_is_not_counted_as_a_micro_batch(ranks, tmp_path):
     ranks(2).run(unequal, str(tmp_path))
-    assert cut(read(tmp_path), 1, 1).micro_batches == (3, 1)
+    assert cut(read_traces(tmp_path), 1, 1).micro_batches == (3, 1)
 
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path):
@@ -427,7 +429,7 @@ def traces(tmp_path_factory) -> Path:
 
 
 def test_timeline_prints_and_draws_a_typical_update(traces, tmp_path, capsys):
-    update = typical(read(traces))
+    update = typical(read_traces(traces))
     for suffix, begins in (("png", b"\x89PNG"), ("svg", b"<?xml")):
         out = tmp_path / "made" / f"picture.{suffix}"
         assert main(["timeline", str(traces), "--out", str(out)]) == 0
@@ -437,7 +439,7 @@ def test_timeline_prints_and_draws_a_typical_update(traces, tmp_path, capsys):
 
 
 def test_printed_timeline_fits_the_terminal(traces, monkeypatch):
-    found = cut(read(traces), 1, 2)
+    found = cut(read_traces(traces), 1, 2)
     for columns, parts in ((30, 6), (60, 2), (120, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
         text = str(found)

@@ -10,12 +10,12 @@ NARROWEST, WIDEST = 20, 120  # columns
 
 
 def width() -> int:
-    """Columns to print in: the terminal's, and as many as are read well where it is no terminal."""
+    """Columns of the terminal, within readable limits."""
     return max(NARROWEST, min(shutil.get_terminal_size((WIDEST, 24)).columns, WIDEST))
 
 
 def wrapped(lines: Iterable[str], columns: int, indent: int = 4) -> list[str]:
-    """The lines, and what does not fit on lines of its own, further in by `indent`.
+    """The lines, with the parts that do not fit continued on new lines, indented by `indent`.
 
     >>> wrapped(["  one two three"], columns=9)
     ['  one two', '      three']
@@ -31,7 +31,7 @@ def wrapped(lines: Iterable[str], columns: int, indent: int = 4) -> list[str]:
 
 
 def table(rows: Sequence[Sequence[str]], columns: int) -> list[str]:
-    """Aligned cells, of which the first of a row is its name; columns that do not fit go below, named again.
+    """Aligned cells, the first of each row its name; columns that do not fit follow below, with the names again.
 
     >>> table([["", "first", "second"], ["rank 0", "1", "2"]], columns=16)
     ['          first', '  rank 0      1', '', '          second', '  rank 0       2']

@@ -1,6 +1,6 @@
-"""The command `distaccum`: what is asked before a training run, answered in a terminal.
+"""The command `distaccum`.
 
-Torch takes seconds to import, so each subcommand imports what it needs: help, mistakes and `plan` do without.
+Torch takes seconds to import, so each subcommand imports what it needs: help, usage errors and `plan` need no torch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ my_training.py:
 
 loss_fn takes a micro-batch, or the model and a micro-batch.
 
-exit status: 0 equivalent, 1 not equivalent, 2 it could not be checked
+exit status: 0 equivalent, 1 not equivalent, 2 the check could not run
 """
 
 
@@ -71,25 +71,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = given.run(given)
         sys.stdout.flush()
     except BrokenPipeError:  # as of `distaccum plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python says it again as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports it again at its end
         return 2
     except Exception as error:
         if given.traceback:
             raise
-        told = " ".join(str(error).split()) or "no message"
-        print(f"distaccum {given.command}: {type(error).__name__}: {told} (--traceback shows where)", file=sys.stderr)
+        message = " ".join(str(error).split()) or "no message"
+        where = f"distaccum {given.command}: {type(error).__name__}"
+        print(f"{where}: {message} (--traceback shows where)", file=sys.stderr)
         return 2
     return status
 
 
 class _Parser(argparse.ArgumentParser):
-    """A mistake is one line, without the page of all options."""
+    """A usage error is one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
 
     def refuse_misspelt(self, words: Sequence[str]) -> None:
-        """Before they are parsed, which would take the word after a misspelt option for something else."""
+        """Before parsing, which would read the word after a misspelt option as a positional argument."""
         options = ["--help", *re.findall(r"--?[a-z][\w-]*", self.format_usage())]
         for word in words:
             if word == "--":
@@ -105,10 +106,10 @@ def _meant(word: str, known: Iterable[str]) -> str:
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], **words: str) -> Any:
-    """A subcommand's parser, with what all of them have."""
+    """The parser of a subcommand, with the options of all."""
     parser = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **words)
-    parser.add_argument("--json", action="store_true", help="print all of it as JSON")
-    parser.add_argument("--traceback", action="store_true", help="show where an error came from")
+    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
     return parser
 
@@ -118,14 +119,14 @@ def _add_check(commands: Any) -> None:
         commands,
         "check",
         _check,
-        help="is the accumulated gradient of my model, batch and loss that of the big batch, and if not, why",
-        description="Runs the batch at once and accumulated, and says how far the gradients are apart, and why.",
+        help="compare the accumulated gradient of a model with that of the big batch, and explain a difference",
+        description="Runs the batch at once and accumulated, compares the gradients, and explains a difference.",
         epilog=CHECK,
     )
-    parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that gives model, batch and loss_fn")
+    parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns model, batch and loss_fn")
     parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples per micro-batch")
-    parser.add_argument("--steps", type=int, metavar="N", help="micro-batches, in the place of their size")
-    parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (default: mean)")
+    parser.add_argument("--steps", type=int, metavar="N", help="number of micro-batches, instead of their size")
+    parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (default: mean)")
     parser.add_argument("--count", metavar="COUNT", help="samples (the default), tokens:KEY or tokens:KEY:shift")
 
 
@@ -140,7 +141,7 @@ def _check(given: argparse.Namespace) -> int:
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
     chosen["count"] = count
     given_here = {name: value for name, value in chosen.items() if value is not None}
-    if given_here.keys() & {"steps", "micro_batch_size"}:  # what is said here wins
+    if given_here.keys() & {"steps", "micro_batch_size"}:  # the command line wins
         options = {name: value for name, value in options.items() if name not in ("steps", "micro_batch_size")}
     options |= given_here
     if "steps" not in options and "micro_batch_size" not in options:
@@ -160,7 +161,7 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
     try:
-        with redirect_stdout(sys.stderr):  # what it prints is none of the report
+        with redirect_stdout(sys.stderr):  # the report alone goes to stdout
             made = found()
     except SystemExit as left:
         raise RuntimeError(f"{factory} left with status {left.code}") from left
@@ -185,10 +186,10 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
 
 
 def _with_model(loss_fn: Any, model: Any) -> Any:
-    """Of a loss that wants two arguments, one that has the model."""
+    """The loss with the model as its first argument, if it takes two."""
     try:
         wanted = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin that does not tell
+    except (TypeError, ValueError):  # a builtin without a signature
         return loss_fn
     needed = [
         one
@@ -207,7 +208,7 @@ def _imported(module: str) -> Any:
     if not path.exists():
         raise FileNotFoundError(f"there is no {module}")
     sys.path.insert(0, str(path.parent.resolve()))
-    spec = spec_from_file_location(f"checked_{path.stem}", path)  # a file may be called as a module of Python's
+    spec = spec_from_file_location(f"checked_{path.stem}", path)  # a file may have the name of a module of Python
     assert spec is not None and spec.loader is not None
     made = module_from_spec(spec)
     sys.modules[spec.name] = made  # dataclasses look themselves up
@@ -235,10 +236,10 @@ examples:
   distaccum plan --model my_training:setup --batch-size 4096 --ranks 8 --nodes 2 --link-gbit 10
   distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
 
-What is not given is left out, and the text says what to give for it. --model takes the function that check takes
-(distaccum check --help shows it), and measures parameters and seconds on this machine.
+A result whose arguments are missing is left out, and the text names them. --model takes the function that check takes
+(see distaccum check --help), and measures parameters and seconds on this machine.
 
-exit status: 0 planned, 2 it could not be
+exit status: 0 planned, 2 the plan failed
 """
 
 
@@ -247,36 +248,48 @@ def _add_plan(commands: Any) -> None:
         commands,
         "plan",
         _plan,
-        help="steps, cut, bytes, seconds and learning rate of a run that is not started yet",
-        description="What a run will do: steps, the exact cut, an epoch's tail, bytes and seconds, and learning rate.",
+        help="predict steps, cut, bytes, seconds and learning rate of a run before it starts",
+        description="Predicts a run: steps, the exact cut, an epoch's tail, bytes and seconds, and learning rate.",
         epilog=PLAN,
     )
     count = {"metavar": "N"}
     parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
     parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
-    parser.add_argument("--ranks", type=int, default=1, **count, help="in all (%(default)s)")
-    parser.add_argument("--nodes", type=int, default=1, **count, help="with as many ranks on each (%(default)s)")
-    parser.add_argument("--samples", **count, help="in an epoch")
+    parser.add_argument("--ranks", type=int, default=1, **count, help="number of ranks (%(default)s)")
+    parser.add_argument(
+        "--nodes", type=int, default=1, **count, help="number of nodes, with equal numbers of ranks (%(default)s)"
+    )
+    parser.add_argument("--samples", **count, help="samples in an epoch")
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
-    parser.add_argument("--dtype-bytes", type=int, **count, help="of a gradient's number (4, or the model's)")
-    parser.add_argument("--model", metavar="MODULE:FACTORY", help="to measure parameters, seconds and what fits on")
-    parser.add_argument("--micro-step-seconds", type=float, metavar="S", help="of a forward and backward")
+    parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="measure parameters, seconds and the size that fits")
+    parser.add_argument("--micro-step-seconds", type=float, metavar="S", help="seconds of a forward and backward")
     parser.add_argument("--link-gbit", type=float, metavar="G", help="rate between nodes, each way, in Gbit/s")
     parser.add_argument("--node-gbit", type=float, metavar="G", help="rate of a rank within its node")
     parser.add_argument("--backend", choices=BACKENDS, help="(nccl where there is a CUDA device, else gloo)")
-    parser.add_argument("--latency-us", type=float, metavar="T", help="of a hop, in microseconds")
-    parser.add_argument("--efficiency", type=float, metavar="E", help="the part of the rate that collectives reach")
-    parser.add_argument("--gather-efficiency", type=float, metavar="E", help="that all-gathers reach, if another")
+    parser.add_argument("--latency-us", type=float, metavar="T", help="latency of a hop, in microseconds")
+    parser.add_argument("--efficiency", type=float, metavar="E", help="the fraction of the rate that collectives reach")
     parser.add_argument(
-        "--cpu-seconds-per-gb", type=float, default=0.0, metavar="S", help="that sending takes of a rank's one core"
+        "--gather-efficiency", type=float, metavar="E", help="the fraction that all-gathers reach, if different"
     )
-    parser.add_argument("--bucket-mb", type=float, default=BUCKET_MB, metavar="M", help="of a collective (%(default)s)")
-    parser.add_argument("--base-batch-size", **count, help="the batch that --lr and --betas are good for")
-    parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate there")
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="sgd or adam (both are told)")
-    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="Adam's (0.9 0.999)")
-    parser.add_argument("--reduction", choices=REDUCTIONS, help="what the criterion does (mean)")
-    parser.add_argument("--plot", metavar="FILE", help="a picture (png, svg or pdf) of the seconds")
+    parser.add_argument(
+        "--cpu-seconds-per-gb",
+        type=float,
+        default=0.0,
+        metavar="S",
+        help="seconds that sending takes of a rank's only core",
+    )
+    parser.add_argument(
+        "--bucket-mb", type=float, default=BUCKET_MB, metavar="M", help="size of a collective (%(default)s)"
+    )
+    parser.add_argument("--base-batch-size", **count, help="the batch size that --lr and --betas suit")
+    parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate for --base-batch-size")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(default: advice on both)")
+    parser.add_argument(
+        "--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="betas of Adam (0.9 0.999)"
+    )
+    parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (mean)")
+    parser.add_argument("--plot", metavar="FILE", help="draw the seconds (png, svg or pdf)")
 
 
 def _plan(given: argparse.Namespace) -> int:
@@ -285,7 +298,7 @@ def _plan(given: argparse.Namespace) -> int:
     if given.model is not None:
         *made, others = _made_by(given.model)
         options["model"] = tuple(made)
-        for name in ("batch_size", "micro_batch_size", "reduction"):  # what is said here wins
+        for name in ("batch_size", "micro_batch_size", "reduction"):  # the command line wins
             if options[name] is None and isinstance(others.get(name), int | str) and others[name] != "auto":
                 options[name] = others[name]
     options["reduction"] = options["reduction"] or "mean"
@@ -299,13 +312,13 @@ def _plan(given: argparse.Namespace) -> int:
 DOCTOR = """
 examples:
   distaccum doctor                                            this machine and environment
-  distaccum doctor --all                                      DeepSpeed and Accelerate are tried too
+  distaccum doctor --all                                      with trials of DeepSpeed and Accelerate
   torchrun --nproc-per-node 2 -m distaccum doctor             and the link between these ranks
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum doctor
 
-It marks with ok what works, with - what is not here and nobody asked for, and with WRONG what cannot work.
+The report marks working parts with ok, missing optional parts with -, and failures with WRONG.
 
-exit status: 0 nothing is wrong, 1 something is, 2 it could not look (a rank did not come)
+exit status: 0 nothing is wrong, 1 something is wrong, 2 the examination failed (a rank did not come)
 """
 
 
@@ -314,22 +327,22 @@ def _add_doctor(commands: Any) -> None:
         commands,
         "doctor",
         _doctor,
-        help="what this machine, environment and job can run, and how fast the link between the ranks is",
-        description="Looks at software, devices and launcher, tries each engine, and measures the link between ranks.",
+        help="examine this machine, environment and job, and measure the link between the ranks",
+        description="Examines software, devices and launcher, tries each engine, and measures the link between ranks.",
         epilog=DOCTOR,
     )
     parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="to wait for ranks (60)")
+    parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="time to wait for ranks (60)")
 
 
 def _doctor(given: argparse.Namespace) -> int:
     if not given.timeout > 0:
         raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
-    from .doctor import examine
+    from .doctor.examination import examine
 
-    with redirect_stdout(sys.stderr):  # what other libraries print is none of the report
+    with redirect_stdout(sys.stderr):  # the report alone goes to stdout
         found = examine(timeout=given.timeout, all_engines=given.all)
-    if found.is_first:
+    if found.rank == 0:
         print(json.dumps(found.as_dict(), indent=2) if given.json else found)
     return 0 if found.healthy else 1
 
@@ -342,7 +355,7 @@ examples:
 
 traces is the folder of Accumulator(..., trace="traces"); a job on several nodes leaves a part of it on each.
 
-exit status: 0 told, and drawn where a file is named; 2 it could not be
+exit status: 0 printed, and drawn if --out is given; 2 failed
 """
 
 
@@ -351,22 +364,26 @@ def _add_timeline(commands: Any) -> None:
         commands,
         "timeline",
         _timeline,
-        help="when each rank computed, when the link was busy, and who waited for whom, as a picture",
-        description="Puts the traces of all ranks beside each other, as a table and as a picture.",
+        help="show when each rank computed, when the link was busy, and which rank waited for which",
+        description="Shows the traces of all ranks beside each other, as a table and as a picture.",
         epilog=TIMELINE,
     )
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="that was given to Accumulator(trace=...)")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of Accumulator(trace=...)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--update", type=int, metavar="N", help="its index (default: the one of median length)")
-    which.add_argument("--updates", metavar="A:B", help="all from A to B")
+    which.add_argument(
+        "--update", type=int, metavar="N", help="index of the update (default: the one of median length)"
+    )
+    which.add_argument("--updates", metavar="A:B", help="the updates A to B")
 
 
 def _timeline(given: argparse.Namespace) -> int:
     asked = None if given.updates is None else _two_indices(given.updates)
-    from .timeline import cut, draw, read, typical
+    from .timeline.cutting import cut, typical
+    from .timeline.drawing import draw
+    from .timeline.reading import read_traces
 
-    traces = read(given.folder)
+    traces = read_traces(given.folder)
     if asked is None:
         asked = (typical(traces) if given.update is None else given.update,) * 2
     timeline = cut(traces, *asked)
@@ -381,7 +398,3 @@ def _two_indices(text: str) -> tuple[int, int]:
     if not found or int(found[1]) > int(found[2]):
         raise ValueError(f"--updates {text}, expected two indices such as 10:12, the smaller one first")
     return int(found[1]), int(found[2])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,4 +1,4 @@
-"""A picture to draw on, by matplotlib, which is imported here alone."""
+"""Figures of matplotlib, which is imported when one is drawn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ KINDS = (".png", ".svg", ".pdf")
 
 
 def blank(path: Path, width: float, height: float) -> Any:
-    """A figure of so many inches that is going to be `path`. Not pyplot's, which would change the caller's own."""
+    """A figure for `path`, in inches; not by pyplot, which would change the caller's own figures."""
     if path.suffix not in KINDS:
         raise ValueError(f"the picture {str(path)!r} has no ending that says its kind, expected .png, .svg or .pdf")
     try:

@@ -29,7 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from distaccum.tools.timeline import Timeline, cut, draw, read, typical
+from distaccum.tools.timeline.cutting import Timeline, cut, typical
+from distaccum.tools.timeline.drawing import draw
+from distaccum.tools.timeline.reading import read_traces
 
 POLICIES = {"every": "reduced in each micro-step", "last": "reduced once, in the last backward"}
 STEPS = 8
@@ -61,7 +63,7 @@ def pictures(out: Path, rate: str, steps: int, updates: int) -> dict[str, Timeli
             traces = Path(folder) / sync
             passed = ["--here", sync, "--traces", str(traces), "--steps", str(steps), "--updates", str(updates)]
             on_each(nodes, passed, SECONDS)
-            seen = read(traces)
+            seen = read_traces(traces)
             update = typical(seen)
             found[sync] = cut(seen, update, update)
     longest = max(timeline.length for timeline in found.values())

@@ -1,4 +1,4 @@
-"""The link between ranks, measured: what a message costs, what passes per second, and between whom it is slow."""
+"""The link between ranks, measured: latency, rate, and the slowest pair."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Gather = Callable[[object], Sequence[object]]  # what all ranks say, in their order
+Gather = Callable[[object], Sequence[object]]  # the values of all ranks, in their order
 LONG = 0.1  # seconds: a transfer of this length shows the rate and not the latency
 SMALLEST, LARGEST = 2**18, 2**26  # bytes of a transfer
 REDUCED = (2**20, 2**22, 2**24)  # bytes of an all-reduce
@@ -35,27 +35,24 @@ class Pair:
 class Link:
     pairs: tuple[Pair, ...]
     all_reduce_microseconds: float  # of 4 bytes
-    all_reduce_gbit: dict[int, float]  # by the bytes that are reduced: what a ring sends per rank, per second
+    all_reduce_gbit: dict[int, float]  # by the bytes that are reduced: rate of what a ring sends per rank
 
 
-def measure(gather: Gather, device: torch.device) -> Link:
+def measure_link(gather: Gather, device: torch.device) -> Link:
     """On all ranks of the default group together.
 
-    Neighbours 0-1, 2-3, ... are measured at the same time, then 1-2, 3-4, ...: it takes as long on any number of
-    ranks, and of ranks that are numbered node by node one pair at a time crosses between two nodes.
+    Neighbours 0-1, 2-3, ... are measured at the same time, then 1-2, 3-4, ...: the time does not depend on the number
+    of ranks, and if ranks are numbered node by node, one pair at a time crosses between two nodes.
     """
     rank, world = dist.get_rank(), dist.get_world_size()
-    reduce_seconds(1, device, repeats=5)  # connections are made
-    small = reduce_seconds(1, device, repeats=30)
+    _reduce_seconds(1, device, repeats=5)  # makes the connections
+    small = _reduce_seconds(1, device, repeats=30)
     found: list[Pair] = []
     for parity in (0, 1):
         first = rank - (rank + parity) % 2
-        mine = None
-        if first >= 0 and first + 1 < world:
-            mine = _between(first, rank, device)
-        told = gather(None if mine is None or rank != first else [*mine])
-        for i, row in enumerate(told):
-            if isinstance(row, list):
+        mine = _between(first, rank, device) if first >= 0 and first + 1 < world else None
+        for i, row in enumerate(gather(mine if rank == first else None)):
+            if isinstance(row, list | tuple):
                 there, back, seconds = row
                 found.append(Pair((i, i + 1), (there, back), 1e6 * seconds))
     found.sort(key=lambda pair: pair.ranks)
@@ -64,59 +61,46 @@ def measure(gather: Gather, device: torch.device) -> Link:
     for size in REDUCED:
         sent = 2 * (world - 1) / world * size
         if 8e-9 * sent / slowest < PATIENCE:
-            reduced[size] = 8e-9 * sent / reduce_seconds(size // 4, device, repeats=3)
+            reduced[size] = 8e-9 * sent / _reduce_seconds(size // 4, device, repeats=3)
     return Link(tuple(found), 1e6 * small, reduced)
 
 
-def reduce_seconds(numbers: int, device: torch.device, repeats: int) -> float:
-    """Of an all-reduce, the median, on this rank."""
+def _reduce_seconds(numbers: int, device: torch.device, repeats: int) -> float:
+    """The median of an all-reduce, on this rank."""
     values = torch.zeros(numbers, device=device)
-
-    def once() -> None:
-        dist.all_reduce(values)
-        _wait(device)
-
-    return _median(once, repeats)
+    return _median(lambda: dist.all_reduce(values), device, repeats)
 
 
 def _between(first: int, rank: int, device: torch.device) -> tuple[float, float, float]:
     """Gbit/s there and back, and seconds of a message; right on the first rank of the pair."""
     other = first + 1 if rank == first else first
     number = torch.zeros(1, device=device)
+    both = [dist.send, dist.recv] if rank == first else [dist.recv, dist.send]
 
     def ping() -> None:
-        if rank == first:
-            dist.send(number, other)
-            dist.recv(number, other)
-        else:
-            dist.recv(number, other)
-            dist.send(number, other)
-        _wait(device)
+        for call in both:
+            call(number, other)
 
-    _median(ping, 5)
-    seconds = _median(ping, 30) / 2
-    rates = []
-    for sender in (first, first + 1):
-        rate = _send(other, device) if rank == sender else _receive(other, device)
-        rates.append(rate)
-    return rates[0], rates[1], seconds
+    _median(ping, device, 5)
+    seconds = _median(ping, device, 30) / 2
+    there, back = (_send(other, device) if rank == one else _receive(other, device) for one in (first, first + 1))
+    return there, back, seconds
 
 
 def _send(other: int, device: torch.device) -> float:
-    """Gbit/s, of ever larger transfers until one takes long; the receiver is told it too."""
-    size, taken = SMALLEST, _transfer(SMALLEST, other, device)
-    while taken < LONG and size < LARGEST:
+    """Gbit/s, by ever larger transfers until one takes long; the receiver gets the rate too."""
+    size, seconds = SMALLEST, _transfer(SMALLEST, other, device)
+    while seconds < LONG and size < LARGEST:
         size *= 4
-        taken = _transfer(size, other, device)
-    taken = statistics.median(_transfer(size, other, device) for _ in range(3))
-    rate = 8e-9 * size / taken
+        seconds = _transfer(size, other, device)
+    rate = 8e-9 * size / statistics.median(_transfer(size, other, device) for _ in range(3))
     dist.send(torch.tensor([0], device=device), other)
     dist.send(torch.tensor([rate], dtype=torch.float64, device=device), other)
     return rate
 
 
 def _transfer(size: int, other: int, device: torch.device) -> float:
-    """Seconds until the other says that it has all of it."""
+    """Seconds until the other rank has confirmed all of it."""
     answer, data = torch.zeros(1, device=device), torch.zeros(size, dtype=torch.uint8, device=device)
     dist.send(torch.tensor([size], device=device), other)
     dist.recv(answer, other)  # it has room
@@ -143,13 +127,14 @@ def _received(room: Tensor, other: int) -> float:
     return room.item()
 
 
-def _median(once: Callable[[], None], repeats: int) -> float:
-    taken = []
+def _median(once: Callable[[], object], device: torch.device, repeats: int) -> float:
+    found = []
     for _ in range(repeats):
         began = time.perf_counter()
         once()
-        taken.append(time.perf_counter() - began)
-    return statistics.median(taken)
+        _wait(device)
+        found.append(time.perf_counter() - began)
+    return statistics.median(found)
 
 
 def _wait(device: torch.device) -> None:

@@ -1,0 +1,1 @@
+"""What this machine, environment and job can run, by looking and by trying."""

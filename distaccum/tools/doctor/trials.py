@@ -1,0 +1,168 @@
+"""Each engine, tried on a layer."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from ...accumulator import Accumulator
+from ...engines import Engine, choose_engine, known_engines
+from ...law.errors import DistaccumError
+from .. import wrap
+from .findings import Finding
+from .job import Job
+
+TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
+Wrapped = tuple[nn.Module, Any, dict[str, Any]]  # model, optimizer, more options of the Accumulator
+Wrap = Callable[[nn.Module], Wrapped]
+
+
+def _with_sgd(model: nn.Module) -> Wrapped:
+    return model, SGD(model.parameters(), lr=0.1), {}
+
+
+def _hybrid(net: nn.Module) -> Wrapped:
+    world = dist.get_world_size()
+    replicas = 1 if world % 2 else 2
+    return _with_sgd(wrap.fully_sharded(net, shape=(replicas, world // replicas)))
+
+
+def _zero(net: nn.Module, stage: int) -> Wrapped:
+    return *wrap.deepspeed(net, SGD(net.parameters(), lr=0.1), wrap.zero_config(stage)), {}
+
+
+def _accelerated(net: nn.Module) -> Wrapped:
+    is_cpu = next(net.parameters()).device.type == "cpu"
+    accelerator, model, optimizer = wrap.accelerated(net, SGD(net.parameters(), lr=0.1), cpu=is_cpu)
+    return model, optimizer, {"accelerator": accelerator}
+
+
+WRAPS: Mapping[str, Mapping[str, Wrap]] = {  # by engine, and what its name is followed by
+    "PlainEngine": {"": _with_sgd},
+    "DDPEngine": {"": lambda net: _with_sgd(wrap.ddp(net))},
+    "FSDPEngine": {"": lambda net: _with_sgd(wrap.fsdp1(net))},
+    "FullyShardEngine": {"": lambda net: _with_sgd(wrap.fully_sharded(net)), ", replicas": _hybrid},
+    "DeepSpeedEngine": {f", ZeRO {stage}": partial(_zero, stage=stage) for stage in range(4)},
+}
+
+
+def try_engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
+    """Whether a window of each engine, under each of its policies, has the norm of the big batch's gradient."""
+    about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
+    failed = ""
+    trials = list(_trials(job, all_of_them))
+    on_ranks = job.gather({name: cannot and dataclasses.asdict(cannot) for name, _, cannot in trials})
+    for name, wrapping, _ in trials:
+        cannot = _untried_on_any(name, on_ranks)  # a rank that tried alone would wait for the others
+        if cannot is not None:
+            yield dataclasses.replace(cannot, about=about, name=name)
+            continue
+        if failed:
+            yield Finding(about, name, f"not tried, since {failed} failed", "absent")
+            continue
+        try:
+            seen, wrong = _tried(wrapping, job), ""
+        except Exception as error:
+            seen, wrong = "", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        try:  # a rank that waits in a collective gives up later than one that failed before it
+            all_wrong = [one for one in job.gather(wrong, patience=1.5) if one]
+        except DistaccumError as error:
+            job.whole = False
+            yield Finding(about, name, "; ".join(filter(None, [wrong, str(error)])), "wrong")
+            return
+        if all_wrong:
+            yield Finding(about, name, all_wrong[0], "wrong", "see Limits in the README, or another version of it")
+            failed = name if job.world > 1 else ""  # some ranks may still be inside a collective
+        else:
+            yield Finding(about, name, seen)
+
+
+def _untried_on_any(name: str, on_ranks: Sequence[Mapping[str, dict[str, Any] | None]]) -> Finding | None:
+    """Why no rank tries this engine, by the reasons of each rank; None if all can."""
+    unknown = dataclasses.asdict(Finding("", "", "unknown", "absent"))
+    reasons = [one.get(name, unknown) for one in on_ranks]
+    first = next(filter(None, reasons), None)
+    if first is None:
+        return None
+    alike = [str(rank) for rank, one in enumerate(reasons) if one == first]
+    where = "" if len(alike) == len(reasons) else f" on rank {', '.join(alike)}"
+    return Finding(**{**first, "seen": first["seen"] + where})
+
+
+def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Wrap, Finding | None]]:
+    """Name, wrapping, and the finding if it is not tried."""
+    order = list(WRAPS)
+    known = sorted(known_engines(), key=lambda one: order.index(one.__name__) if one.__name__ in order else len(order))
+    for engine in known:
+        for suffix, wrapping in WRAPS.get(engine.__name__, {"": _with_sgd}).items():
+            yield engine.name + suffix, wrapping, _untried(engine, job, all_of_them)
+    yield "what Accelerate prepared", _accelerated, untried_package("accelerate", all_of_them)
+
+
+def _untried(engine: type[Engine], job: Job, all_of_them: bool) -> Finding | None:
+    name = engine.__name__
+    if name not in WRAPS:
+        return Finding("", "", f"of {engine.__module__}; the doctor does not know how to wrap for it", "absent")
+    if name == "PlainEngine" and job.world > 1:
+        return Finding("", "", "for one process", "absent", "wrap the model in DistributedDataParallel")
+    if name == "FullyShardEngine" and job.kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        return Finding("", "", f"not on CPU with torch {torch.__version__}", "absent", "use a later torch, or a GPU")
+    return untried_package("deepspeed", all_of_them) if name == "DeepSpeedEngine" else None
+
+
+def untried_package(package: str, all_of_them: bool) -> Finding | None:
+    if find_spec(package) is None:
+        return Finding("", "", f"{package} is not installed", "absent", f"pip install 'distaccum[{package}]'")
+    if not all_of_them:
+        return Finding("", "", f"{package} is installed; --all tries it (about 20 seconds)", "absent")
+    return None
+
+
+def _tried(wrapping: Wrap, job: Job) -> str:
+    """The abilities of an engine, after a window under each of its policies."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        engine = choose_engine([wrapping(_layer().to(job.device))[0]], "last")
+        for sync in engine.policies:
+            model, optimizer, options = wrapping(_layer().to(job.device))
+            accumulator = Accumulator(model, optimizer, steps=2, sync=sync, max_norm=math.inf, **options)
+            for window in accumulator.windows(one.to(job.device) for one in _micro_batches(job.rank)):
+                for inputs in window:
+                    window.backward(model(inputs).square().mean())
+                norm = window.step().grad_norm
+            expected = _expected_norm(job.world)
+            if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
+                raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
+    seen = [f"sync={', '.join(map(repr, engine.policies))}"]
+    seen += ["a state in mid-window"] if engine.shows_partial else []
+    seen += ["owns the step"] if engine.owns_step else []
+    seen += [str(one.message).split(": ")[0] for one in caught if "reduces gradients in each" in str(one.message)][:1]
+    return "; ".join(seen)
+
+
+def _layer() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 1)
+
+
+def _micro_batches(rank: int) -> list[torch.Tensor]:
+    """3 and 2 samples, different on each rank."""
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(size, 4, generator=generator) for size in (3, 2)]
+
+
+def _expected_norm(world: int) -> float:
+    """Of the gradient of one big batch of all ranks."""
+    net = _layer()
+    net(torch.cat([one for rank in range(world) for one in _micro_batches(rank)])).square().mean().backward()
+    return math.hypot(*(float(p.grad.norm()) for p in net.parameters() if p.grad is not None))
