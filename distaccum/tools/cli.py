@@ -105,9 +105,10 @@ def _meant(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]}?" if near else ""
 
 
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], **words: str) -> Any:
+def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, epilog: str) -> Any:
     """The parser of a subcommand, with the options of all."""
-    parser = commands.add_parser(name, formatter_class=argparse.RawDescriptionHelpFormatter, **words)
+    raw, description = argparse.RawDescriptionHelpFormatter, f"{about[0].upper()}{about[1:]}."
+    parser = commands.add_parser(name, formatter_class=raw, help=about, description=description, epilog=epilog)
     parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
@@ -115,14 +116,8 @@ def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int],
 
 
 def _add_check(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "check",
-        _check,
-        help="compare the accumulated gradient of a model with that of the big batch, and explain a difference",
-        description="Runs the batch at once and accumulated, compares the gradients, and explains a difference.",
-        epilog=CHECK,
-    )
+    about = "compare the accumulated gradient of a model with that of the big batch, and explain a difference"
+    parser = _command(commands, "check", _check, about, CHECK)
     parser.add_argument("factory", metavar="MODULE:FACTORY", help="a function that returns model, batch and loss_fn")
     parser.add_argument("--micro-batch-size", type=int, metavar="N", help="samples per micro-batch")
     parser.add_argument("--steps", type=int, metavar="N", help="number of micro-batches, instead of their size")
@@ -139,11 +134,11 @@ def _check(given: argparse.Namespace) -> int:
     from ..law.batches import batch_length
 
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
-    chosen["count"] = count
-    given_here = {name: value for name, value in chosen.items() if value is not None}
-    if given_here.keys() & {"steps", "micro_batch_size"}:  # the command line wins
-        options = {name: value for name, value in options.items() if name not in ("steps", "micro_batch_size")}
-    options |= given_here
+    chosen = {name: value for name, value in {**chosen, "count": count}.items() if value is not None}
+    sizes = ("steps", "micro_batch_size")
+    if chosen.keys() & {*sizes}:  # the command line wins
+        options = {name: value for name, value in options.items() if name not in sizes}
+    options |= chosen
     if "steps" not in options and "micro_batch_size" not in options:
         options["micro_batch_size"] = max(1, batch_length(batch) // 3)
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn)
@@ -165,14 +160,13 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
             made = found()
     except SystemExit as left:
         raise RuntimeError(f"{factory} left with status {left.code}") from left
+    options: dict[str, Any] = {}
     if isinstance(made, Mapping):
-        missing = sorted({"model", "batch", "loss_fn"} - set(made))
-        if missing:
+        needed = ("model", "batch", "loss_fn")
+        if missing := sorted(set(needed) - set(made)):
             raise ValueError(f"{factory} gave a dict without {', '.join(missing)}")
-        options = {key: value for key, value in made.items() if key not in ("model", "batch", "loss_fn")}
-        made = made["model"], made["batch"], made["loss_fn"]
-    else:
-        options = {}
+        options = {key: value for key, value in made.items() if key not in needed}
+        made = tuple(made[key] for key in needed)
     made = made if isinstance(made, tuple) else (made,)
     from torch import nn
 
@@ -191,11 +185,8 @@ def _with_model(loss_fn: Any, model: Any) -> Any:
         wanted = inspect.signature(loss_fn).parameters.values()
     except (TypeError, ValueError):  # a builtin without a signature
         return loss_fn
-    needed = [
-        one
-        for one in wanted
-        if one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)
-    ]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    needed = [one for one in wanted if one.default is one.empty and one.kind in positional]
     return partial(loss_fn, model) if len(needed) == 2 else loss_fn
 
 
@@ -244,14 +235,8 @@ exit status: 0 planned, 2 the plan failed
 
 
 def _add_plan(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "plan",
-        _plan,
-        help="predict steps, cut, bytes, seconds and learning rate of a run before it starts",
-        description="Predicts a run: steps, the exact cut, an epoch's tail, bytes and seconds, and learning rate.",
-        epilog=PLAN,
-    )
+    about = "predict steps, cut, bytes, seconds and learning rate of a run before it starts"
+    parser = _command(commands, "plan", _plan, about, PLAN)
     count = {"metavar": "N"}
     parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
     parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
@@ -323,14 +308,8 @@ exit status: 0 nothing is wrong, 1 something is wrong, 2 the examination failed 
 
 
 def _add_doctor(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "doctor",
-        _doctor,
-        help="examine this machine, environment and job, and measure the link between the ranks",
-        description="Examines software, devices and launcher, tries each engine, and measures the link between ranks.",
-        epilog=DOCTOR,
-    )
+    about = "examine software, devices and launcher, try each engine, and measure the link between the ranks"
+    parser = _command(commands, "doctor", _doctor, about, DOCTOR)
     parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="time to wait for ranks (60)")
 
@@ -360,14 +339,8 @@ exit status: 0 printed, and drawn if --out is given; 2 failed
 
 
 def _add_timeline(commands: Any) -> None:
-    parser = _command(
-        commands,
-        "timeline",
-        _timeline,
-        help="show when each rank computed, when the link was busy, and which rank waited for which",
-        description="Shows the traces of all ranks beside each other, as a table and as a picture.",
-        epilog=TIMELINE,
-    )
+    about = "show when each rank computed, when the link was busy, and which rank waited for which"
+    parser = _command(commands, "timeline", _timeline, about, TIMELINE)
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of Accumulator(trace=...)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
     which = parser.add_mutually_exclusive_group()
