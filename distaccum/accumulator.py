@@ -132,6 +132,10 @@ class Accumulator:
             found.append(LookAtEnd(setup.engine))
         return tuple(found)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._planner.__getstate__()  # which a shallow copy would not ask
+        return self.__dict__
+
     @property
     def index(self) -> int:
         """The index of the next update: the number of windows that were stepped or skipped."""

@@ -383,7 +383,7 @@ def test_misuse_of_check_raises_a_clear_error():
     with pytest.raises(DistaccumError, match=r"the whole batch does not fit into memory, .* take a smaller one"):
         accumulator.check(make_batch(), no_room)
     for batch in accumulator.split(make_batch()):
-        with pytest.raises(DistaccumError, match="another window was asked for"):
+        with pytest.raises(DistaccumError, match="another window was requested"):
             accumulator.check(batch, lambda part: of_samples(model, part))
         break
 

@@ -164,7 +164,7 @@ def test_resumed_window_with_other_data_is_refused():
 def test_number_of_ranks_may_change_only_between_windows(ranks):
     _, saved = half_a_window()
     messages = ranks(2).run(loads_on_two, saved)
-    assert all("mid-window on 1 ranks and this job has 2, expected as many" in message for message in messages)
+    assert all("mid-window on 1 ranks and this job has 2, expected the same number" in message for message in messages)
     made = make("plain", "last")
     run(made, micro_batches(2, 0))
     assert ranks(2).run(indices, made[2].state_dict()) == [1, 1]
@@ -212,7 +212,6 @@ def a_state(**change: Any) -> dict[str, Any]:
         "fit": {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16},  # after 64 samples ran out of memory
         "index": 7,
         "skipped": 3,
-        "watched_windows": 2,
         "noise": [1.0, 2.0, 3.0],
         **change,
     }
@@ -239,7 +238,7 @@ SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"watched_windows": KeyError}, "has no watched_windows; give what"),
+        ({"skipped": KeyError}, "has no skipped; give what"),
         ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
         ({"index": -5}, "index=-5, expected a whole number of at least 0"),
         ({"index": "3"}, "index='3', expected a whole number"),
@@ -667,7 +666,7 @@ def test_loader_that_cannot_take_the_state_raises_a_warning():
     next(windows)
     state = accumulator.state_dict()
     accumulator.load_state_dict(state)
-    with pytest.warns(UserWarning, match="a list cannot load that"):
+    with pytest.warns(UserWarning, match="which a list cannot load"):
         next(accumulator.windows([make_batch(2, seed=0)]))
 
 

@@ -779,7 +779,7 @@ def test_ctrl_c_after_the_step_keeps_index_schedule_and_weights_together(how):
     apart = [line for line, index, rate in found if (index, rate) != (1, 0.5)]
     assert len(found) > 30
     # Where the step was made, and nobody could note it yet.
-    assert len(apart) <= 3 and all("base.py" in line or "self.has_stepped = reason is None" in line for line in apart)
+    assert len(apart) <= 3 and all("base.py" in line or "self._has_stepped = reason is None" in line for line in apart)
 
 
 def test_failing_schedule_does_not_step_the_weights_twice():

@@ -82,12 +82,8 @@ class Planner:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a deep copy, with its model and optimizer in one: `copy.deepcopy((model, optimizer, accumulator))`."""
-        if self.standing() is not None and self.status is not None and not self.status.is_over:
-            raise DistaccumError(
-                f"copying or pickling an Accumulator with a window that is {self.status.describe()}, of which a copy "
-                "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
-                "model and optimizer and give it load_state_dict(accumulator.state_dict())"
-            )
+        if self.standing() is not None and self.status is not None:
+            self.status.refuse_copy()
         return {**self.__dict__, "_window": None, "status": None, "_trained": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

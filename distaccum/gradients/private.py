@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
@@ -41,10 +42,18 @@ def hooks_after_accumulation(parameter: Tensor) -> Iterable[Any]:
     return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often the tensor was written to in place; autograd's own check has no public name.
+# How often a tensor was written to in place; autograd's own check has no public name. Without the name: 0, so that such
+# a write is not seen.
+version_of: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else lambda _: 0
 
-    Without the name: 0, so that such a write is not seen.
+
+def is_compiled(module: nn.Module) -> bool:
+    """By torch.compile(module), module.compile(), or a compiled forward, which no public name tells.
+
+    Without the names: False, so that batchnorm='pool' finds out only when a forward was not seen.
     """
-    version: int = getattr(tensor, "_version", 0)
-    return version
+    return (
+        "_orig_mod" in dict(module.named_children())
+        or getattr(module, "_compiled_call_impl", None) is not None
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+    )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..batchnorm import batchnorms
 from ..engines import Engine
+from ..gradients.private import is_compiled, version_of
 from ..law.errors import DistaccumError
 from ..law.shares import listed
 from ..window.observer import Observer
@@ -21,14 +22,14 @@ from ..window.status import WAITING, Status
 
 # Running statistics, once per window
 @dataclass
-class _Seen:
+class Seen:
     """What a layer saw: of `number` values per channel the mean, and the sum of squares around it."""
 
     number: Tensor
     mean: Tensor
     squares: Tensor
 
-    def add(self, other: _Seen) -> None:
+    def add(self, other: Seen) -> None:
         """As if all values had been seen at once (Chan, Golub and LeVeque), so that nothing cancels."""
         number = self.number + other.number
         part = other.number / number.clamp(min=1)
@@ -39,9 +40,9 @@ class _Seen:
 
 
 @dataclass
-class _Layer:
+class Layer:
     module: Any
-    seen: list[_Seen] = field(default_factory=list)  # one; of a SyncBatchNorm one per forward
+    seen: list[Seen] = field(default_factory=list)  # one; of a SyncBatchNorm one per forward
     kept: tuple[Any, ...] = ()  # the module's own buffers and momentum, while it runs forward
     # What a forward that runs no hooks would move: a buffer, its version, and its value as the window began.
     before: tuple[Tensor, int, Tensor] | None = None
@@ -49,7 +50,7 @@ class _Layer:
     def mark(self) -> None:
         tracked = self.module.num_batches_tracked
         buffer = self.module.running_mean if tracked is None else tracked
-        self.before = buffer, buffer._version, buffer.clone()
+        self.before = buffer, version_of(buffer), buffer.clone()
 
     @property
     def was_moved(self) -> bool:
@@ -57,22 +58,22 @@ class _Layer:
         if self.seen or not self.module.training or self.before is None:
             return False
         buffer, version, value = self.before
-        return buffer._version != version and not torch.equal(buffer, value)
+        return version_of(buffer) != version and not torch.equal(buffer, value)
 
     @property
     def is_synchronised(self) -> bool:
         return isinstance(self.module, nn.SyncBatchNorm)
 
-    def joined(self, by_rank: Sequence[Sequence[_Seen]]) -> _Seen:
+    def joined(self, by_rank: Sequence[Sequence[Seen]]) -> Seen:
         if self.is_synchronised:  # each forward was of all ranks: each has the same statistics, and its own number
             forwards = []
             for same in zip(*by_rank, strict=True):
                 number = torch.stack([one.number for one in same]).sum()
-                forwards.append(_Seen(number, same[0].mean, same[0].squares * (number - 1).clamp(min=0)))
+                forwards.append(Seen(number, same[0].mean, same[0].squares * (number - 1).clamp(min=0)))
         else:
             forwards = [one for rank in by_rank for one in rank]
         first, *others = forwards
-        total = _Seen(first.number, first.mean, first.squares)
+        total = Seen(first.number, first.mean, first.squares)
         for other in others:
             total.add(other)
         return total
@@ -98,7 +99,7 @@ class Pool(Observer):
         self._at: Status | None = None
         self._in_loss = False
         self._layers = [
-            _Layer(layer) for model in models for _, layer in batchnorms(model) if layer.running_mean is not None
+            Layer(layer) for model in models for _, layer in batchnorms(model) if layer.running_mean is not None
         ]
         self._hooks: list[Any] = []
         known = nn.BatchNorm1d.forward, nn.SyncBatchNorm.forward
@@ -110,7 +111,7 @@ class Pool(Observer):
             )
         pooled = {id(layer.module) for layer in self._layers}
         for name, module in (named for model in models for named in model.named_modules()):
-            if _is_compiled(module) and any(id(inner) in pooled for inner in module.modules()):
+            if is_compiled(module) and any(id(inner) in pooled for inner in module.modules()):
                 raise ValueError(f"batchnorm='pool' and torch.compile of {name or 'the model'}, {NO_HOOKS}")
 
     def begin(self, at: Status) -> None:
@@ -169,7 +170,7 @@ class Pool(Observer):
             _move(layer.module, layer.joined(by_rank))
             layer.seen = []
 
-    def _of_all_ranks(self) -> list[list[list[_Seen]]]:
+    def _of_all_ranks(self) -> list[list[list[Seen]]]:
         """By rank and layer."""
         mine = [layer.seen for layer in self._layers]
         if self._engine.peers.num_ranks == 1:
@@ -183,7 +184,7 @@ class Pool(Observer):
         for of_rank in packed:
             pieces = iter(torch.split(of_rank.view(torch.float64), widths))
             everyone.append(
-                [[_Seen(p[0], *p[1:].chunk(2)) for _, p in zip(seen, pieces, strict=False)] for seen in mine]
+                [[Seen(p[0], *p[1:].chunk(2)) for _, p in zip(seen, pieces, strict=False)] for seen in mine]
             )
         return everyone
 
@@ -194,7 +195,7 @@ class Pool(Observer):
     def load(self, state: Any) -> None:
         for layer, seen in zip(self._layers, state or [[]] * len(self._layers), strict=True):
             device = layer.module.running_mean.device
-            layer.seen = [_Seen(*(number.to(device) for number in numbers)) for numbers in seen]
+            layer.seen = [Seen(*(number.to(device) for number in numbers)) for numbers in seen]
 
 
 # torch.compile neither guards on them nor runs those that came after it traced (skip_nnmodule_hook_guards).
@@ -202,15 +203,6 @@ NO_HOOKS = (
     "which does not run the hooks that read the statistics; leave what holds batch normalisation uncompiled, or accept "
     "each micro-batch's statistics with batchnorm='ignore'"
 )
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    """By torch.compile(module), module.compile(), or a compiled forward."""
-    return (
-        "_orig_mod" in module._modules
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-    )
 
 
 class _Hook:
@@ -234,26 +226,27 @@ class _Hook:
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
-def _lend(layer: _Layer, module: Any, inputs: Any) -> None:
+def _lend(layer: Layer, module: Any, inputs: Any) -> None:
     """Other buffers, in which the forward leaves this batch's own statistics."""
     if not module.training or module.running_mean is None:
         return
-    layer.kept = (*(module._buffers[name] for name in BUFFERS), module.momentum)
+    layer.kept = (*(getattr(module, name) for name in BUFFERS), module.momentum)
     for name in BUFFERS:
-        if module._buffers[name] is not None:
-            module._buffers[name] = torch.zeros_like(module._buffers[name])
+        if (buffer := getattr(module, name)) is not None:
+            setattr(module, name, torch.zeros_like(buffer))
     module.momentum = 1.0
 
 
-def _give_back(layer: _Layer) -> None:
+def _give_back(layer: Layer) -> None:
     if layer.kept:
         *buffers, layer.module.momentum = layer.kept
-        layer.module._buffers.update(zip(BUFFERS, buffers, strict=True))
+        for name, buffer in zip(BUFFERS, buffers, strict=True):
+            setattr(layer.module, name, buffer)
         layer.kept = ()
 
 
 def _take_back(
-    layer: _Layer, counts: Callable[[], bool], module: Any, args: tuple[Any, ...], kwargs: Any, outputs: Any
+    layer: Layer, counts: Callable[[], bool], module: Any, args: tuple[Any, ...], kwargs: Any, outputs: Any
 ) -> None:
     if not layer.kept:
         return
@@ -265,18 +258,18 @@ def _take_back(
     mean, variance = _wide(mean), _wide(variance)
     number = mean.new_full((), inputs.numel() // inputs.shape[1])
     if layer.is_synchronised:
-        layer.seen.append(_Seen(number, mean, variance))  # how many all ranks had is known at the window's edge
+        layer.seen.append(Seen(number, mean, variance))  # how many all ranks had is known at the window's edge
         return
-    now = _Seen(number, mean, variance * (number - 1))
+    now = Seen(number, mean, variance * (number - 1))
     if layer.seen:
         layer.seen[0].add(now)
     else:
         layer.seen = [now]
 
 
-def _nothing(module: Any) -> _Seen:
+def _nothing(module: Any) -> Seen:
     zeros = _wide(torch.zeros_like(module.running_mean))
-    return _Seen(zeros.new_zeros(()), zeros, zeros)
+    return Seen(zeros.new_zeros(()), zeros, zeros)
 
 
 def _wide(tensor: Tensor) -> Tensor:
@@ -284,7 +277,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _move(module: Any, total: _Seen) -> None:
+def _move(module: Any, total: Seen) -> None:
     any_seen = total.number > 0  # on any rank; read on the device
     tracked = total.mean.new_ones(())
     if module.num_batches_tracked is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ class Unfinished:
     losses: Losses
     partial: dict[str, Any]  # what the engine's backwards added up
     random: dict[str, Any]
-    observers: dict[str, Any]  # the state of each, by its key
+    observers: dict[str, Any] = field(default_factory=dict)  # the state of each, by its key
 
 
 def suspended(

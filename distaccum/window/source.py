@@ -86,6 +86,11 @@ class Source(ABC):
         """This rank's own that were not handed out yet."""
         return self._micro_batches
 
+    def to_come(self) -> Sequence[Any]:
+        """Those, and the stand-ins after them."""
+        num = self.num_micro_steps - self.num
+        return [*self._micro_batches, *([self.stand_in.micro_batch] * num if self.stand_in is not None else [])]
+
     def take(self) -> Any:
         """The micro-batch of the micro-step at work; not kept, so that the caller can free it."""
         if self._micro_batches:

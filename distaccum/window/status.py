@@ -8,6 +8,7 @@ from typing import final
 
 from torch import nn
 
+from ..law.errors import DistaccumError
 from ..law.plan import Plan
 from .ledger import Ledger
 from .source import Source
@@ -77,6 +78,14 @@ class Status:
     @property
     def is_over(self) -> bool:
         return self.stage in (Stage.STEPPED, Stage.LEFT)
+
+    def refuse_copy(self) -> None:
+        if not self.is_over:
+            raise DistaccumError(
+                f"copying or pickling an Accumulator with a window that is {self.describe()}, of which a copy "
+                "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
+                "model and optimizer and give it load_state_dict(accumulator.state_dict())"
+            )
 
     def where(self) -> str:
         place = self.source.place

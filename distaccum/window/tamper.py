@@ -9,6 +9,7 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from ..engines import Engine
+from ..gradients.private import version_of
 
 
 @dataclass(slots=True)
@@ -21,7 +22,7 @@ class GradientStamp:
 
     def take(self) -> None:
         self.gradient = gradient = self.holder.grad
-        self.version = -1 if gradient is None else gradient._version
+        self.version = -1 if gradient is None else version_of(gradient)
 
 
 @final
@@ -54,7 +55,7 @@ class Tamper:
             if gradient is not stamp.gradient:  # another is all right: DDP moves them when it rebuilds its buckets
                 if gradient is None:
                     return True
-            elif gradient is not None and gradient._version != stamp.version:
+            elif gradient is not None and version_of(gradient) != stamp.version:
                 return True
         return False
 

@@ -77,6 +77,10 @@ class Window:
         self._tamper = Tamper(trained.engine, trained.groups)
         self._is_first = True  # no backward ended yet
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._status.refuse_copy()
+        return self.__dict__
+
     def __len__(self) -> int:
         """This rank's micro-batches (streaming, those known); stand-ins are not among them."""
         return self._source.num

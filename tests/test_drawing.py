@@ -1,0 +1,144 @@
+"""When a loader is drawn from, and what is still under way after a step."""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from counting import Counting
+from engines import FSDP2_RUNS_ON_CPU
+from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError
+
+
+class Indexed(torch.utils.data.Dataset):
+    def __init__(self, length):
+        self.length = length
+
+    def __len__(self):
+        return self.length
+
+    def __getitem__(self, i):
+        return {key: value[0] for key, value in make_batch(1, seed=i).items()}
+
+
+def loader_of(length, workers=1):
+    multiprocessing.current_process()._config["daemon"] = False  # ranks are daemons, which may have no workers
+    return torch.utils.data.DataLoader(
+        Indexed(length), batch_size=2, num_workers=workers, multiprocessing_context="fork" if workers else None
+    )
+
+
+def planned(lengths, workers):
+    """What each window and step sent, and the error of each window's gradient."""
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
+    sent, errors, windows = [], [], accumulator.windows(loader_of(lengths[rank], workers))
+    everyone = [[make_batch(1, seed=i) for i in range(length)] for length in lengths]
+    while True:
+        with Counting() as count:
+            window = next(windows, None)
+            at_planning = [name for name, _ in count.take()]
+            if window is None:
+                return sent, errors, at_planning
+            for micro_batch in window:
+                window.backward(loss_of(ddp, micro_batch))
+            count.take()
+            samples = [one[4 * window.index :][:4] for one in everyone]
+            errors.append(error(gradient(ddp), gradient_of_trunk([s for one in samples for s in one])))
+            window.step()
+            sent.append((at_planning, [name for name, _ in count.take()]))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loader_is_drawn_when_its_window_is_requested(ranks, workers):
+    for sent, errors, _ in ranks(2).run(planned, (8, 8), workers):
+        assert max(errors) <= 1e-12
+        assert sent == [(["allgather_"], ["allreduce_"])] * 2
+
+
+def dry_after_a_skip():
+    """It could have stood in with a micro-batch of a window that was then skipped."""
+    rank = dist.get_rank()
+    model = trunk()
+    torch.distributed.fsdp.fully_shard(model)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="skip")
+    windows = accumulator.windows(loader_of(8 if rank == 0 else 4, 1))
+    for micro_batch in (window := next(windows)):
+        window.backward(loss_of(model, micro_batch) * float("nan"))
+    assert not window.step().stepped
+    try:
+        next(windows)
+    except DistaccumError as refused:
+        return str(refused)
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")
+def test_micro_batch_of_a_skipped_window_does_not_stand_in(ranks):
+    for told in ranks(2).run(dry_after_a_skip):
+        assert "rank 1 has none from an earlier window to stand in" in told
+
+
+def test_ramp_counts_updates_made_outside_of_its_loop():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=lambda i: i + 1)
+    lengths = []
+    for window in accumulator.windows(loader_of(20, 1)):
+        lengths.append((accumulator.index, len(run_window(window, model))))
+        window.step()
+        if accumulator.index == 1:
+            run_window(accumulator.window([make_batch(2, seed=9)]), model).step()
+    assert lengths == [(0, 1), (2, 3), (3, 4), (4, 2)]
+
+
+def left_with_a_late_rank():
+    """What was under way on rank 0 after each step, and when the loop was left, while rank 1 comes late."""
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
+    started, under_way = [], []
+    calls = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
+
+    def noting(call):
+        def note(*args, **options):
+            started.append(call(*args, **options))
+            return started[-1]
+
+        return note
+
+    def look():
+        under_way.append(sum(not work.is_completed() for work in started if work is not None))
+
+    try:
+        for name, call in calls.items():
+            setattr(dist, name, noting(call))
+        for window in accumulator.windows(loader_of(16)):
+            for micro_batch in window:
+                window.backward(loss_of(ddp, micro_batch))
+            if dist.get_rank() and window.index == 1:
+                time.sleep(0.2)
+            window.step()  # whose loss nobody reads
+            if window.index == 1:
+                break
+        look()
+        window = accumulator.window([make_batch(2, seed=0)])
+        for micro_batch in window:
+            window.backward(loss_of(ddp, micro_batch))
+        if dist.get_rank():
+            time.sleep(0.2)
+        window.step()
+        look()
+    finally:
+        for name, call in calls.items():
+            setattr(dist, name, call)
+    return under_way, len(started) > 4
+
+
+def test_collectives_are_complete_after_a_step_or_a_break(ranks):
+    assert ranks(2).run(left_with_a_late_rank) == [([0, 0], True)] * 2
