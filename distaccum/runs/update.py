@@ -47,6 +47,7 @@ class Agreement(Observer):
     def before_backward(self, at: Status, reduces: bool) -> None:
         if reduces:
             self.agree()
+            self.is_reducing = True
 
     def after_backward(self, at: Status) -> None:
         self.is_reducing = False
@@ -54,13 +55,13 @@ class Agreement(Observer):
     def finishing(self, at: Status) -> None:
         if not self._engine.will_reduce(True):
             self.agree()
+            self.is_reducing = True
 
     def agree(self) -> None:
         """Raises where another rank has failed; this one waits for the votes of all."""
         self.vote(Vote.OK)
         if any(self.votes):
             raise FailedElsewhere
-        self.is_reducing = True
 
     def report(self, error: Exception) -> None:
         """Tells the others of an error on this rank, unless it is theirs."""
