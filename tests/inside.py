@@ -32,7 +32,7 @@ def fit_of(accumulator: Accumulator) -> MicroBatchSize:
 def storages_kept(accumulator: Accumulator) -> set[int]:
     """To find buckets of DDP that only the library still holds: a leak of memory, which no result shows."""
     engine: Any = accumulator._setup.engine
-    return {view.untyped_storage().data_ptr() for view, _ in engine._zeroed.values()}
+    return {stamp.gradient.untyped_storage().data_ptr() for stamp in engine._zeroed.stamps.values()}
 
 
 def window_of(accumulator: Accumulator) -> Window:

@@ -392,7 +392,7 @@ def pauses() -> list[bool]:
 @pytest.mark.parametrize("name", ["FSDP1", "ZeRO 0", "ZeRO 2"])
 def test_engines_that_hide_their_sums_refuse_a_state_in_mid_window(ranks, name):
     (told, _) = ranks(2).run(cannot, name)
-    assert "does not show what it has added up; call it between two windows" in told
+    assert "hides the gradients of an open window; call it between two windows" in told
 
 
 def cannot(name: str) -> str:

@@ -38,12 +38,12 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
             if cure is not None:
                 raise ValueError(
                     f"the model is wrapped by {ancestor.__module__}.{ancestor.__name__}, which has no engine here; "
-                    f"use {cure}. There are engines for {_listed(engines)}"
+                    f"use {cure}. There are engines for {_names_of(engines)}"
                 )
     found = {engine for engine in engines for module in modules if engine.wraps(module)}
     if len(found) > 1:
         raise ValueError(
-            f"the models are wrapped by {_listed(sorted(found, key=lambda engine: engine.name))}, expected one kind; "
+            f"the models are wrapped by {_names_of(sorted(found, key=lambda engine: engine.name))}, expected one kind; "
             "give each kind an Accumulator of its own"
         )
     if found:
@@ -52,7 +52,7 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
     if ranks > 1:
         raise ValueError(
             f"{_what_is_plain(modules)} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks "
-            f"would drift apart; {_cure_of_plain(modules)}. There are engines for {_listed(engines)}"
+            f"would drift apart; {_cure_of_plain(modules)}. There are engines for {_names_of(engines)}"
         )
     return PlainEngine(models, sync)
 
@@ -90,6 +90,6 @@ def _final(engine: type[Engine]) -> Iterator[type[Engine]]:
         yield from _final(one)
 
 
-def _listed(engines: Sequence[type[Engine]]) -> str:
+def _names_of(engines: Sequence[type[Engine]]) -> str:
     *names, last = [engine.name for engine in engines]
     return f"{', '.join(names)} and {last}" if names else last

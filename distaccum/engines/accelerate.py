@@ -1,9 +1,9 @@
-"""Accelerate: the wrappers that its `prepare` gives are opened, and its own backward and scaler are used.
+"""Accelerate: the objects that its `prepare` returned are unwrapped, and its own backward and scaler are used.
 
-It wraps the model in one of the other engines' wrappers, so that engine does the work. What is undone here: an
-optimizer wrapper that steps or not by a singleton's flag, and updates the scaler once per optimizer; a scheduler
-wrapper that steps once per process. Its `clip_grad_norm_` is not called: it unscales every optimizer that was ever
-prepared, those of another window too.
+It wraps the model in one of the other engines' wrappers, so that engine does the work. Optimizers are unwrapped, as
+their wrapper steps or not by a singleton's flag, and updates the scaler once per optimizer; so are schedulers, whose
+wrapper steps once per process. Its `clip_grad_norm_` is not called: it unscales every optimizer that was ever prepared,
+those of another window too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..law.errors import DistaccumError
+from .private.accelerate import is_saved_by, note_step
 
 
 class Accelerated:
-    """What `prepare` gave, opened; without Accelerate, what was given."""
+    """The caller's optimizers, schedulers and scaler, unwrapped if Accelerate's `prepare` returned them."""
 
     run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] | None = None
 
@@ -56,7 +57,7 @@ class Accelerated:
         self.refuse_accumulation()
 
     def refuse_accumulation(self) -> None:
-        """Its own accumulation divides, and skips steps."""
+        """Raises if Accelerate accumulates by itself, which divides losses and skips steps."""
         steps = [one.gradient_state.num_steps for one in self._wrappers]
         if self._accelerator is not None:
             steps.append(self._accelerator.gradient_accumulation_steps)
@@ -79,9 +80,9 @@ class Accelerated:
         )
 
     def refuse_to_save_one_part(self, own_parts: Callable[[], Sequence[Any]]) -> None:
-        """Where `save_state` would keep the main process's state alone, and each rank has a part of its own.
+        """Makes `save_state`, which saves only the main process's state, raise while each rank has a part of its own.
 
-        `own_parts` is the Accumulator's method that gives this rank's. Called on all ranks, when they save.
+        `own_parts` is the Accumulator's method that returns this rank's parts.
         """
         if self._accelerator is None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
@@ -89,14 +90,12 @@ class Accelerated:
 
         def refuse(*_: object) -> None:
             parts: Any = method()
-            # Private: what register_for_checkpointing was given. Where it has moved, only loading tells.
-            saved = getattr(accelerator(), "_custom_objects", ())
-            if parts is None or not any(one is parts.__self__ for one in saved):
+            if parts is None or not is_saved_by(accelerator(), parts.__self__):
                 return
             if any(part is not None for part in parts()):
                 raise DistaccumError(
-                    "accelerator.save_state() keeps the Accumulator's state of the main process alone, and each rank "
-                    "has a part of its own (a window that is not over, or where its loader stands); leave the "
+                    "accelerator.save_state() saves the Accumulator's state of the main process alone, and each rank "
+                    "has a part of its own (a window that is not over, or its loader's state); leave the "
                     "Accumulator out of register_for_checkpointing, and save accumulator.state_dict() on each rank, to "
                     "a file of its own"
                 )
@@ -106,16 +105,11 @@ class Accelerated:
 
     def after_step(self, stepped: bool) -> None:
         for wrapper in self._wrappers:
-            if hasattr(wrapper, "_is_overflow"):
-                # Private: what accelerator.optimizer_step_was_skipped and its schedulers read. Where it has moved
-                # they say what the last step of the wrapper said.
-                wrapper._is_overflow = not stepped
-            # Private, of torch's schedules: one that was made of the wrapper would warn that nothing was stepped.
-            wrapper._opt_called = getattr(wrapper, "_opt_called", False) or stepped
+            note_step(wrapper, stepped)
 
     @contextmanager
     def reading(self, loader: Any) -> Iterator[None]:
-        """A loader that `prepare` gave leaves itself in a singleton when its iteration is broken off."""
+        """Removes a prepared loader from Accelerate's singleton, also when its iteration is broken off."""
         try:
             yield
         finally:
@@ -123,7 +117,7 @@ class Accelerated:
                 loader.end()
 
     def tells_state(self, loader: Any) -> bool:
-        """Whether a loader goes on from what its state_dict() says; Accelerate's have one that may fail."""
+        """Whether a loader's state_dict() works; that of Accelerate's may fail."""
         if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
             return False
         return not _is_of("data_loader", "DataLoaderAdapter", loader) or bool(loader.use_stateful_dataloader)
@@ -137,7 +131,7 @@ class Accelerated:
 
 
 def _is_of(module: str, name: str, value: object) -> bool:
-    """By type, and without importing what the caller has not."""
+    """By type, without importing a module that the caller has not imported."""
     loaded = sys.modules.get(f"accelerate.{module}")
     kind = getattr(loaded, name, None)
     return kind is not None and isinstance(value, kind)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..gradients.norms import local
+from .shards import is_part
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 UNUSED, DENSE, SPARSE = range(3)
@@ -53,27 +54,6 @@ def average_by_hand(
             _land(*flying.popleft())
     while flying:
         _land(*flying.popleft())
-
-
-def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
-    """The ranks over which a DTensor's dimensions that meet `group` spread it from here, and how; none else."""
-    mesh = getattr(parameter, "device_mesh", None)
-    here = None if mesh is None else mesh.get_coordinate()
-    if mesh is None or here is None:
-        return [], ()
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    meeting = [i for i in range(mesh.ndim) if others & set(dist.get_process_group_ranks(mesh.get_group(i)))]
-    ranks: list[int] = (
-        mesh.mesh[tuple(slice(None) if i in meeting else c for i, c in enumerate(here))].flatten().tolist()
-    )
-    return ranks if meeting else [], tuple(parameter.placements[i] for i in meeting)
-
-
-def is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
-    """Whether `parameter` is a DTensor that is cut over the whole of `group`: each rank has a part of its own."""
-    ranks, placements = lies_over(parameter, group)
-    is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
-    return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
 
 
 def _settle_placements(parameter: Any) -> None:

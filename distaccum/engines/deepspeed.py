@@ -8,16 +8,16 @@
 Stage 1 coalesces too where its config has `overlap_comm`, with which no_sync keeps nothing back.
 
 An engine whose config says `"managed_gradient_accumulation": false` (0.19.4) leaves the window to the caller; its
-stages 2 and 3 reduce in each backward. Where a managed one cannot coalesce (before 0.19.2, or where it is told to add
-up in another dtype than that of the model, which coalescing does not), they do too, and a warning says so. Stages that
-communicate in each micro-step are kept in step with stand-ins.
+stages 2 and 3 reduce in each backward. Those of a managed one do too, with a warning, where it cannot coalesce (before
+0.19.2, or if its config asks for sums in another dtype than that of the model, in which coalescing adds up). In stages
+that communicate in each micro-step, ranks with fewer micro-batches stand in.
 """
 
 from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, final
 
@@ -31,12 +31,13 @@ from ..gradients.norms import total_norm
 from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
 from ..law.shares import listed
-from .averaging import no_rows
-from .base import Sync, refuse_narrower
-from .ranks import RanksEngine
+from .base import Sync
+from .peers import ranks_where
+from .private import deepspeed as private
+from .private.autograd import is_reached
+from .ranks import RanksEngine, refuse_narrower
 
-_FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer, from 0.19.4 on
-# How backwards are kept from reducing.
+# The way in which backwards are kept from reducing.
 Form = Literal["no_sync", "coalesced", "each"]
 
 
@@ -61,115 +62,48 @@ class DeepSpeedEngine(RanksEngine):
         self._stage = int(engine.zero_optimization_stage())
         self.hides_parameters = self.gathers = self._stage == 3
         self._optimizer: Any = engine.optimizer
-        # Whose gradients are sparse: by module, then by the gradient seen last.
+        # The ids of parameters with sparse gradients: by module, then by the last gradient.
         self._sparse = {
             id(module.weight)
             for module in engine.module.modules()
             if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
         }
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
-        self._refuse_what_cannot_accumulate(models)
-        self._form = self._choose_form(sync)
-        self._refuse_offload_without_a_boundary()
-        if self._stage < 2:
-            self.policies = ("last",)
-        group: Any = engine.data_parallel_group or dist.group.WORLD
-        super().__init__(models, sync, group)
-        self.lockstep = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
-        # ZeRO looks at the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
-        self.judges_gradients = hasattr(self._optimizer, "_global_grad_norm") or engine.fp16_enabled()
-        self.scales_losses = bool(engine.fp16_enabled())
-        self._context = ExitStack()
-        self._holds = False  # gradients of a window that was not stepped
-        self._step_id: int | None = None
-
-    # What the engine was made with
-
-    def _refuse_what_cannot_accumulate(self, models: Sequence[nn.Module]) -> None:
-        engine = self._deepspeed
-        own = {id(p) for p in engine.module.parameters()}
-        outside = [n for model in models for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
-        if outside:
-            raise ValueError(
-                f"{listed(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps "
-                "it; put it into the module that deepspeed.initialize gets"
-            )
-        if self._optimizer is None:
-            raise ValueError("the DeepSpeed engine has no optimizer; give deepspeed.initialize one")
-        if engine.gradient_accumulation_steps() > 1:
-            raise DistaccumError(
-                f"DeepSpeed accumulates over {engine.gradient_accumulation_steps()} steps by itself, which would "
-                'divide the loss a second time and skip steps; put "gradient_accumulation_steps": 1 into its config'
-            )
-        for what, given in {
-            "mixture-of-experts layers": getattr(engine, "has_moe_layers", False),
-            "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
-            "ZenFlow": getattr(engine, "zenflow", False),
-        }.items():
-            if given:
-                raise ValueError(f"DeepSpeed with {what} reduces in its own way, for which there is no engine here")
-        if not getattr(engine, "enable_backward_allreduce", True):
-            raise ValueError("DeepSpeed with its all-reduce turned off: nothing would reduce; turn it on")
-        if self._stage == 0 and engine.fp16_enabled() and hasattr(engine, "scale"):
-            raise ValueError(
-                "ZeRO stage 0 with fp16: this version of DeepSpeed divides the gradient by a loss scale that it did "
-                "not multiply the loss by; use stage 1, 2 or 3, or bf16"
-            )
-
+        _refuse_what_cannot_accumulate(engine, models)
         if self._stage and self._sparse:
             raise ValueError(
                 f"an embedding with sparse=True under ZeRO stage {self._stage}, which partitions gradients that are "
                 "dense; use stage 0, or sparse=False"
             )
-
-    def _refuse_offload_without_a_boundary(self) -> None:
-        if self._form == "each" and self._offloads and not hasattr(self._optimizer, _FINALIZE):
+        self._form = _choose_form(engine, sync, self._is_managed)
+        # Whether optimizer states, and the gradients of their step, live on the host.
+        offloads = getattr(self._optimizer, "cpu_offload", getattr(self._optimizer, "offload_optimizer", False))
+        self._offloads = bool(offloads)
+        if self._form == "each" and self._offloads and not hasattr(self._optimizer, private.FINALIZE):
             raise ValueError(
                 f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, and this version of "
                 "DeepSpeed then forgets the gradient of a module that the last micro-batch does not use (0.19.4 does "
                 "not); use sync='last', or leave offload_optimizer out"
             )
-
-    @property
-    def _offloads(self) -> bool:
-        """Whether optimizer states, and the gradients that they are stepped with, live on the host."""
-        return bool(getattr(self._optimizer, "cpu_offload", getattr(self._optimizer, "offload_optimizer", False)))
-
-    def _choose_form(self, sync: Sync) -> Form:
-        if self._stage == 1 and getattr(self._optimizer, "overlap_comm", False):
-            return self._choose_overlapped_form()
         if self._stage < 2:
-            return "no_sync"
-        if sync != "last":
-            return "each"
-        why = "" if self._is_managed else 'its config says "managed_gradient_accumulation": false'
-        dtype = getattr(self._optimizer, "gradient_accumulation_dtype", None)
-        if not why and not hasattr(self._deepspeed, "coalesce_grad_reduction"):
-            why = "this version of DeepSpeed cannot coalesce them (0.19.2 can)"
-        elif not why and not hasattr(self._optimizer, "_coalesce_grad_reduction"):
-            why = f"{type(self._optimizer).__name__} cannot coalesce them"
-        elif not why and dtype is not None and dtype != next(self._deepspeed.module.parameters()).dtype:
-            why = f"coalesced they would not add up in {dtype}, as the config asks"
-        if why and self._deepspeed.global_rank == 0:
-            warn(f"ZeRO stage {self._stage} reduces gradients in each micro-step: {why}")
-        return "each" if why else "coalesced"
-
-    def _choose_overlapped_form(self) -> Form:
-        """Stage 1 with overlap_comm sends from hooks in each backward, which no_sync does not keep it from."""
-        if not hasattr(self._optimizer, "_coalesce_grad_reduction"):
-            raise ValueError(
-                'ZeRO stage 1 with "overlap_comm": true reduces within each backward, and this version of DeepSpeed '
-                'cannot be kept from it (0.19.2 can); put "overlap_comm": false into its config'
-            )
-        return "coalesced"
+            self.policies = ("last",)
+        group: Any = engine.data_parallel_group or dist.group.WORLD
+        super().__init__(models, sync, group)
+        self.lockstep = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
+        # ZeRO checks the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
+        self.judges_gradients = private.knows_norm(self._optimizer) or engine.fp16_enabled()
+        self.scales_losses = bool(engine.fp16_enabled())
+        self._context = ExitStack()
+        self._holds = False  # gradients of a window that was not stepped
+        self._step_id: int | None = None
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
         own = next(self._deepspeed.module.parameters()).dtype
-        told = getattr(self._optimizer, "grad_acc_dtype", None)  # of BF16_Optimizer, of stages 0 and 1
-        if told is None and self._form == "each":
-            told = getattr(self._optimizer, "gradient_accumulation_dtype", None)
+        wanted = getattr(self._optimizer, "grad_acc_dtype", None)  # of BF16_Optimizer, of stages 0 and 1
+        if wanted is None and self._form == "each":
+            wanted = getattr(self._optimizer, "gradient_accumulation_dtype", None)
         refuse_narrower(
-            {f"a model in {own} under ZeRO stage {self._stage}": told or own},
+            [(f"a model in {own} under ZeRO stage {self._stage}", wanted or own)],
             dtype,
             'put "data_types": {"grad_accum_dtype": "fp32"} into its config, which stages 1 (in bf16), 2 and 3 follow',
         )
@@ -178,7 +112,7 @@ class DeepSpeedEngine(RanksEngine):
         return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]
 
     def _own_optimizers(self) -> list[Any]:
-        """What deepspeed.initialize gave, and what it was given, each once."""
+        """The optimizers that deepspeed.initialize returned and got, each once."""
         named = (getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer"))
         every = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
         return list({id(one): one for one in every if one is not None}.values())
@@ -187,8 +121,8 @@ class DeepSpeedEngine(RanksEngine):
         for one in optimizers:
             if not any(one is other for other in self._own_optimizers()):
                 raise ValueError(
-                    f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass what "
-                    "deepspeed.initialize gave, or leave it out: window.step() steps the engine"
+                    f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass the one that "
+                    "deepspeed.initialize returned, or leave it out: window.step() steps the engine"
                 )
         return []
 
@@ -212,20 +146,16 @@ class DeepSpeedEngine(RanksEngine):
         if self.lockstep:
             self.refuse_synchronised_norms(plan)
             self.refuse_dry_ranks(plan)
-        if not plan.all_terms and self.lockstep and self.peers.num_ranks > 1:
-            raise DistaccumError(
-                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
-                f"modules out of backward, and under ZeRO stage {self._stage} other ranks would wait for this one in "
-                "each; give each micro-batch a count above 0 for each name"
-                + (", or use sync='last'" if self._stage == 2 and self._is_managed else "")
-            )
+            if self.peers.num_ranks > 1:
+                could_coalesce = self._stage == 2 and self._is_managed
+                self.refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
         if plan.some_rank_is_dry and getattr(self._optimizer, "immediate_grad_update", False):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches, and a BF16_Optimizer with immediate_grad_update "
                 '(the default in 0.16) takes gradients from backward alone; set "immediate_grad_update": false in the '
                 '"bf16" part of its config, or give each rank a micro-batch'
             )
-        if plan.some_rank_is_dry and self._stage == 1 and not self._can_fill_a_dry_rank():
+        if plan.some_rank_is_dry and self._stage == 1 and not private.can_fill_a_dry_rank(self._optimizer):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches, and ZeRO stage 1 of this version of DeepSpeed "
                 "cannot reduce on a rank that ran no backward; give each rank a micro-batch, or use DeepSpeed 0.19"
@@ -236,9 +166,6 @@ class DeepSpeedEngine(RanksEngine):
     def num_micro_steps(self, plan: Plan) -> int:
         return max(plan.num_counted) if self.lockstep else plan.num_counted[self.peers.rank]
 
-    def num_early_reductions(self, plan: Plan) -> int:
-        return 0  # stages 2 and 3 are told the boundary, and reduce all the same
-
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
 
@@ -247,7 +174,7 @@ class DeepSpeedEngine(RanksEngine):
             one.step = _refuse_step  # on the instance, until the window is stepped or discarded
         self._holds, self._step_id = True, None
         if self._stage == 3 or self._form == "each":
-            for partition in _kept_partitions(self._optimizer):
+            for partition in private.kept_partitions(self._optimizer):
                 partition.zero_()
         if self._form == "coalesced":
             self._context.enter_context(self._deepspeed.coalesce_grad_reduction())
@@ -255,15 +182,15 @@ class DeepSpeedEngine(RanksEngine):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         engine = self._deepspeed
         if self._form == "each" and self._stage == 3:
-            # Private: ZeRO-3 takes the backwards between two forwards for one, and keeps the last one's gradient.
-            step_id = getattr(self._optimizer, "micro_step_id", None)
+            # ZeRO-3 takes the backwards between two forwards for one, and keeps the last one's gradient.
+            step_id = private.step_id_of(self._optimizer)
             if step_id is not None and step_id == self._step_id:
                 raise DistaccumError(
                     "a second backward without a forward before it: ZeRO stage 3 would keep only the last one's "
                     "gradient; run the forward again for each part, or coalesce (sync='last' on a managed engine)"
                 )
             self._step_id = step_id
-        # engine.backward has no room for a seed.
+        # engine.backward takes no seed.
         weighted = [loss * seed for loss, seed in zip(losses, seeds, strict=True)]
         loss: Any = weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
         if self._form == "each":
@@ -290,74 +217,49 @@ class DeepSpeedEngine(RanksEngine):
         return None
 
     def _refuse_another_use(self, _: Tensor) -> None:
-        """Ranks fill a bucket with what their own backward reaches, and take another's for the same."""
+        """Each rank fills a bucket with the gradients of its own backward, and takes other ranks' for the same."""
         trained = (named for named in self._deepspeed.module.named_parameters() if named[1].requires_grad)
-        unused = [name for name, parameter in trained if not _is_reached(parameter)]
+        unused = [name for name, parameter in trained if not is_reached(parameter)]
         digests = self.peers.gather([float(zlib.crc32(repr(unused).encode()))])
         if all(digest == digests[0] for digest in digests):
             return
         by_rank = [set(names) for names in self.peers.gather_objects(unused)]
         differ = sorted(set.union(*by_rank) - set.intersection(*by_rank))
-        without = [str(rank) for rank, names in enumerate(by_rank) if differ[0] in names]
+        without = ranks_where([differ[0] in names for names in by_rank])
         raise DistaccumError(
-            f"rank {', '.join(without)} does not use {differ[0]} in this micro-batch and another rank does (of "
-            f"{listed(differ)}), and ZeRO stage 2 reduces in each micro-step what a rank's own backward reaches; use "
-            "the same modules on all ranks" + (", or sync='last'" if self.sync == "every" else "")
+            f"rank {without} does not use {differ[0]} in this micro-batch and another rank does (of "
+            f"{listed(differ)}), and ZeRO stage 2 reduces in each micro-step the gradients of a rank's own backward; "
+            "use the same modules on all ranks" + (", or sync='last'" if self.sync == "every" else "")
         )
 
     def finish(self) -> None:
         if self._stage < 3 and self._form in ("no_sync", "coalesced"):
-            self._give_all_a_gradient()
+            parameters, sets_up = self.parameters(), self._form == "no_sync"
+            private.give_all_a_gradient(self._optimizer, parameters, self._sparse, sets_up=sets_up)
         if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does it in step
-            getattr(self._optimizer, _FINALIZE)()
+            getattr(self._optimizer, private.FINALIZE)()
             self._deepspeed.set_gradient_accumulation_boundary(True)
         if self._form == "no_sync":
-            self._deepspeed._is_gradient_accumulation_boundary = True  # private: an unmanaged engine refuses the setter
+            private.set_boundary(self._deepspeed, True)
             self._deepspeed.allreduce_gradients()
         self._context.close()
 
     def _stepped_by_the_caller(self) -> list[Any]:
-        """What has a step that is not a torch optimizer's, which is guarded by a hook."""
+        """The objects with a step() of their own; a hook guards that of a torch optimizer."""
         own = () if isinstance(self._optimizer, Optimizer) else (self._optimizer,)
         return [self._deepspeed, *own]
 
-    def _can_fill_a_dry_rank(self) -> bool:
-        return hasattr(self._optimizer, "setup_buckets") or hasattr(self._optimizer, "update_hp_grads")
-
-    def _give_all_a_gradient(self) -> None:
-        """Ranks reduce what they have, and must have alike; ZeRO takes what is missing for zeros as well."""
-        optimizer = self._optimizer
-        marks = getattr(optimizer, "fp32_groups_has_gradients", None)
-        if marks is not None:  # BF16_Optimizer reduces all that it holds, and leaves what is not marked out of the norm
-            marks[:] = [[True] * len(group) for group in marks]
-            return
-        if self._form == "no_sync" and hasattr(optimizer, "setup_buckets"):
-            optimizer.setup_buckets()  # private: backward makes them, and a dry rank had none
-        # Private: where gradients add up in another dtype than that of the model.
-        held = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
-        for parameter in self.parameters():
-            gradient = getattr(parameter, held, None)
-            if gradient is not None:
-                (self._sparse.add if gradient.is_sparse else self._sparse.discard)(id(parameter))
-            elif parameter.requires_grad:
-                is_sparse = id(parameter) in self._sparse
-                parameter.grad = no_rows(parameter) if is_sparse else torch.zeros_like(parameter)
-        if held == "grad_accum":
-            optimizer.fill_grad_accum_attribute()
-
     def release(self) -> None:
-        # Private: no public call puts back None, which leaves the boundary to the engine, for which each step is one.
-        self._deepspeed._is_gradient_accumulation_boundary = None
+        private.set_boundary(self._deepspeed, None)  # to the engine each step is one
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
+        super().clear(parameters)
         for one in self._stepped_by_the_caller():
             one.__dict__.pop("step", None)
         if self._holds:
             # With nothing to reduce, leaving the context sends nothing.
             self._context.close()
-            _discard(self._deepspeed, self._stage)
+            private.discard_window(self._deepspeed, self._stage)
             self._holds = False
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
@@ -383,31 +285,10 @@ class DeepSpeedEngine(RanksEngine):
             engine.step()
         finally:
             engine.enable_backward_allreduce = found
-        self._holds = not engine.was_step_applied()  # what it skips it does not forget everywhere
+        self._holds = not engine.was_step_applied()  # a skipped step leaves gradients in some places
         if not self._holds:
             return None
         return "the scaled gradients overflowed" if self.scales_losses else "a gradient is not finite"
-
-
-def _is_reached(parameter: Tensor) -> bool:
-    """By the backward at hand. Private, as DeepSpeed itself asks; where it is missing, each is taken to be."""
-    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-    if will_execute is None:
-        return True
-    with torch.enable_grad():
-        return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]
-
-
-def _kept_partitions(optimizer: Any) -> Iterator[Tensor]:
-    """Gradients that stages 2 and 3 keep from one step to the next.
-
-    Private: only what a window's first backward reaches is overwritten, the rest is added to, or stepped as it is.
-    """
-    if (flat := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
-        yield flat
-    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # these and the next where it offloads
-    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
-        yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
 
 
 def _refuse_step(*_: object, **__: object) -> None:
@@ -417,39 +298,59 @@ def _refuse_step(*_: object, **__: object) -> None:
     )
 
 
-def _discard(engine: Any, stage: int) -> None:
-    """Forgets what a window added up, and a backward that did not end.
+def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> None:
+    own = {id(p) for p in engine.module.parameters()}
+    outside = [n for model in models for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
+    if outside:
+        raise ValueError(
+            f"{listed(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps it; "
+            "put it into the module that deepspeed.initialize gets"
+        )
+    if engine.optimizer is None:
+        raise ValueError("the DeepSpeed engine has no optimizer; give deepspeed.initialize one")
+    if engine.gradient_accumulation_steps() > 1:
+        raise DistaccumError(
+            f"DeepSpeed accumulates over {engine.gradient_accumulation_steps()} steps by itself, which would divide "
+            'the loss a second time and skip steps; put "gradient_accumulation_steps": 1 into its config'
+        )
+    for what, given in {
+        "mixture-of-experts layers": getattr(engine, "has_moe_layers", False),
+        "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
+        "ZenFlow": getattr(engine, "zenflow", False),
+    }.items():
+        if given:
+            raise ValueError(f"DeepSpeed with {what} reduces in its own way, for which there is no engine here")
+    if not getattr(engine, "enable_backward_allreduce", True):
+        raise ValueError("DeepSpeed with its all-reduce turned off: nothing would reduce; turn it on")
+    if engine.zero_optimization_stage() == 0 and engine.fp16_enabled() and hasattr(engine, "scale"):
+        raise ValueError(
+            "ZeRO stage 0 with fp16: this version of DeepSpeed divides the gradient by a loss scale that it did not "
+            "multiply the loss by; use stage 1, 2 or 3, or bf16"
+        )
 
-    Private below `zero_grad`, which leaves the partitions of stages 2 and 3 and their buckets as they are. A name that
-    a version lacks is passed over: it keeps nothing there.
-    """
-    optimizer = engine.optimizer
-    torch.get_device_module(engine.device).synchronize()  # or what is under way would land after what is cleared here
-    optimizer.zero_grad()
-    if hasattr(optimizer, "reset_cpu_buffers"):
-        optimizer.reset_cpu_buffers()  # of what it offloads: norms, and whether one overflowed
-    buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    for name, nothing in {"grads_in_ipg_bucket": [], "params_in_ipg_bucket": [], "elements_in_ipg_bucket": 0}.items():
-        if name in vars(optimizer):  # 0.16
-            setattr(optimizer, name, nothing)
-    if stage in (1, 2):
-        for name in ("averaged_gradients", "all_grad_tensors"):
-            for key in getattr(optimizer, name, {}):
-                getattr(optimizer, name)[key] = None
-        for bucket in buckets:
-            bucket.clear()
-        if hasattr(optimizer, "params_already_reduced"):
-            optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-            kept = optimizer.extra_large_param_to_reduce
-            optimizer.extra_large_param_to_reduce = {} if isinstance(kept, dict) else None
-            optimizer.micro_step_id = -1
-            optimizer._release_ipg_buffers()
-    elif stage == 3:
-        for bucket in buckets:
-            bucket.params.clear()
-            bucket.elements, bucket.process_group = 0, None
-        if hasattr(optimizer.parameter_offload, "release_backward_leftovers"):
-            optimizer.parameter_offload.release_backward_leftovers()
-    if hasattr(optimizer, "_backward_active_depth"):
-        optimizer._backward_active_depth = 0
-        optimizer.clear_backward_seen_flag()
+
+def _choose_form(engine: Any, sync: Sync, is_managed: bool) -> Form:
+    stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    if stage == 1 and getattr(optimizer, "overlap_comm", False):
+        # Its hooks send in each backward, which no_sync does not prevent.
+        if not private.can_coalesce(optimizer):
+            raise ValueError(
+                'ZeRO stage 1 with "overlap_comm": true reduces within each backward, and this version of DeepSpeed '
+                'cannot be kept from it (0.19.2 can); put "overlap_comm": false into its config'
+            )
+        return "coalesced"
+    if stage < 2:
+        return "no_sync"
+    if sync != "last":
+        return "each"
+    why = "" if is_managed else 'its config says "managed_gradient_accumulation": false'
+    dtype = getattr(optimizer, "gradient_accumulation_dtype", None)
+    if not why and not hasattr(engine, "coalesce_grad_reduction"):
+        why = "this version of DeepSpeed cannot coalesce them (0.19.2 can)"
+    elif not why and not private.can_coalesce(optimizer):
+        why = f"{type(optimizer).__name__} cannot coalesce them"
+    elif not why and dtype is not None and dtype != next(engine.module.parameters()).dtype:
+        why = f"coalesced they would not add up in {dtype}, as the config asks"
+    if why and engine.global_rank == 0:
+        warn(f"ZeRO stage {stage} reduces gradients in each micro-step: {why}")
+    return "each" if why else "coalesced"

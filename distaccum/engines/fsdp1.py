@@ -1,28 +1,29 @@
 """FSDP1: FullyShardedDataParallel, under any sharding strategy, the root or only parts.
 
-Like FSDP2 it reads in backward whether to reduce, and each forward gathers parameters, so all ranks run as many. What
-it adds up without reducing is in the dtype that it computes in (a warning says so).
+Like FSDP2 it reads in backward whether to reduce, and each forward gathers parameters, so all ranks run the same number
+of forwards. Between reductions it adds gradients up in the dtype that it computes in (a warning says so).
 """
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..gradients.norms import HALF, total_norm
+from ..gradients.norms import HALF
 from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
 from ..law.shares import listed
-from .averaging import average_by_hand
-from .base import Leaf, Sync, refuse_narrower, refuse_narrower_outside, why_tensor_parallel
-from .ranks import RanksEngine
+from .base import Leaf, Sync
+from .private import fsdp1 as private
+from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
+from .shards import Groups, norm_over_shards, part_of_square, why_tensor_parallel
 
 
 @final
@@ -39,13 +40,17 @@ class FSDPEngine(RanksEngine):
         return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        modules = [(name, module) for model in models for name, module in model.named_modules()]
-        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in modules if self.wraps(module)))
-        super().__init__(models, sync, _data_parallel_group(self._wrappers))
+        modules = [(name or "the root", module) for model in models for name, module in model.named_modules()]
+        modules = [(name, module) for name, module in modules if self.wraps(module)]
+        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in modules))
+        for wrapper in self._wrappers:
+            private.require_private_fsdp1(wrapper)
+        super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
+        self._device: torch.device = self._wrappers[0].compute_device
         low = [
-            name or "the root"
+            name
             for name, module in modules
-            if self.wraps(module) and _computes_in(module) in HALF and any(p.requires_grad for p in module.parameters())
+            if _computes_in(module) in HALF and any(p.requires_grad for p in module.parameters())
         ]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
@@ -55,9 +60,8 @@ class FSDPEngine(RanksEngine):
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
-        own = {id(p) for handle in self._handles() for p in _managed(handle)}
-        for parameter in self.parameters():
-            if id(parameter) not in own and hasattr(parameter, "to_local"):
+        for parameter in self._outside(self.parameters()):
+            if hasattr(parameter, "to_local"):
                 raise ValueError(
                     f"{self.name_of(parameter)} is a DTensor outside of FSDP1, whose norm does not count it as a part; "
                     "use fully_shard, which does"
@@ -67,32 +71,26 @@ class FSDPEngine(RanksEngine):
         self._is_open = False  # a window began and did not finish
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        adds_up: dict[str, torch.dtype] = {}
+        adds_up: list[tuple[str, torch.dtype]] = []
         for model in self.models:
             for name, module in model.named_modules():
                 kept = next((p.dtype for p in module.parameters() if p.requires_grad), None)
                 if self.wraps(module) and kept is not None:
                     low = self.sync == "every" and module.mixed_precision.keep_low_precision_grads
                     computes = _computes_in(module) if self.sync == "last" or low else kept
-                    adds_up[name or "the root"] = computes or kept
+                    adds_up.append((name or "the root", computes or kept))
         refuse_narrower(
             adds_up,
             dtype,
             "use sync='every' with parameters in float32, which adds up in their dtype, or fully_shard with "
             "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
         )
-        own = {id(p) for handle in self._handles() for p in _managed(handle)}
-        refuse_narrower_outside(parameters, own, dtype)
+        refuse_narrower_outside(self._outside(parameters), dtype)
 
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
         self.refuse_dry_ranks(plan)
-        if not plan.all_terms:
-            raise DistaccumError(
-                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; left out, its loss would leave "
-                "modules out of backward, and the other ranks would wait for this one to gather them. Give each "
-                "micro-batch a count above 0 for each name, or use fully_shard"
-            )
+        self.refuse_left_out_terms(plan, ", or use fully_shard")
 
     def num_micro_steps(self, plan: Plan) -> int:
         return max(plan.num_counted)
@@ -104,24 +102,21 @@ class FSDPEngine(RanksEngine):
         return reduce
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        own = {id(p) for handle in self._handles() for p in _managed(handle)}
-        self._by_hand = [p for p in parameters if p.requires_grad and id(p) not in own]
-        # Private: what no_sync() sets. That context must hold the root, which may be outside of these models.
-        self._found = [wrapper._sync_gradients for wrapper in self._wrappers]
+        self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
+        self._found = [private.reduces(wrapper) for wrapper in self._wrappers]
         self._is_open = True
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        for wrapper in self._wrappers:
-            wrapper._sync_gradients = reduce
+        private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
         try:
             self.run_backward(losses, seeds)
         except AssertionError as error:
-            if "_saved_grad_shard" not in str(error):
+            if private.KEPT_SHARD not in str(error):
                 raise
             raise DistaccumError(
-                "a module that FSDP1 wraps was used in an earlier micro-step and not in this one, which reduces; it "
-                "cannot reduce what it kept; use sync='every', use every wrapped module in the last micro-batch, or "
-                "wrap with fully_shard"
+                "a module that FSDP1 wraps was used in an earlier micro-step and not in this one, which reduces; FSDP1 "
+                "cannot reduce the gradient that it kept; use sync='every', use every wrapped module in the last "
+                "micro-batch, or wrap with fully_shard"
             ) from error
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
@@ -130,85 +125,67 @@ class FSDPEngine(RanksEngine):
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         wanted = {id(p) for p in parameters}
         for handle in self._handles():
-            trained = [id(p) in wanted for p in handle.flat_param._params or [] if p.requires_grad]
+            trained = [id(p) in wanted for p in private.flattened(handle) if p.requires_grad]
             if any(trained) and not all(trained):
-                return "which flattens parameters together that the optimizer has a part of; give it all of them"
-        own = {id(p) for handle in self._handles() for p in _managed(handle)}
-        return why_tensor_parallel([p for p in parameters if id(p) not in own])
+                return "which flattens parameters together of which the optimizer has only some; give it all of them"
+        return why_tensor_parallel(self._outside(parameters))
 
     def hides_parts(self) -> str | None:
-        # Private: how FSDP1 notes what a part of its flat parameter was cut from, in a tensor-parallel module.
-        flat = [handle.flat_param for handle in self._handles()]
-        if any(cut is not None for one in flat for cut in getattr(one, "_param_extensions", None) or ()):
+        if any(map(private.flattens_parts, self._handles())):
             return "over tensor-parallel modules, whose parts it flattens into plain tensors"
         return None
 
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
         wanted = {id(p) for p in parameters}
         flat = [h.flat_param for h in self._handles() if wanted & {id(p) for p in _managed(h)}]
-        own = {id(p) for handle in self._handles() for p in _managed(handle)}
-        outside = [p for p in parameters if id(p) not in own]
-        return [Leaf(p, partial(getattr, p, "grad")) for p in (*flat, *outside) if p.requires_grad]
+        leaves = [*flat, *self._outside(parameters)]
+        return [Leaf(p, partial(attrgetter("grad"), p)) for p in leaves if p.requires_grad]
 
     def finish(self) -> None:
-        if self._by_hand:
-            average_by_hand(self._by_hand, self.group, self.host_group, self.divisor)
+        self.average(self._by_hand)
         self._is_open = False
 
     def release(self) -> None:
-        for wrapper, found in zip(self._wrappers, self._found, strict=False):
-            wrapper._sync_gradients = found
+        private.set_reduces(self._wrappers, self._found)
         self._found, self._by_hand = [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
+        super().clear(parameters)
         for wrapper in self._wrappers:
-            # Evaluated after the last backward, modules keep parameters gathered that are out of date now.
-            handle = wrapper._handle
-            if handle is not None and handle.uses_sharded_strategy and wrapper._is_root is not None:
-                sys.modules["torch.distributed.fsdp._runtime_utils"]._reshard(wrapper, handle, True)  # private
+            private.free_gathered(wrapper)
         if self._is_open:
             for handle in self._handles():
-                handle.flat_param.grad = None
-                if hasattr(handle.flat_param, "_saved_grad_shard"):
-                    del handle.flat_param._saved_grad_shard
+                private.discard_gradient(handle)
             self._is_open = False
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
-        here = [p.grad for p in parameters if p.grad is not None and id(p) in sharded]
-        everywhere = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded]
         # Ranks may hold shards of different parameters, or none.
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
-        norm: Tensor = total_norm(here, kind, over).to(self._wrappers[0].compute_device, wide)
-        group = self._wrappers[0].process_group  # not over replicas, which have the same shards
-        if math.isinf(kind):
-            dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
-        else:
-            norm = norm.pow(kind)
-            dist.all_reduce(norm, group=group)
-            norm = norm.pow(1 / kind)
-        if not everywhere:
-            return norm
-        both = torch.stack([norm, total_norm(everywhere, kind, over).to(norm)])
-        return total_norm([both], kind)
+        return norm_over_shards(self._shards(parameters), self._device, kind, over, wide)
 
     def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
+        return part_of_square(self._shards(parameters), self._device, self.peers.num_ranks)
+
+    def _shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
+        """Gradients of this rank, by the groups over which they are cut: not over replicas, which have the same."""
         sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
-        here = [p.grad for p in parameters if p.grad is not None and id(p) in sharded]
-        everywhere = [p.grad for p in parameters if p.grad is not None and id(p) not in sharded]
-        shards = dist.get_world_size(self._wrappers[0].process_group)
-        parts = [total_norm(here, 2.0).square() * shards, total_norm(everywhere, 2.0).square()]
-        return torch.stack([one.to(self._wrappers[0].compute_device) for one in parts]).sum() / self.peers.num_ranks
+        shards: dict[Groups, list[Tensor]] = {(self._wrappers[0].process_group,): [], (): []}
+        over, whole = shards.values()
+        for parameter in parameters:
+            if parameter.grad is not None:
+                (over if id(parameter) in sharded else whole).append(parameter.grad)
+        return shards
 
     def _handles(self) -> list[Any]:
-        return [wrapper._handle for wrapper in self._wrappers if wrapper._handle is not None]
+        return private.handles_of(self._wrappers)
+
+    def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        return [parameter for parameter in parameters if id(parameter) not in own]
 
 
-def _data_parallel_group(wrappers: Sequence[Any]) -> dist.ProcessGroup:
-    """The ranks of shards and replicas."""
-    seen = {_num_ranks(wrapper): wrapper for wrapper in wrappers}
+def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
+    seen = {dist.get_world_size(wrapper.process_group) * private.num_replicas(wrapper) for wrapper in wrappers}
     groups = {tuple(dist.get_process_group_ranks(wrapper.process_group)): wrapper.process_group for wrapper in wrappers}
     if len(seen) > 1 or len(groups) > 1:
         raise ValueError(
@@ -228,14 +205,9 @@ def _data_parallel_group(wrappers: Sequence[Any]) -> dist.ProcessGroup:
     return group
 
 
-def _num_ranks(wrapper: Any) -> int:
-    replicas = getattr(wrapper, "_inter_node_pg", None)
-    return dist.get_world_size(wrapper.process_group) * (1 if replicas is None else dist.get_world_size(replicas))
-
-
 def _managed(handle: Any) -> list[Any]:
-    """The tensors that the optimizer may hold of it."""
-    return [handle.flat_param, *(handle.flat_param._params or [])]
+    """The tensors of `handle` that the optimizer may hold."""
+    return [handle.flat_param, *private.flattened(handle)]
 
 
 def _computes_in(wrapper: Any) -> torch.dtype | None:

@@ -1,4 +1,4 @@
-"""Peers: the ranks of a data-parallel group, as far as they tell each other numbers."""
+"""Peers: the ranks of a data-parallel group, which exchange small values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -17,10 +16,11 @@ from torch import Tensor
 
 from ..law.errors import DistaccumError, LostRanksError
 from ..law.update import Waitable
+from .private.process_group import is_shared, timeout_of
 
-# What gloo, NCCL and the store under them say when a rank is gone or late.
+# The errors of gloo, NCCL and their store when a rank is gone or late.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
-# Modules whose functions run collectives: the caller's own code says such words from frames of its own.
+# Modules whose functions run collectives: an error from the caller's own code may use the same words.
 RUN_COLLECTIVES = (
     "torch.distributed",
     "torch.nn.parallel",
@@ -33,7 +33,7 @@ RUN_COLLECTIVES = (
 
 
 class Waits(Protocol):
-    """Hears when this rank waits for the others; a trace does."""
+    """Is notified when this rank waits for the others, as a trace."""
 
     def gathering(self) -> AbstractContextManager[None]: ...
     def span(self, name: str, **about: Any) -> AbstractContextManager[None]: ...
@@ -70,7 +70,7 @@ class Peers:
         return None
 
     def refuse_lost(self, error: RuntimeError) -> None:
-        """Raises LostRanksError in the place of an error of a library below that says that a rank is gone."""
+        """Raises LostRanksError in the place of a library's error about a rank that is gone."""
 
 
 class GroupPeers(Peers):
@@ -89,7 +89,7 @@ class GroupPeers(Peers):
         return self._gather(row, self.host_group)
 
     def agree(self, row: list[float]) -> list[list[float]]:
-        # On the group of the gradients it would meet the collective of a rank that is further on, and be taken for it.
+        # On the group of the gradients it could be matched with another collective, of a rank that is further on.
         if self._apart is None:
             if self.waits is None:
                 self._apart = new_host_group(self.group)
@@ -135,7 +135,7 @@ class GroupPeers(Peers):
         reduction: Waitable = work if self.waits is None else self.waits.watched(work)
         if not on_host:
             return reduction
-        # The host computes it and ranks are together here. Left under way, it would keep a job from ending that never
+        # The host computes it, and ranks are together here. Left running, it would keep a job from ending that never
         # reads its last loss.
         self._recent.append((work, [sent]))
         try:
@@ -171,7 +171,7 @@ def all_or_none(peers: Peers, error: Exception | None, message: str) -> None:
 
 
 def refuse_where(failed: Sequence[object], error: Exception | None, message: str) -> None:
-    """As `all_or_none`, where it is known already which ranks `failed`."""
+    """As `all_or_none`, if it is known already which ranks `failed`."""
     if error is not None:
         try:
             raise error
@@ -209,17 +209,17 @@ _Sent = tuple[Any, list[Tensor]]  # a collective, and its tensors, which nobody 
 
 
 def _release(recent: deque[_Sent]) -> None:
-    """Lets go of collectives when gloo's threads have.
+    """Releases collectives after gloo's threads have, which is some time after a collective's end.
 
-    They do some time after a collective's end. The last who holds it frees its tensors, a thread under the
-    interpreter's lock; and a process group that ends waits for its threads, and may hold that lock. So collectives are
-    kept, and here their tensors outlive what a thread has of them. Private: how many hold a tensor.
+    The last holder frees a collective's tensors, a thread under the interpreter's lock; and a process group that ends
+    waits for its threads, and may hold that lock. So collectives are kept, and here their tensors outlive the threads'
+    references.
     """
     until = time.monotonic() + 1
     while recent:
         tensors = recent.popleft()[1]  # the collective goes
-        while any(getattr(one, "_use_count", lambda: 1)() > 1 for one in tensors) and time.monotonic() < until:
-            time.sleep(1e-4)  # which gives the lock away
+        while any(map(is_shared, tensors)) and time.monotonic() < until:
+            time.sleep(1e-4)  # which releases the lock
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -231,15 +231,6 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
 
 def new_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     ranks = dist.get_process_group_ranks(group)
-    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=_timeout(group))
+    made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=timeout_of(group))
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """After which its collectives give up. Private; where it has moved, that of torch's default."""
-    for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if isinstance(found := getattr(options, "_timeout", None), timedelta):
-            return found
-    return None

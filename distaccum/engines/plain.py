@@ -10,7 +10,9 @@ from torch import Tensor, nn
 
 from ..gradients.wide import Phase, Sums
 from ..law.plan import Plan
-from .base import Engine, gradients_of, put_gradients, why_tensor_parallel
+from .base import Engine
+from .partial import gradients_of, put_gradients
+from .shards import why_tensor_parallel
 
 
 @final
@@ -51,9 +53,3 @@ class PlainEngine(Engine):
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return why_tensor_parallel(parameters)
-
-    def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        for parameter in parameters:
-            parameter.grad = None
-        if self.sums is not None:
-            self.sums.clear()

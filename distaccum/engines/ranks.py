@@ -1,18 +1,20 @@
-"""What engines of several ranks share: a process group, and what no such engine can do."""
+"""What engines of several ranks share: a process group, and what none of them can do."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..law.errors import DistaccumError
 from ..law.plan import Plan
-from .averaging import is_part, lies_over
+from .averaging import average_by_hand
 from .base import Engine, Sync
-from .peers import GroupPeers
+from .peers import GroupPeers, ranks_where
+from .shards import is_part, lies_over
 
 
 class RanksEngine(Engine):
@@ -23,6 +25,13 @@ class RanksEngine(Engine):
         super().__init__(models, sync, peers)
         self.group, self.host_group = group, peers.host_group
         self.divisor = peers.num_ranks
+
+    def average(
+        self, parameters: Sequence[nn.Parameter], is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False
+    ) -> None:
+        """Reduces gradients of which the wrapper reduces none; on all ranks, with the same parameters."""
+        if parameters:
+            average_by_hand(parameters, self.group, self.host_group, self.divisor, is_zeroed)
 
     def whole_loss(self, loss: Any) -> Tensor:
         ranks, placements = lies_over(loss, self.group)
@@ -36,8 +45,8 @@ class RanksEngine(Engine):
     def refuse_unknown_parts(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Those of `parameters`, which no wrapper reduces, that are cut over the data-parallel ranks.
 
-        Raises where a DTensor lies over some of these ranks in another way: whether its gradient is of this rank's
-        samples or of all ranks' cannot be seen.
+        Raises if a DTensor lies over some of these ranks in another way: its gradient may be of this rank's samples or
+        of all ranks'.
         """
         for parameter in parameters:
             ranks, placements = lies_over(parameter, self.group)
@@ -55,26 +64,45 @@ class RanksEngine(Engine):
         return next((n for n, p in named if p is parameter), f"a parameter of shape {list(parameter.shape)}")
 
     def refuse_synchronised_norms(self, plan: Plan) -> None:
-        """Stand-ins, or a rank without any, would enter the statistics; and the longer ranks wait for ever."""
+        """SyncBatchNorm would take a stand-in's statistics too, or wait for a rank that has none."""
         if plan.uneven and any(
             isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
         ):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches, and SyncBatchNorm communicates in each forward: "
-                "the longer ranks would wait for ever; give all ranks as many micro-batches, or freeze its "
+                "the ranks with more would wait for ever; give all ranks as many micro-batches, or freeze its "
                 "statistics with eval()"
             )
 
     def refuse_dry_ranks(self, plan: Plan) -> None:
-        """A rank without a micro-batch of its own, nor one from before to stand in with."""
-        dry = [
-            rank
-            for rank, (kept, ready) in enumerate(zip(plan.num_counted, plan.has_stand_in, strict=True))
-            if not kept | ready
-        ]
-        if dry:
+        """A rank without a micro-batch needs one of an earlier window to stand in with."""
+        dry = [not own | ready for own, ready in zip(plan.num_counted, plan.has_stand_in, strict=True)]
+        if any(dry):
             raise DistaccumError(
-                f"ranks have {list(plan.num_counted)} micro-batches; under {self.name} each rank must run forward "
-                f"for the others to go on; rank {', '.join(map(str, dry))} has none from an earlier window to stand in "
-                "with. Give each rank a micro-batch in the first window"
+                f"ranks have {list(plan.num_counted)} micro-batches; under {self.name} each rank must run forward for "
+                f"the others to go on; rank {ranks_where(dry)} has none from an earlier window to stand in with. Give "
+                "each rank a micro-batch in the first window"
             )
+
+    def refuse_left_out_terms(self, plan: Plan, cure: str) -> None:
+        """Where modules communicate in backward, each loss must take part in each backward."""
+        if not plan.all_terms:
+            raise DistaccumError(
+                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; its loss would be left out, and so "
+                "would modules in this backward for which the other ranks wait; give each micro-batch a count above 0 "
+                f"for each name{cure}"
+            )
+
+
+def refuse_narrower(adds_up: Iterable[tuple[str, torch.dtype]], dtype: torch.dtype, cure: str) -> None:
+    """`adds_up`: parts by name, and the dtype in which the wrapper adds up their gradients by itself."""
+    for name, seen in adds_up:
+        if torch.promote_types(seen, dtype) != seen:
+            raise ValueError(f"accumulate_dtype={dtype}, and gradients of {name} add up in {seen}; {cure}")
+
+
+def refuse_narrower_outside(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:
+    """`parameters`: those that no shard holds, which add up in their own dtype."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    outside = [(f"a parameter of shape {list(p.shape)} outside of every shard", p.dtype) for p in trained]
+    refuse_narrower(outside, dtype, "shard it too, or keep it in float32")

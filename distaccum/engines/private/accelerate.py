@@ -1,0 +1,21 @@
+"""Private names of Accelerate, and of torch's schedules that it wraps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def is_saved_by(accelerator: Any, one: object) -> bool:
+    """Whether `register_for_checkpointing` was given `one`. Without the list, never: only loading fails then."""
+    return any(saved is one for saved in getattr(accelerator, "_custom_objects", ()))
+
+
+def note_step(wrapper: Any, stepped: bool) -> None:
+    """Lets an AcceleratedOptimizer know of a step that it did not take itself.
+
+    `accelerator.optimizer_step_was_skipped` and Accelerate's schedules read `_is_overflow`; without it they repeat what
+    the wrapper's own last step was. A torch schedule made of the wrapper reads `_opt_called`, and warns without it.
+    """
+    if hasattr(wrapper, "_is_overflow"):
+        wrapper._is_overflow = not stepped
+    wrapper._opt_called = getattr(wrapper, "_opt_called", False) or stepped

@@ -1,0 +1,48 @@
+"""Private names of torch's autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import require
+
+# Skips the checks of shapes in torch.autograd.backward. Without it the public call does the same.
+_run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+# How often a tensor was written in place. Without it no window could see that its gradients were changed.
+require("torch", Tensor, "_version")
+version_of: Callable[[Tensor], int] = attrgetter("_version")
+
+
+def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    """`torch.autograd.backward` without its checks of shapes, which take an eighth of a tiny micro-step.
+
+    Roots are scalars here, or outputs with their own gradients.
+    """
+    if _run_autograd is None:
+        torch.autograd.backward(roots, seeds)
+    else:
+        _run_autograd(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def zero_all(tensors: list[Tensor]) -> None:
+    """Zeroes in one kernel, as `Optimizer.zero_grad` does; without `_foreach_zero_` one tensor at a time."""
+    if hasattr(torch, "_foreach_zero_"):
+        torch._foreach_zero_(tensors)
+    else:
+        for tensor in tensors:
+            tensor.zero_()
+
+
+def is_reached(parameter: Tensor) -> bool:
+    """Whether the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None:
+        return True
+    with torch.enable_grad():
+        return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]

@@ -1,0 +1,75 @@
+"""Private names of DistributedDataParallel, whose reducer shows nothing of its state."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from . import require
+
+
+def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
+    """Without the optional names, nobody can know whether DDP reduces some parameters, or steps, by itself."""
+    require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_check_sync_bufs_post_fwd", "_sync_buffers")
+    require("torch", wrapper, "_check_reducer_finalized", "_has_rebuilt_buckets")
+    require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state")
+    if getattr(wrapper, "_delay_all_reduce_params", ()):
+        raise ValueError(
+            "DDP with delay_all_reduce_named_params reduces these parameters on each micro-step, with the sum that it "
+            "reduced before; wrap the model without it"
+        )
+    hooks = [getattr(hook, "__qualname__", "") for hook, _ in getattr(wrapper, "_comm_hooks", ())]
+    if any("hook_then_optimizer" in name for name in hooks) or any(
+        hasattr(parameter, "_in_backward_optimizers") for parameter in wrapper.parameters()
+    ):
+        raise ValueError(
+            "an optimizer that steps inside backward (_apply_optimizer_in_backward, _register_fused_optim) would "
+            "step on each micro-step; give the Accumulator an ordinary optimizer"
+        )
+
+
+def is_joining(wrapper: DistributedDataParallel) -> bool:
+    """Whether DDP's join() is on, which has no getter; without the name a window inside it is not refused."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
+def was_tensor_parallel(parameter: nn.Parameter) -> bool:
+    """Whether DDP shows a part of a DTensor as a plain parameter; without `_st_info` nobody can know."""
+    return hasattr(parameter, "_st_info")
+
+
+def num_wrapped(wrapper: DistributedDataParallel) -> int | None:
+    """The number of parameters that DDP reduces: all that it shows of its list. None where the name is missing.
+
+    A parameter that was frozen late is then found when a reduction stays unfinished.
+    """
+    logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
+    return logged.get("num_parameter_tensors")
+
+
+def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:
+    """Whether buckets have their final places."""
+    return bool(wrapper._has_rebuilt_buckets)
+
+
+def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
+    """Does now what DDP's forward would send, as Join does; returns whether a forward sends buffers at its end.
+
+    Ranks agree on rebuilt buckets (once, after the first reduction), and buffers are broadcast.
+    """
+    if wrapper.reducer._rebuild_buckets():
+        wrapper._has_rebuilt_buckets = True
+    if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
+        wrapper._sync_buffers()  # type: ignore[no-untyped-call]
+    return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's
+
+
+def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
+    """Raises torch's RuntimeError if a reduction lacks gradients, of which only the next forward would tell."""
+    wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
+
+
+def disarm(wrapper: DistributedDataParallel) -> None:
+    """DDP forgets the backwards that it did not reduce, and one that failed, as in DDP._update_process_group."""
+    wrapper.reducer._reset_state()
+    wrapper._has_rebuilt_buckets = False

@@ -1,0 +1,119 @@
+"""Private names of DeepSpeed: it keeps gradients in buffers of its own, and no public call empties all of them.
+
+Undocumented names without an underscore, as `ipg_buckets`, are as little promised. A buffer whose name a version lacks
+is passed over: that version keeps nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..averaging import no_rows
+
+FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer, from 0.19.4 on
+
+
+def knows_norm(optimizer: Any) -> bool:
+    """Whether the optimizer computes the gradient's norm itself; without the name only fp16 is known to."""
+    return hasattr(optimizer, "_global_grad_norm")
+
+
+def can_coalesce(optimizer: Any) -> bool:
+    """Whether engine.coalesce_grad_reduction() (0.19.2) works with this optimizer, which only raises otherwise."""
+    return hasattr(optimizer, "_coalesce_grad_reduction")
+
+
+def set_boundary(engine: Any, flag: bool | None) -> None:
+    """Says whether this backward ends a window; None, for which there is no public call, leaves it to the engine.
+
+    An unmanaged engine refuses the public setter.
+    """
+    engine._is_gradient_accumulation_boundary = flag
+
+
+def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
+    """Gradients that stages 2 and 3 keep from one step to the next.
+
+    A window overwrites only those that its first backward reaches; it adds to the others, or steps them as they are.
+    """
+    if (flat := getattr(optimizer, "grad_partitions_flat_buffer", None)) is not None:
+        yield flat
+    yield from getattr(optimizer, "accumulated_grads_in_cpu", {}).values()  # these and the next where it offloads
+    for name in ("single_partition_of_fp32_groups", "fp32_partitioned_groups_flat"):
+        yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
+
+
+def step_id_of(optimizer: Any) -> int | None:
+    """A number that each forward under ZeRO-3 changes; without the name a second backward is not refused."""
+    step_id: int | None = getattr(optimizer, "micro_step_id", None)
+    return step_id
+
+
+def can_fill_a_dry_rank(optimizer: Any) -> bool:
+    """Whether stage 1 can reduce on a rank that ran no backward."""
+    return hasattr(optimizer, "setup_buckets") or hasattr(optimizer, "update_hp_grads")
+
+
+def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], sparse: set[int], *, sets_up: bool) -> None:
+    """Fills missing gradients: ranks reduce those that they have, and must have the same.
+
+    ZeRO takes a missing gradient for zeros, too. `sparse` holds the ids of parameters with sparse gradients, and is
+    corrected by those that are there. `sets_up`: buckets that backward makes are made, as a dry rank has none.
+    """
+    marks = getattr(optimizer, "fp32_groups_has_gradients", None)
+    if marks is not None:  # BF16_Optimizer reduces all of its gradients, and leaves unmarked ones out of the norm
+        marks[:] = [[True] * len(group) for group in marks]
+        return
+    if sets_up and hasattr(optimizer, "setup_buckets"):
+        optimizer.setup_buckets()
+    # Where gradients add up in another dtype than that of the model.
+    held = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+    for parameter in parameters:
+        gradient = getattr(parameter, held, None)
+        if gradient is not None:
+            (sparse.add if gradient.is_sparse else sparse.discard)(id(parameter))
+        elif parameter.requires_grad:
+            parameter.grad = no_rows(parameter) if id(parameter) in sparse else torch.zeros_like(parameter)
+    if held == "grad_accum":
+        optimizer.fill_grad_accum_attribute()
+
+
+def discard_window(engine: Any, stage: int) -> None:
+    """Forgets the gradients of a window, and a backward that failed.
+
+    `zero_grad` leaves the partitions of stages 2 and 3 and their buckets as they are.
+    """
+    optimizer = engine.optimizer
+    torch.get_device_module(engine.device).synchronize()  # or a running reduction would write after the clearing
+    optimizer.zero_grad()
+    if hasattr(optimizer, "reset_cpu_buffers"):
+        optimizer.reset_cpu_buffers()  # norms of offloaded gradients, and whether one overflowed
+    buckets = getattr(optimizer, "ipg_buckets", {}).values()
+    for name, nothing in {"grads_in_ipg_bucket": [], "params_in_ipg_bucket": [], "elements_in_ipg_bucket": 0}.items():
+        if name in vars(optimizer):  # 0.16
+            setattr(optimizer, name, nothing)
+    if stage in (1, 2):
+        for name in ("averaged_gradients", "all_grad_tensors"):
+            for key in getattr(optimizer, name, {}):
+                getattr(optimizer, name)[key] = None
+        for bucket in buckets:
+            bucket.clear()
+        if hasattr(optimizer, "params_already_reduced"):
+            optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
+            kept = optimizer.extra_large_param_to_reduce
+            optimizer.extra_large_param_to_reduce = {} if isinstance(kept, dict) else None
+            optimizer.micro_step_id = -1
+            optimizer._release_ipg_buffers()
+    elif stage == 3:
+        for bucket in buckets:
+            bucket.params.clear()
+            bucket.elements, bucket.process_group = 0, None
+        if hasattr(optimizer.parameter_offload, "release_backward_leftovers"):
+            optimizer.parameter_offload.release_backward_leftovers()
+    if hasattr(optimizer, "_backward_active_depth"):
+        optimizer._backward_active_depth = 0
+        optimizer.clear_backward_seen_flag()

@@ -1,0 +1,64 @@
+"""Private names of FSDP1, whose wrappers show neither their flat parameters nor whether they reduce."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from . import require
+
+RUNTIME = "torch.distributed.fsdp._runtime_utils"
+KEPT_SHARD = "_saved_grad_shard"  # of a flat parameter: its reduced gradient, until a window's last backward
+
+
+def require_private_fsdp1(wrapper: Any) -> None:
+    require("torch", wrapper, "_sync_gradients", "_handle", "_is_root")
+    require("torch", sys.modules.get(RUNTIME), "_reshard")
+
+
+def handles_of(wrappers: Sequence[Any]) -> list[Any]:
+    """The handles of flat parameters; a wrapper without parameters has none."""
+    return [wrapper._handle for wrapper in wrappers if wrapper._handle is not None]
+
+
+def reduces(wrapper: Any) -> bool:
+    """The flag of no_sync(), a context that only the root has, which may be outside of the models."""
+    return bool(wrapper._sync_gradients)
+
+
+def set_reduces(wrappers: Sequence[Any], flags: Sequence[bool]) -> None:
+    for wrapper, flag in zip(wrappers, flags, strict=False):
+        wrapper._sync_gradients = flag
+
+
+def flattened(handle: Any) -> list[Any]:
+    """The parameters that the flat one is made of, with use_orig_params=True; without the name, none."""
+    return list(getattr(handle.flat_param, "_params", None) or [])
+
+
+def flattens_parts(handle: Any) -> bool:
+    """Whether it was cut from tensor-parallel parameters; without the name nobody can know."""
+    return any(cut is not None for cut in getattr(handle.flat_param, "_param_extensions", None) or ())
+
+
+def num_replicas(wrapper: Any) -> int:
+    """The number of ranks that hold the same shard, under a hybrid strategy; without the name, 1."""
+    replicas = getattr(wrapper, "_inter_node_pg", None)
+    return 1 if replicas is None else dist.get_world_size(replicas)
+
+
+def free_gathered(wrapper: Any) -> None:
+    """Frees gathered parameters: an evaluation after the last backward leaves some, which a step makes out of date."""
+    handle = wrapper._handle
+    if handle is not None and handle.uses_sharded_strategy and wrapper._is_root is not None:
+        sys.modules[RUNTIME]._reshard(wrapper, handle, True)
+
+
+def discard_gradient(handle: Any) -> None:
+    """Forgets gradients that were not reduced, or reduced and not shown."""
+    handle.flat_param.grad = None
+    if hasattr(handle.flat_param, KEPT_SHARD):
+        delattr(handle.flat_param, KEPT_SHARD)

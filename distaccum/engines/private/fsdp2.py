@@ -1,0 +1,196 @@
+"""Private names of FSDP2: it has setters and no getters, and shows nothing of the gradients that it keeps.
+
+Undocumented names without an underscore, as `fsdp_params` and `mesh_info`, are as little promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import require
+
+FLAGS = (
+    "reduce_grads",
+    "all_reduce_grads",
+    "reshard_after_backward",
+    "reduce_scatter_unused_params",
+    "post_forward_mesh_info",
+)
+
+
+def state_of(module: Any) -> Any:
+    """FSDP2's state of a module under fully_shard, of which several modules may have one."""
+    require("torch", module, "_get_fsdp_state")
+    state = module._get_fsdp_state()
+    require("torch", state, "_is_root")
+    for group in groups_of(state):
+        require("torch", group, "_partial_reduce_output", "_to_sharded", "_training_state", "_wait_for_post_backward")
+    return state
+
+
+def groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)  # several from torch 2.12 on
+    if groups is None:
+        require("torch", state, "_fsdp_param_group")
+        groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return list(groups)
+
+
+def is_sharded(group: Any) -> bool:
+    return getattr(group.mesh_info, "shard_mesh_dim", None) is not None
+
+
+def is_hybrid(group: Any) -> bool:
+    return getattr(group.mesh_info, "replicate_mesh_dim", None) is not None
+
+
+def name_of(parameter: Any) -> str:
+    """Its whole name, which its root's first forward sets; before that, in its module."""
+    return str(getattr(parameter, "_param_fqn", None) or parameter._module_info.param_name)
+
+
+def has_all_reduce_hook(group: Any) -> bool:
+    """Whether set_all_reduce_hook was called; without the name, no."""
+    return getattr(group, "_all_reduce_hook", None) is not None
+
+
+def adds_up_in(group: Any, parameter: Any, sync: str) -> torch.dtype:
+    policy, shard = parameter.mp_policy, parameter.sharded_param
+    if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):  # torch 2.15: gradients are cast up after backward
+        kept = shard.grad_dtype or policy.param_dtype or shard.dtype
+    else:
+        kept = policy.param_dtype or shard.dtype
+    if sync == "every":  # a shard's .grad, after it is reduced
+        kept = getattr(shard, "grad_dtype", None) or shard.dtype
+    elif policy.reduce_dtype:
+        kept = policy.reduce_dtype
+    assert isinstance(kept, torch.dtype)
+    return kept
+
+
+def reduce_unused(group: Any) -> None:
+    """Makes zeros be reduced for unused parameters: some ranks may use them, whose reductions would differ in size.
+
+    Only where torch checks that all zeros have one dtype (2.15). Before, zeros of another dtype than their neighbours'
+    were an error (pytorch#196996), so there it is left to the user; and where `grad_dtype=None` no dtype is known.
+    """
+    dtypes_are_known = all(
+        p.mp_policy.reduce_dtype or p.sharded_param.grad_dtype is not None for p in group.fsdp_params
+    )
+    if hasattr(group, "_validate_unused_param_grad_dtypes") and dtypes_are_known:
+        group.reduce_scatter_unused_params = True
+
+
+class GroupFlags:
+    """A group's flags as they were before the window."""
+
+    def __init__(self, state: Any, group: Any) -> None:
+        self._state, self._group = state, group
+        self._found = {name: getattr(group, name) for name in FLAGS if hasattr(group, name)}
+        self._is_initialised = state._is_root is not None
+        self.reshard_after_backward: bool = group.reshard_after_backward
+
+    def put_back(self) -> None:
+        became_root = not self._is_initialised and self._state._is_root
+        if became_root and getattr(self._state, "_auto_reshard_after_forward", True):
+            self._found.pop("post_forward_mesh_info", None)  # FSDP2 set it, for the root
+        for name, value in self._found.items():
+            setattr(self._group, name, value)
+
+
+def gathered_of(parameter: Any) -> Any:
+    """The whole parameter that modules compute with; None before its first forward."""
+    return getattr(parameter, "_unsharded_param", None)
+
+
+def unsharded_gradient(parameter: Any) -> Tensor | None:
+    kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)  # up to torch 2.13
+    if kept is None and (gathered := gathered_of(parameter)) is not None:
+        kept = gathered.grad
+    return kept
+
+
+def put_unsharded_gradient(parameter: Any, gradient: Tensor) -> None:
+    """In mid-window, where torch keeps it: up to 2.13 beside the parameter if it adds up in another dtype."""
+    gathered = parameter._unsharded_param
+    if gradient.dtype != gathered.dtype and not hasattr(type(parameter), "unsharded_accumulated_grad"):
+        parameter.unsharded_accumulated_grad = gradient
+    else:
+        gathered.grad = gradient
+
+
+def standing_gradient(parameter: Any) -> Tensor | None:
+    """The unsharded sum; torch, up to 2.13, adds a new gradient to one of another dtype only after backward."""
+    kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
+    new: Tensor | None = parameter._unsharded_param.grad
+    if kept is None or new is None or kept is new:
+        return new if kept is None else kept
+    return kept + new
+
+
+def unreduced_over_replicas(group: Any) -> Tensor | None:
+    """The reduce-scattered sum that waits for its all-reduce."""
+    kept: Tensor | None = group._partial_reduce_output
+    return kept
+
+
+def put_unreduced_over_replicas(group: Any, kept: Tensor | None) -> None:
+    group._partial_reduce_output = kept
+
+
+def layout_of(group: Any) -> dict[Any, Any]:
+    """The places of parameters in that sum; before torch 2.15 it is not kept."""
+    layout: dict[Any, Any] = getattr(group, "_partial_reduce_output_layout", {})
+    return layout
+
+
+def holds_gradients(group: Any) -> bool:
+    """Whether any of its gradients is not fully reduced."""
+    return group._partial_reduce_output is not None or any(
+        unsharded_gradient(parameter) is not None for parameter in group.fsdp_params
+    )
+
+
+def reshard_groups(groups: Iterable[Any]) -> None:
+    for group in groups:
+        if group.is_unsharded and is_sharded(group):
+            group._to_sharded()
+
+
+def reduce_now(group: Any) -> None:
+    """Does what the group's next backward would do at its end."""
+    group.reduce_grads = group.all_reduce_grads = True
+    group.post_backward()
+    group._wait_for_post_backward()
+    group._training_state = type(group._training_state).IDLE
+
+
+def discard_gradients(states: Sequence[Any]) -> None:
+    """Forgets a window's gradients, and a forward that failed.
+
+    Public `reset_iter_state` of the root discards unreduced gradients in torch 2.15, not in 2.13; 2.6 has none.
+    """
+    for state in states:
+        resets = hasattr(state, "_reset_iter_state")
+        if state._is_root and resets:
+            state._reset_iter_state()
+        for group in groups_of(state):
+            group._partial_reduce_output = None
+            for parameter in group.fsdp_params:
+                if getattr(parameter, "unsharded_accumulated_grad", None) is not None:
+                    parameter.unsharded_accumulated_grad = None
+                if (gathered := gathered_of(parameter)) is not None:
+                    gathered.grad = None
+            if not resets:
+                group._training_state = type(group._training_state).IDLE
+                group._post_forward_indices.clear()
+                group.comm_ctx.post_forward_order.clear()
+                group._to_sharded()
+        if not resets:
+            state._training_state = type(state._training_state).IDLE
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False

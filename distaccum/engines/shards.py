@@ -1,0 +1,97 @@
+"""A rank's part of tensors that lie over process groups, and the norm over all parts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..gradients.norms import local, total_norm
+
+Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each rank has the whole
+
+
+def ranks_along(mesh: Any, dimensions: Collection[int]) -> list[int]:
+    """The ranks that one meets from here along these dimensions of a mesh."""
+    here = mesh.get_coordinate()
+    ranks: list[int] = (
+        mesh.mesh[tuple(slice(None) if i in dimensions else c for i, c in enumerate(here))].flatten().tolist()
+    )
+    return ranks
+
+
+def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
+    """The ranks and the placements of a DTensor along those dimensions of its mesh that meet `group`."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.get_coordinate() is None:
+        return [], ()
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    meeting = [i for i in range(mesh.ndim) if others & set(dist.get_process_group_ranks(mesh.get_group(i)))]
+    return ranks_along(mesh, meeting) if meeting else [], tuple(parameter.placements[i] for i in meeting)
+
+
+def is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
+    """Whether `parameter` is a DTensor that is cut over the whole of `group`: each rank has a part of its own."""
+    ranks, placements = lies_over(parameter, group)
+    is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
+    return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
+
+
+def shard_of(gradient: Any) -> tuple[Groups, Tensor]:
+    """This rank's part, and the groups that hold the others, tensor-parallel ones included."""
+    mesh = getattr(gradient, "device_mesh", None)
+    if mesh is None:
+        return (), gradient
+    if any(placement.is_partial() for placement in gradient.placements):
+        return (), gradient.full_tensor()
+    sharded = [i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(i) for i in sharded), local(gradient)
+
+
+def why_tensor_parallel(parameters: Sequence[Any]) -> str | None:
+    """Why a rank's own gradient cannot be seen if one of `parameters` is a DTensor."""
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        return "which holds tensor-parallel parameters: a rank has a part of each gradient; use data parallelism alone"
+    return None
+
+
+def norm_over_shards(
+    shards: Mapping[Groups, Sequence[Tensor]], device: torch.device, kind: float, over: Tensor | None, dtype: Any = None
+) -> Tensor:
+    """The norm of gradients, divided by `over`, of which each rank has the parts `shards`, by the groups that cut them.
+
+    One reduction per group, also on a rank that has no part. `dtype` is needed where ranks' parts differ in theirs.
+    """
+    norms = []
+    for groups, parts in shards.items():
+        norm = total_norm(parts, kind, over).to(device, dtype)
+        if math.isinf(kind):
+            for group in groups:
+                dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
+        elif groups:
+            norm = norm.pow(kind)
+            for group in groups:
+                dist.all_reduce(norm, group=group)
+            norm = norm.pow(1 / kind)
+        norms.append(norm)
+    if len(norms) == 1:
+        return norms[0]
+    return total_norm([_stack(norms)] if norms else [], kind)
+
+
+def part_of_square(shards: Mapping[Groups, Sequence[Tensor]], device: torch.device, num_ranks: int) -> Tensor:
+    """This rank's part of the square of that norm over `num_ranks` ranks, some of which may hold the same parts."""
+    parts = []
+    for groups, gradients in shards.items():
+        copies = num_ranks / math.prod(dist.get_world_size(group) for group in groups)
+        parts.append(total_norm(gradients, 2.0).to(device).square() / copies)
+    return _stack(parts).sum() if parts else torch.zeros(())
+
+
+def _stack(norms: Sequence[Tensor]) -> Tensor:
+    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return torch.stack([norm.to(wide) for norm in norms])
