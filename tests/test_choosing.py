@@ -17,8 +17,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator
+from distaccum import Accumulator, DistaccumError
 from distaccum.engines import Engine, RanksEngine
+from distaccum.engines.private import require
 
 
 def chosen(name: str) -> str:
@@ -246,3 +247,9 @@ def test_compiled_model_is_exact(ranks, name):
         pytest.skip("FSDP2 does not run on CPU in torch 2.6")
     for wrong in ranks(2).run(compiled, name):
         assert wrong <= KINDS[name].bound
+
+
+def test_missing_private_name_is_an_error_that_names_the_versions():
+    require("torch", nn.Linear(1, 1), "weight")
+    with pytest.raises(DistaccumError, match=r"Linear of this version of torch has no _gone, .*; use torch 2.6 to"):
+        require("torch", nn.Linear(1, 1), "weight", "_gone")

@@ -50,34 +50,28 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
         return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
-        raise ValueError(
-            f"{_what_is_plain(modules)} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks "
-            f"would drift apart; {_cure_of_plain(modules)}. There are engines for {_names_of(engines)}"
-        )
+        raise ValueError(f"{_refusal_of_plain(modules, ranks)}. There are engines for {_names_of(engines)}")
     return PlainEngine(models, sync)
 
 
-def _what_is_plain(modules: Sequence[nn.Module]) -> str:
-    return "a tensor-parallel module alone" if _is_tensor_parallel(modules) else "a plain module"
-
-
-def _cure_of_plain(modules: Sequence[nn.Module]) -> str:
+def _refusal_of_plain(modules: Sequence[nn.Module], ranks: int) -> str:
+    why = f"in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would drift apart"
+    is_parallel = any(hasattr(p, "to_local") for module in modules for p in module.parameters(recurse=False))
+    what = f"{'a tensor-parallel module alone' if is_parallel else 'a plain module'} {why}"
     if any(ancestor.__name__ == "LightningModule" for module in modules for ancestor in type(module).__mro__):
-        return "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
-    if _is_tensor_parallel(modules):
-        return (
+        cure = "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
+    elif is_parallel:
+        cure = (
             "say which ranks have which data: fully_shard(module, mesh=mesh['data']) with "
             "init_device_mesh(device, (1, ranks), mesh_dim_names=('data', 'tensor')), where all compute on the same"
         )
-    return "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"
-
-
-def _is_tensor_parallel(modules: Sequence[nn.Module]) -> bool:
-    return any(hasattr(parameter, "to_local") for module in modules for parameter in module.parameters(recurse=False))
+    else:
+        cure = "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"
+    return f"{what}; {cure}"
 
 
 def known_engines() -> list[type[Engine]]:
-    """Those of this package, and what else was defined."""
+    """Those of this package, and all others that are defined."""
     return list(_final(Engine))  # type: ignore[type-abstract]  # those under it are final
 
 

@@ -26,8 +26,8 @@ def average_by_hand(
 ) -> None:
     """Sums gradients over `group` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
 
-    Costs one reduction per bucket, and one small collective on the host: what each rank has. Of a parameter that is cut
-    over `group` backward has summed the gradient already.
+    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have. If
+    a parameter is cut over `group`, backward has summed its gradient already.
     """
     kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8)
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
@@ -57,7 +57,7 @@ def average_by_hand(
 
 
 def _settle_placements(parameter: Any) -> None:
-    """A DTensor's gradient may wait to be summed over tensor-parallel ranks; on another rank it would be zeros."""
+    """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
     gradient = parameter.grad
     if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
         parameter.grad = gradient.redistribute(placements=parameter.placements)
@@ -90,7 +90,7 @@ def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
 
 
 def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: float) -> None:
-    """An embedding's gradient: rows that were looked up."""
+    """An embedding's gradient holds the rows that were looked up."""
     gradient = parameter.grad
     if gradient is None:
         gradient = no_rows(parameter)

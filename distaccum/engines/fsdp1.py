@@ -7,7 +7,7 @@ of forwards. Between reductions it adds gradients up in the dtype that it comput
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, final
@@ -40,18 +40,14 @@ class FSDPEngine(RanksEngine):
         return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        modules = [(name or "the root", module) for model in models for name, module in model.named_modules()]
-        modules = [(name, module) for name, module in modules if self.wraps(module)]
-        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in modules))
+        named = [(name or "the root", module) for model in models for name, module in model.named_modules()]
+        self._named: list[tuple[str, Any]] = [(name, module) for name, module in named if self.wraps(module)]
+        self._wrappers = list(dict.fromkeys(module for _, module in self._named))
         for wrapper in self._wrappers:
             private.require_private_fsdp1(wrapper)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
         self._device: torch.device = self._wrappers[0].compute_device
-        low = [
-            name
-            for name, module in modules
-            if _computes_in(module) in HALF and any(p.requires_grad for p in module.parameters())
-        ]
+        low = [name for name, adds_up in self._adds_up_in("last") if adds_up in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
                 f"FSDP1 adds gradients up in half precision between micro-steps (in {listed(low)}), whatever its "
@@ -71,21 +67,20 @@ class FSDPEngine(RanksEngine):
         self._is_open = False  # a window began and did not finish
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        adds_up: list[tuple[str, torch.dtype]] = []
-        for model in self.models:
-            for name, module in model.named_modules():
-                kept = next((p.dtype for p in module.parameters() if p.requires_grad), None)
-                if self.wraps(module) and kept is not None:
-                    low = self.sync == "every" and module.mixed_precision.keep_low_precision_grads
-                    computes = _computes_in(module) if self.sync == "last" or low else kept
-                    adds_up.append((name or "the root", computes or kept))
-        refuse_narrower(
-            adds_up,
-            dtype,
+        cure = (
             "use sync='every' with parameters in float32, which adds up in their dtype, or fully_shard with "
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+            "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
         )
+        refuse_narrower(self._adds_up_in(self.sync), dtype, cure)
         refuse_narrower_outside(self._outside(parameters), dtype)
+
+    def _adds_up_in(self, sync: Sync) -> Iterator[tuple[str, torch.dtype]]:
+        for name, module in self._named:
+            trained = next((p.dtype for p in module.parameters() if p.requires_grad), None)
+            if trained is not None:
+                policy = module.mixed_precision
+                is_low = sync == "last" or policy.keep_low_precision_grads
+                yield name, (policy.param_dtype or next(module.parameters()).dtype) if is_low else trained
 
     def check(self, plan: Plan) -> None:
         self.refuse_synchronised_norms(plan)
@@ -208,8 +203,3 @@ def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
 def _managed(handle: Any) -> list[Any]:
     """The tensors of `handle` that the optimizer may hold."""
     return [handle.flat_param, *private.flattened(handle)]
-
-
-def _computes_in(wrapper: Any) -> torch.dtype | None:
-    dtype: torch.dtype | None = wrapper.mixed_precision.param_dtype
-    return dtype or next((p.dtype for p in wrapper.parameters()), None)

@@ -224,11 +224,12 @@ class FullyShardEngine(RanksEngine):
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
         unused = {id(p) for p in self._unused}
+        sums = [private.not_over_replicas(group) for group in self._groups]
         return {
             "gradients": gradients_of(parameters),
             "unsharded": [on_host(private.unsharded_gradient(p), private.gathered_of(p)) for p in self._every],
-            "not yet over replicas": [on_host(private.unreduced_over_replicas(group), None) for group in self._groups],
-            "places in it": [private.layout_of(group).get(p) for group in self._groups for p in group.fsdp_params],
+            "not yet over replicas": [on_host(kept, None) for kept, _ in sums],
+            "places in it": [at.get(p) for g, (_, at) in zip(self._groups, sums, strict=True) for p in g.fsdp_params],
             "unused": [id(p) in unused for p in self._every],
         }
 
@@ -243,9 +244,8 @@ class FullyShardEngine(RanksEngine):
                 private.reshard_groups(self._groups)
         places = iter(partial["places in it"])
         for group, kept in zip(self._groups, partial["not yet over replicas"], strict=True):
-            private.put_unreduced_over_replicas(group, None if kept is None else kept.to(self._device))
             of_group = {p: place for p, place in zip(group.fsdp_params, places, strict=False) if place is not None}
-            private.layout_of(group).update(of_group)
+            private.put_not_over_replicas(group, None if kept is None else kept.to(self._device), of_group)
         self._unused = [p for p, is_unused in zip(self._every, partial["unused"], strict=True) if is_unused]
 
     def _gather_parameters(self) -> None:

@@ -132,20 +132,14 @@ def standing_gradient(parameter: Any) -> Tensor | None:
     return kept + new
 
 
-def unreduced_over_replicas(group: Any) -> Tensor | None:
-    """The reduce-scattered sum that waits for its all-reduce."""
-    kept: Tensor | None = group._partial_reduce_output
-    return kept
+def not_over_replicas(group: Any) -> tuple[Tensor | None, dict[Any, Any]]:
+    """The reduce-scattered sum that waits for its all-reduce, and the places of parameters in it (from torch 2.15)."""
+    return group._partial_reduce_output, getattr(group, "_partial_reduce_output_layout", {})
 
 
-def put_unreduced_over_replicas(group: Any, kept: Tensor | None) -> None:
+def put_not_over_replicas(group: Any, kept: Tensor | None, places: dict[Any, Any]) -> None:
     group._partial_reduce_output = kept
-
-
-def layout_of(group: Any) -> dict[Any, Any]:
-    """The places of parameters in that sum; before torch 2.15 it is not kept."""
-    layout: dict[Any, Any] = getattr(group, "_partial_reduce_output_layout", {})
-    return layout
+    getattr(group, "_partial_reduce_output_layout", {}).update(places)
 
 
 def holds_gradients(group: Any) -> bool:
