@@ -149,9 +149,11 @@ def private_reaches(source: Source) -> tuple[Counter[str], Counter[str]]:
             name = reached_name(node)
             if name is None or not name.startswith("_") or name.endswith("__") or name in own[path]:
                 continue
+            if path.startswith(FOREIGN_ROOMS):
+                continue  # a name of another library, also where one of ours is spelled alike
             if name in elsewhere:
                 ours[path] += 1
-            elif not path.startswith(FOREIGN_ROOMS):
+            else:
                 foreign[path] += 1
     return ours, foreign
 
