@@ -5,33 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from .private.autograd import version_of, zero_all
+from .private.autograd import GradientStamp, zero_all
 
-
-class GradientStamp:
-    """The `.grad` of `holder`, a parameter or another tensor's keeper, as it is now or at the last `take`."""
-
-    __slots__ = ("gradient", "holder", "version")
-
-    def __init__(self, holder: Any) -> None:
-        self.holder = holder
-        self.take()
-
-    def take(self) -> None:
-        self.gradient: Tensor | None = (gradient := self.holder.grad)
-        self.version = -1 if gradient is None else version_of(gradient)
-
-    def is_current(self) -> bool:
-        """Whether `.grad` is the same tensor, and nobody wrote into it."""
-        gradient: Tensor | None = self.holder.grad
-        return gradient is self.gradient and (gradient is None or version_of(gradient) == self.version)
-
-    def was_tampered_with(self) -> bool:
-        """Whether `.grad` is gone or written; another tensor is allowed, as DDP moves gradients."""
-        gradient: Tensor | None = self.holder.grad
-        return gradient is None or (gradient is self.gradient and version_of(gradient) != self.version)
+__all__ = ["GradientStamp", "ZeroedViews"]
 
 
 class ZeroedViews:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,9 +13,7 @@ from . import require
 # Skips the checks of shapes in torch.autograd.backward. Without it the public call does the same.
 _run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
-# How often a tensor was written in place. Without it no window could see that its gradients were changed.
-require("torch", Tensor, "_version")
-version_of: Callable[[Tensor], int] = attrgetter("_version")
+require("torch", Tensor, "_version")  # the number of writes in place, which has no public name
 
 
 def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
@@ -46,3 +43,27 @@ def is_reached(parameter: Tensor) -> bool:
         return True
     with torch.enable_grad():
         return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]
+
+
+class GradientStamp:
+    """The `.grad` of `holder`, a parameter or another tensor's keeper, as it is now or at the last `take`."""
+
+    __slots__ = ("gradient", "holder", "version")
+
+    def __init__(self, holder: Any) -> None:
+        self.holder = holder
+        self.take()
+
+    def take(self) -> None:
+        self.gradient: Tensor | None = (gradient := self.holder.grad)
+        self.version = -1 if gradient is None else gradient._version
+
+    def is_current(self) -> bool:
+        """Whether `.grad` is the same tensor, and nobody wrote into it."""
+        gradient: Any = self.holder.grad
+        return gradient is self.gradient and self.version == (-1 if gradient is None else gradient._version)
+
+    def was_tampered_with(self) -> bool:
+        """Whether `.grad` is gone or written; another tensor is allowed, as DDP moves gradients."""
+        gradient: Any = self.holder.grad
+        return gradient is None or (gradient._version != self.version and gradient is self.gradient)
