@@ -65,7 +65,10 @@ def train(config: Config, job: Job) -> int:
 
     measured: dict[str, float] = {}
     left, paused = accumulator.index >= updates, 0
-    with Signals(job) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
+    with (
+        Signals(job, checkpoints.seconds) as signals,
+        Report(config, job, task.unit, updates, accumulator.index) as report,
+    ):
         while not left:  # an epoch, or what is left of it
             micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.rank, job.ranks)
             loader = DataLoader(
@@ -83,7 +86,7 @@ def train(config: Config, job: Job) -> int:
                     window.backward(loss)
                     report.progress(accumulator.index, window.num_done)
                     if window.can_pause:  # on all ranks alike
-                        stopped, is_due = signals.agreed(checkpoints.overdue())
+                        stopped, is_due = signals.agreed(checkpoints.overdue(), in_window=True)
                         if stopped or is_due:
                             report.flush(to_disk=True)  # else it would lack an update after a kill
                             checkpoints.save(window.num_done)

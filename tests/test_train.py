@@ -814,6 +814,28 @@ def test_run_that_is_asked_to_stop_saves_and_resumes(programs, tmp_path, ranks, 
 LONG = (*WITH_DROPOUT[:4], "--batch-size", 64, "--micro-batch-size", 1, "--updates", 2, "--checkpoint-every", 0)
 
 
+COUNTED = """
+import sys
+from counting import Counting
+import train
+with Counting() as counting:
+    status = train.main(sys.argv[1:])
+print("small reductions:", sum(name.startswith("allreduce") and size <= 3 for name, size in counting.collectives))
+sys.exit(status)
+"""
+
+
+def test_ranks_ask_each_other_for_signals_less_often_than_in_each_micro_step(programs, tmp_path):
+    """Counted in the process; of 2 x 32 micro-steps on each rank."""
+    out = ("--out", tmp_path / "run", "--evaluate-every", 10**6)
+    started = programs.start_ranks(2, "-c", COUNTED, *LONG, *out, PYTHONPATH=str(ROOT / "tests"))
+    ended = wait_for(started)
+    assert [done.status for done in ended] == [0, 0], ended[0].text
+    for done in ended:
+        (number,) = re.findall(r"small reductions: (\d+)", done.text)
+        assert 0 < int(number) <= 32
+
+
 def steps_into(run: Path) -> tuple[int, int]:
     """The update and the micro-batch that the newest checkpoint was written after."""
     newest = sorted(path.name for path in (run / "checkpoints").glob("update-*"))[-1]
@@ -824,7 +846,7 @@ def steps_into(run: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2")), (2, ("--engine", "accelerate"))], ids=str
 )
-def test_run_that_is_asked_to_stop_saves_within_a_micro_step(programs, tmp_path, ranks, options):
+def test_run_that_is_asked_to_stop_saves_in_mid_window(programs, tmp_path, ranks, options):
     """Dropout and all: the resumed run ends with the same bits."""
     options = (*LONG, *options)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)

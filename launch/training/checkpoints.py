@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.state_dict import (
 from distaccum import Accumulator
 
 from .config import MAY_CHANGE, Config, a_line, read_interval, stop
-from .job import Job
+from .job import EXCHANGE_SECONDS, Job
 from .wrapping import Wrapped
 
 NAME = re.compile(r"update-\d{8}(-\d{6})?")
@@ -52,6 +52,11 @@ class Checkpoints:
         self._saved = ""  # the newest
         self._every, self._minutes = read_interval(config.checkpoint_every)
         self._time = time.monotonic()  # of the newest
+
+    @property
+    def seconds(self) -> float:
+        """How often the ranks ask each other whether a signal has come or a checkpoint is overdue."""
+        return min(EXCHANGE_SECONDS, 60 * self._minutes or EXCHANGE_SECONDS)
 
     def due(self) -> bool:
         """Between two windows, by the number of updates."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ POLICIES = {
     "accelerate": ("last", "every", "gathered"),
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
+EXCHANGE_SECONDS = 0.5  # between two questions of the ranks whether one of them was sent a signal
 
 
 @dataclass(frozen=True)
@@ -147,14 +149,19 @@ class Job:
 
 
 class Signals:
-    """SIGTERM or Ctrl-C asks for a stop; all ranks then agree on the micro-batch after which they leave.
+    """SIGTERM or Ctrl-C asks for a stop; the ranks agree on the micro-batch after which all of them leave.
 
-    A launcher passes one Ctrl-C on a second time, so that asking again changes nothing.
+    A launcher passes one Ctrl-C on a second time, so that a second signal changes nothing. Each rank notes a signal by
+    itself. The ranks exchange their notes after as many micro-batches as take `seconds` on the slowest rank: an
+    exchange in each micro-step would let every rank wait for the slowest one.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, seconds: float = EXCHANGE_SECONDS) -> None:
         self._job = job
         self._number = 0
+        self._seconds = seconds
+        self._calls, self._every = 0, 1  # calls of `agreed` since the last exchange, and until the next
+        self._time = time.monotonic()  # of the last exchange
 
     def __enter__(self) -> Signals:
         self._found = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -167,10 +174,20 @@ class Signals:
     def _note(self, number: int, _: object) -> None:
         self._number = number
 
-    def agreed(self, is_due: bool = False) -> tuple[bool, bool]:
-        """Whether all stop here, and whether all save here: one small reduction on the host."""
-        number, due = self._job.largest(self._number, is_due)
-        self._number = number or self._number  # a signal may have come while the ranks agreed
+    def agreed(self, is_due: bool = False, *, in_window: bool = False) -> tuple[bool, bool]:
+        """Whether all ranks stop here, and whether all save here. All ranks call it at the same places.
+
+        Most calls on several ranks exchange nothing and answer no. Where there is an exchange, it is one small
+        reduction on the host; inside a window it never follows two micro-batches in a row.
+        """
+        self._calls += 1
+        if self._job.ranks > 1 and self._calls < max(self._every, 1 + in_window):
+            return False, False
+        now = time.monotonic()
+        pace = int(1e6 * (now - self._time) / self._calls) + 1  # microseconds
+        number, due, slowest = self._job.largest(self._number, is_due, pace)
+        self._calls, self._every, self._time = 0, int(1e6 * self._seconds) // slowest, now
+        self._number = number or self._number  # a signal may have come during the exchange
         return number > 0, due > 0
 
     @property
