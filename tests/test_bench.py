@@ -51,7 +51,7 @@ def test_noise_comes_near_the_true_value(programs, tmp_path):
     ("program", "options"),
     [
         ("advice.py", ["--rounds", "0"]),
-        ("growth.py", ["--ranks", "0"]),
+        ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("noise.py", ["--runs", "0"]),
         ("timeline.py", ["--rounds", "0"]),
