@@ -60,7 +60,7 @@ def run_cell(name: str, key: str) -> Outcome:
     """On a rank."""
     warnings.simplefilter("ignore")
     task = Task(CASES[key], dist.get_rank())
-    return LIBRARIES[name].cells[key].run(task)
+    return LIBRARIES[name].cells[key](task)
 
 
 def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, port: int) -> Verdict:
@@ -68,7 +68,7 @@ def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, p
     if any(importlib.util.find_spec(package) is None for package in library.packages):
         return Verdict("not installed")
     if key not in library.cells:
-        return Verdict("absent", note=library.absent.get(key, ""))
+        return Verdict("absent" if key in library.absent else "-")
     if case.world not in started:
         started[case.world] = Ranks(case.world)
         started[case.world].run(import_packages, name, port, seconds=IMPORTING)
@@ -80,7 +80,6 @@ def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, p
     else:
         verdict = judge(case, outcomes, narrower(case.dtype, library.dtype))
     if key in library.lacks and verdict.verdict != "exact":
-        verdict.note = "; ".join(filter(None, ["no feature for it; its ordinary use is shown", verdict.note]))
         verdict.verdict = "absent"
     return verdict
 
@@ -122,8 +121,6 @@ def measure(libraries: Sequence[str], cases: Sequence[str], seconds: float) -> d
 
 def spelled(verdict: Verdict) -> str:
     """A cell of the table."""
-    if verdict.verdict == "absent" and not verdict.note:
-        return "-"
     if verdict.error is None:
         return verdict.verdict
     if verdict.verdict == "exact":
@@ -151,24 +148,6 @@ def table(found: dict[str, dict[str, Verdict]], cases: Sequence[str]) -> list[st
     return lines
 
 
-def details(found: dict[str, dict[str, Verdict]], key: str) -> list[str]:
-    """What was run in a case, and what came out."""
-    case = CASES[key]
-    lines = ["", f"## {case.title[0].upper()}{case.title[1:]}", "", case.about, ""]
-    lines += ["| | gradient, exact 1 | off by | verdict | what was run |", "| --- | --: | --: | --- | --- |"]
-    for name, cells in found.items():
-        verdict = cells[key]
-        value = "-" if verdict.value is None else f"{verdict.value:.4g}"
-        error = "-" if verdict.error is None else f"{verdict.error:.1e}"
-        said = f"{verdict.verdict}: {verdict.note}" if verdict.note else verdict.verdict
-        cell = LIBRARIES[name].cells.get(key)
-        if cell is None and not verdict.note:
-            continue
-        said = said.replace("|", "\\|")
-        lines.append(f"| {LIBRARIES[name].name} | {value} | {error} | {said} | {cell.recipe if cell else ''} |")
-    return lines
-
-
 NOTES = (
     "A cell: the norm of the gradient's difference to one call of the criterion on all samples of the window, on all "
     "ranks, in parts of that one's norm; of the worst window, each from the library's own weights before it. *Exact*: "
@@ -176,7 +155,7 @@ NOTES = (
     "same weights on all ranks. *Wrong*: the documented use takes the case without a word, and gives another gradient, "
     "another number of updates, or NaN. *Absent*: it has nothing for the case and no documented recipe, or says no; in "
     "brackets what its ordinary use gives, which takes the case without a word. "
-    "*-*: not what it is for. *Error*, *hangs*: as it says. *Gradient, exact 1*: how much of the exact one is in it.",
+    "*-*: not what it is for. *Error*, *hangs*: as it says.",
 )
 
 
@@ -198,8 +177,7 @@ def main() -> int:
     spoken = ", ".join(f"{one} {version}" for one, version in versions.items())
     lines = header("The law, library by library", about, *NOTES, f"Versions: {spoken or 'torch alone'}.")
     lines += table(found, options.cases)
-    for key in options.cases:
-        lines += details(found, key)
+    lines += ["", *(f"- **{CASES[key].title}**: {CASES[key].about}" for key in options.cases)]
     cells: dict[str, Any] = {name: {key: asdict(v) for key, v in row.items()} for name, row in found.items()}
     write(options.out, "\n".join(lines), {**about, "versions": versions, "cells": cells})
     broken = [key for key, verdict in found.get("distaccum", {}).items() if verdict.verdict != "exact"]

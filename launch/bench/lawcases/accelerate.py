@@ -1,4 +1,8 @@
-"""Accelerate: `accumulate`, and the recipe for token means of its page on gradient accumulation."""
+"""Accelerate: `accumulate`, and the recipe for token means, both of its page *Performing gradient accumulation*.
+
+Its prepared loader repeats samples (`even_batches`); without that, ranks that run out wait for each other. The page
+*Checkpointing* says how a run is resumed.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +16,6 @@ from .task import BadBatchError, Outcome, Seen, Task
 
 ACCELERATE = Library("Accelerate, `accumulate`", ("accelerate",), lacks=WEIGHTS | GIVING_UP)
 RECIPE = Library("Accelerate, its token recipe", ("accelerate",))
-PAGE = "*Performing gradient accumulation with Accelerate*"
-REPEATS = "the prepared loader repeats samples (`even_batches`; without it the ranks wait for each other)"
-UNEVEN = "`DataLoaderConfiguration(even_batches=False)`, without which its loader repeats samples"
 
 
 def accelerator_of(task: Task, **options: Any) -> Any:
@@ -49,18 +50,14 @@ def epoch(task: Task, accelerator: Any, model: Any, optimizer: Any, loader: Any,
             optimizer.zero_grad()
 
 
-@ACCELERATE.cell("tail", "short", "tokens", "tokens2", "zero", "aux", recipe=f"`accumulate`, {PAGE}")
-@ACCELERATE.cell("uneven", recipe=f"`accumulate`, {PAGE}; {UNEVEN} (`join_uneven_inputs` does nothing on a CPU)")
-@ACCELERATE.cell("empty", recipe=f"`accumulate`, {PAGE}; {REPEATS}")
+@ACCELERATE.cell("tail", "short", "tokens", "tokens2", "zero", "aux", "uneven", "empty")
 def accumulate(task: Task) -> Outcome:
     *parts, seen = prepared(task)
     epoch(task, *parts)
     return Outcome(seen.weights)
 
 
-@ACCELERATE.cell(
-    "ramp", recipe=f"`accumulate`, {PAGE}; `accelerator.gradient_accumulation_steps = 4` after three updates"
-)
+@ACCELERATE.cell("ramp")
 def ramp(task: Task) -> Outcome:
     accelerator, model, optimizer, loader, seen = prepared(task)
     updates = 0
@@ -74,15 +71,7 @@ def ramp(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-COUNTED = (
-    f"the recipe of {PAGE}, on training samples of variable size: the window's labels are counted and gathered first, "
-    "and sums divided by their number"
-)
-
-
-@RECIPE.cell("tail", "short", "tokens", "tokens2", "zero", recipe=COUNTED)
-@RECIPE.cell("uneven", recipe=f"the recipe; {UNEVEN}")
-@RECIPE.cell("empty", recipe=f"the recipe; {REPEATS}")
+@RECIPE.cell("tail", "short", "tokens", "tokens2", "zero", "uneven", "empty")
 def token_recipe(task: Task) -> Outcome:
     from torch.nn.functional import cross_entropy
 
@@ -105,11 +94,7 @@ def token_recipe(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@ACCELERATE.cell(
-    "schedule",
-    recipe="the prepared schedule stepped beside the optimizer in `accumulate`, with `split_batches=True`; without it "
-    "`AcceleratedScheduler` steps it once for each process",
-)
+@ACCELERATE.cell("schedule")
 def schedule(task: Task) -> Outcome:
     from accelerate.utils import DataLoaderConfiguration
     from torch.utils.data import DataLoader
@@ -129,10 +114,7 @@ def schedule(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@ACCELERATE.cell(
-    "resume",
-    recipe="`save_state` after half a window, `load_state` and `skip_first_batches`, its page *Checkpointing*",
-)
+@ACCELERATE.cell("resume")
 def resumed(task: Task) -> Outcome:
     whole = task.fresh()
     *parts, straight = prepared(whole)
@@ -158,9 +140,7 @@ def resumed(task: Task) -> Outcome:
     return Outcome([*seen.weights, *later.weights], bool(same))
 
 
-@ACCELERATE.cell(
-    "abandoned", recipe=f"`accumulate`, {PAGE}; the exception is caught, `optimizer.zero_grad()`, next epoch"
-)
+@ACCELERATE.cell("abandoned")
 def abandoned(task: Task) -> Outcome:
     accelerator, model, optimizer, loader, seen = prepared(task)
     try:
@@ -171,6 +151,5 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-RECIPE.absent["aux"] = "it has one denominator"
-ACCELERATE.absent["scaler"] = 'its scaler comes with `mixed_precision="fp16"`, which it refuses on a CPU'
-ACCELERATE.absent["clip"] = ACCELERATE.absent["pairs"] = "no loss over a window's pairs"
+RECIPE.absent |= {"aux"}
+ACCELERATE.absent |= {"scaler", "clip", "pairs"}

@@ -1,4 +1,7 @@
-"""The loop that people write, and torch's own means: DDP's `no_sync` and `Join`, `torch.amp.GradScaler`."""
+"""The loop that people write, and torch's own means: DDP's `no_sync` and `Join`, `torch.amp.GradScaler`.
+
+The scaler's loop is that of torch's page *Automatic Mixed Precision examples* for several optimizers.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,6 @@ from .task import BadBatchError, Outcome, Seen, Task
 
 HAND = Library("by hand (plain, DDP)")
 JOIN = Library("torch (DDP, `Join`)")
-
-LOOP = "loss / steps, `no_sync` but for the last, step at each `steps`-th micro-batch and at the loader's end"
 
 
 def usual(
@@ -55,7 +56,7 @@ def wrapped(task: Task) -> tuple[nn.Module, Callable[[], AbstractContextManager[
     return model, model.no_sync
 
 
-@HAND.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "ramp", "pairs", "clip", recipe=LOOP)
+@HAND.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "ramp", "pairs", "clip")
 def loop(task: Task) -> Outcome:
     model, apart = wrapped(task)
     optimizer = task.sgd()
@@ -64,7 +65,7 @@ def loop(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@HAND.cell("schedule", recipe=f"{LOOP}; `scheduler.step()` after `optimizer.step()`")
+@HAND.cell("schedule")
 def schedule(task: Task) -> Outcome:
     model, apart = wrapped(task)
     optimizer = task.sgd()
@@ -73,7 +74,7 @@ def schedule(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@HAND.cell("abandoned", recipe=f"{LOOP}; the exception is caught, `zero_grad()`, and the loader begins again")
+@HAND.cell("abandoned")
 def abandoned(task: Task) -> Outcome:
     model, apart = wrapped(task)
     optimizer = task.sgd()
@@ -86,11 +87,7 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@HAND.cell(
-    "scaler",
-    recipe="torch's page *Automatic Mixed Precision examples*, working with multiple optimizers: `scaler.step` for "
-    "each, then one `scaler.update()`. Each optimizer decides by itself there",
-)
+@HAND.cell("scaler")
 def scaled(task: Task) -> Outcome:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     optimizers = [task.sgd([task.net.first]), task.sgd([task.net.second])]
@@ -107,15 +104,10 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-HAND.absent["resume"] = "nothing saves the gradients of half a window"
+HAND.absent |= {"resume"}  # nothing saves the gradients of half a window
 
 
-@JOIN.cell(
-    "uneven",
-    "empty",
-    recipe="the loop in `with model.join():` (torch's page *Distributed Training with Uneven Inputs Using the Join "
-    "Context Manager*), without `no_sync`, which needs windows that end together",
-)
+@JOIN.cell("uneven", "empty")
 def joined(task: Task) -> Outcome:
     model = DistributedDataParallel(task.net)
     optimizer = task.sgd()

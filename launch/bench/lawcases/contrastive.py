@@ -31,11 +31,7 @@ class Encoder(nn.Module):
         return {**features, "sentence_embedding": embedding}
 
 
-@SENTENCES.cell(
-    "pairs",
-    recipe="`CachedMultipleNegativesRankingLoss(mini_batch_size=4, gather_across_devices=True)`, its page *Losses*, "
-    "under DDP with all of a rank's pairs in a call",
-)
+@SENTENCES.cell("pairs")
 def cached(task: Task) -> Outcome:
     from sentence_transformers import SentenceTransformer, losses
 
@@ -50,7 +46,7 @@ def cached(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-SENTENCES.absent["clip"] = "its scale is a number"
+SENTENCES.absent |= {"clip"}  # its scale is a number
 
 
 class Images(nn.Module):
@@ -76,11 +72,7 @@ class Pairs(list[Any]):
     num_samples = property(lambda self: sum(len(images) for images, _ in self))
 
 
-@OPEN_CLIP.cell(
-    "clip",
-    recipe="`train_one_epoch` with `--accum-freq 2 --local-loss --gather-with-grad`, its README, *Gradient "
-    "accumulation*, under DDP",
-)
+@OPEN_CLIP.cell("clip")
 def accum_freq(task: Task) -> Outcome:
     from open_clip import ClipLoss
     from open_clip_train.train import train_one_epoch
@@ -99,4 +91,4 @@ def accum_freq(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-OPEN_CLIP.absent["pairs"] = "its loss goes both ways, and its temperature is learned"
+OPEN_CLIP.absent |= {"pairs"}  # its loss goes both ways, and its temperature is learned

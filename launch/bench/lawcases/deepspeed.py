@@ -1,19 +1,18 @@
-"""DeepSpeed: its own `gradient_accumulation_steps`, `engine.backward` and `engine.step` in each micro-step."""
+"""DeepSpeed: `engine.backward` and `engine.step` in each micro-step, as its page *Getting Started* has it."""
 
 from __future__ import annotations
 
 import os
 import tempfile
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from .cases import ABANDONED_AT, STOPPED_AFTER, Batch
-from .library import GIVING_UP, WEIGHTS, Cell, Library
+from .library import GIVING_UP, WEIGHTS, Library
 from .task import BadBatchError, Outcome, Seen, Task
-
-LOOP = "`engine.backward(loss)` and `engine.step()` in each micro-step, its page *Getting Started*"
 
 
 def engine_of(task: Task, stage: int) -> Any:
@@ -105,19 +104,12 @@ def abandoned(task: Task, stage: int) -> Outcome:
     return Outcome(epoch(task, engine, batches).weights)
 
 
-WAYS = {
-    **dict.fromkeys(("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux"), (loop, LOOP)),
-    "schedule": (loop, f"{LOOP}; the schedule given to `initialize`"),
-    "ramp": (ramp, f"{LOOP}; `engine.set_train_batch_size` after three updates"),
-    "resume": (resumed, "`save_checkpoint` after half a window and `load_checkpoint`, its page *Model Checkpointing*"),
-    "abandoned": (abandoned, f"{LOOP}; the exception is caught, `engine.zero_grad()`, and the loader begins again"),
-}
+WAYS = {"ramp": ramp, "resume": resumed, "abandoned": abandoned}
+WAYS |= dict.fromkeys(("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "schedule"), loop)
 
 
 def library(stage: int) -> Library:
     made = Library(f"DeepSpeed, ZeRO {stage}", ("deepspeed",), torch.float32, lacks=WEIGHTS | GIVING_UP)
-    for key, (way, recipe) in WAYS.items():
-        made.cells[key] = Cell(lambda task, way=way: way(task, stage), recipe)
-    made.absent["scaler"] = "one optimizer to an engine, and a scaler of its own"
-    made.absent["clip"] = made.absent["pairs"] = "no loss over a window's pairs"
+    made.cells.update({key: partial(way, stage=stage) for key, way in WAYS.items()})
+    made.absent |= {"scaler", "clip", "pairs"}
     return made

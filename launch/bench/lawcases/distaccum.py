@@ -40,24 +40,21 @@ def epoch(task: Task, model: Any, accumulator: Accumulator, bad: int | None = No
         window.step()
 
 
-@DISTACCUM.cell(
-    "tail", "short", "uneven", "empty", "schedule", recipe="the loop of README.md; `scheduler=` where there is one"
-)
-@DISTACCUM.cell("tokens", "tokens2", "zero", recipe='the loop of README.md with `count=count_tokens("labels")`')
+@DISTACCUM.cell("tail", "short", "uneven", "empty", "schedule", "tokens", "tokens2", "zero")
 def loop(task: Task) -> Outcome:
     model, accumulator, seen = accumulating(task)
     epoch(task, model, accumulator)
     return Outcome(seen.weights)
 
 
-@DISTACCUM.cell("ramp", recipe="`steps=` a callable of the update's index")
+@DISTACCUM.cell("ramp")
 def ramp(task: Task) -> Outcome:
     model, accumulator, seen = accumulating(task, steps=task.case.steps)
     epoch(task, model, accumulator)
     return Outcome(seen.weights)
 
 
-@DISTACCUM.cell("aux", recipe="two named losses, a count for each")
+@DISTACCUM.cell("aux")
 def two_denominators(task: Task) -> Outcome:
     count = {"tokens": count_tokens("labels"), "router": count_samples}
     model, accumulator, seen = accumulating(task, count=count, reduction={"tokens": "mean", "router": "mean"})
@@ -70,7 +67,7 @@ def two_denominators(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@DISTACCUM.cell("abandoned", recipe="the loop of README.md; the exception is caught, and the loader begins again")
+@DISTACCUM.cell("abandoned")
 def abandoned(task: Task) -> Outcome:
     model, accumulator, seen = accumulating(task)
     with suppress(BadBatchError):
@@ -79,7 +76,7 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@DISTACCUM.cell("scaler", recipe="`scaler=` and two optimizers")
+@DISTACCUM.cell("scaler")
 def scaled(task: Task) -> Outcome:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     optimizers = [task.sgd([task.net.first]), task.sgd([task.net.second])]
@@ -93,9 +90,7 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-@DISTACCUM.cell(
-    "resume", recipe="`state_dict()` in mid-window beside the model's; all made anew and loaded from a file"
-)
+@DISTACCUM.cell("resume")
 def resumed(task: Task) -> Outcome:
     whole = task.fresh()
     model, accumulator, straight = accumulating(whole)
@@ -132,7 +127,7 @@ def resumed(task: Task) -> Outcome:
     return Outcome([*seen.weights, *later.weights], same)
 
 
-@DISTACCUM.cell("pairs", "clip", recipe="`accumulator.contrast(batch, encode, loss_fn)`, micro-batches of 4")
+@DISTACCUM.cell("pairs", "clip")
 def pairs(task: Task) -> Outcome:
     model, _ = wrapped(task)
     optimizer = task.sgd()

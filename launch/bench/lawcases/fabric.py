@@ -1,4 +1,7 @@
-"""Lightning Fabric: `no_backward_sync`; dividing the loss and saying where a window ends are the user's."""
+"""Lightning Fabric: the loop of its page *Efficient Gradient Accumulation*.
+
+The user divides the loss and says where a window ends.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,6 @@ from .library import GIVING_UP, WEIGHTS, Library
 from .task import BadBatchError, Outcome, Seen, Task
 
 FABRIC = Library("Lightning Fabric", ("lightning_fabric",), lacks=WEIGHTS | GIVING_UP)
-LOOP = "the loop by hand with `no_backward_sync` and `fabric.backward`, its page *Efficient Gradient Accumulation*"
 
 
 def fabric_of(task: Task, **options: Any) -> Any:
@@ -36,7 +38,7 @@ def prepared(task: Task) -> tuple[Any, Any, Any, dict[str, Any], Seen]:
     return model, wrapped, loader, {**ways, "optimizer": optimizer}, seen
 
 
-@FABRIC.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", recipe=LOOP)
+@FABRIC.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux")
 def loop(task: Task) -> Outcome:
     model, optimizer, loader, ways, seen = prepared(task)
     ways.pop("optimizer")
@@ -44,7 +46,7 @@ def loop(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@FABRIC.cell("schedule", recipe=f"{LOOP}; `scheduler.step()` after `optimizer.step()`")
+@FABRIC.cell("schedule")
 def schedule(task: Task) -> Outcome:
     model, optimizer, loader, ways, seen = prepared(task)
     scheduler = task.schedule(ways.pop("optimizer"))
@@ -52,7 +54,7 @@ def schedule(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@FABRIC.cell("abandoned", recipe=f"{LOOP}; the exception is caught, `zero_grad()`, and the loader begins again")
+@FABRIC.cell("abandoned")
 def abandoned(task: Task) -> Outcome:
     model, optimizer, loader, ways, seen = prepared(task)
     ways.pop("optimizer")
@@ -64,11 +66,7 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@FABRIC.cell(
-    "scaler",
-    recipe='`MixedPrecision("16-mixed", "cpu", scaler)` and `fabric.setup(model, *optimizers)`, its page *Mixed '
-    "Precision Training*; both optimizers step by its wrappers",
-)
+@FABRIC.cell("scaler")
 def scaled(task: Task) -> Outcome:
     from lightning_fabric.plugins.precision import MixedPrecision
 
@@ -89,9 +87,4 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-FABRIC.absent |= {
-    "clip": "the same",
-    "resume": "`fabric.save` takes what it is given; nothing gives it the gradients",
-    "ramp": "the window's length is the user's",
-    "pairs": "`all_gather` has gradients, but no loss over a window's pairs",
-}
+FABRIC.absent |= {"clip", "resume", "ramp", "pairs"}

@@ -18,7 +18,6 @@ BOUNDS = {torch.float64: 1e-10, torch.float32: 1e-5}
 class Verdict:
     verdict: str  # exact, wrong, absent, error, hangs, not installed
     error: float | None = None  # of the worst window's gradient, relative
-    value: float | None = None  # that gradient along the exact one, whose own value is 1
     note: str = ""
     updates: tuple[int, int] | None = None  # made, and due, where they differ
 
@@ -45,15 +44,14 @@ def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:
             weights.append(one)
     windows = [w for w in range(len(case.lengths)) if w not in case.skipped]
     if not all(one.isfinite().all() for one in weights):
-        return Verdict("wrong", math.nan, math.nan, "weights become NaN")
+        return Verdict("wrong", math.nan, "weights become NaN")
     found = []
     for i, window in enumerate(windows):
         before = weights[min(i, len(weights) - 1)].double()
         moved = before - weights[min(i + 1, len(weights) - 1)].double()
         expected = exact_change(case, window, before)
-        error = ((moved - expected).norm() / expected.norm()).item()
-        found.append((error, (moved @ expected / expected.square().sum()).item()))
-    error, value = max(found)
+        found.append(((moved - expected).norm() / expected.norm()).item())
+    error = max(found)
     made, due, notes = len(weights) - 1, len(windows), []
     if made != due:
         notes.append(f"{made} updates, exact {due}")
@@ -64,7 +62,7 @@ def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:
         notes.append(f"not {what}" if exact is True else f"{what} {first.also:g}, exact {exact:g}")
     good = error <= BOUNDS[dtype] and not notes
     updates = None if made == due else (made, due)
-    return Verdict("exact" if good else "wrong", error, value, "; ".join(notes), updates)
+    return Verdict("exact" if good else "wrong", error, "; ".join(notes), updates)
 
 
 def same(one: Tensor, other: Tensor) -> bool:

@@ -1,4 +1,4 @@
-"""A library's cells: the documented way through each case, or why there is none."""
+"""A library's cells: the documented way through each case."""
 
 from __future__ import annotations
 
@@ -17,12 +17,6 @@ GIVING_UP = frozenset({"resume", "abandoned"})  # of a window that is not over
 
 
 @dataclass
-class Cell:
-    run: Way
-    recipe: str  # what was run, and the page that says so
-
-
-@dataclass
 class Library:
     """`packages` must be there; `dtype` is what it computes in where the case does not say.
 
@@ -32,17 +26,17 @@ class Library:
     name: str
     packages: tuple[str, ...] = ()
     dtype: torch.dtype = torch.float64
-    cells: dict[str, Cell] = field(default_factory=dict)
-    absent: dict[str, str] = field(default_factory=dict)
+    cells: dict[str, Way] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)  # no feature and no recipe; else the case is not what it is for
     lacks: frozenset[str] = frozenset()
 
-    def cell(self, *keys: str, recipe: str) -> Callable[[Any], Any]:
+    def cell(self, *keys: str) -> Callable[[Any], Any]:
         """Registers a function for these cases."""
 
         def register(way: Way) -> Way:
             for key in keys:
                 assert key in CASES and key not in self.cells
-                self.cells[key] = Cell(way, recipe)
+                self.cells[key] = way
             return way
 
         return register

@@ -15,7 +15,6 @@ from .library import GIVING_UP, WEIGHTS, Library
 from .task import BadBatchError, Outcome, Seen, Task
 
 LIGHTNING = Library("Lightning Trainer", ("pytorch_lightning",), lacks=WEIGHTS | GIVING_UP)
-PAGE = "`Trainer(accumulate_grad_batches=...)`, its page *Effective Training Techniques*"
 
 
 def trainer_of(task: Task, **options: Any) -> Any:
@@ -56,19 +55,14 @@ def module_of(task: Task, bad: int | None = None) -> tuple[Any, Seen]:
     return Module(), seen
 
 
-@LIGHTNING.cell("tail", "short", "tokens", "tokens2", "zero", "aux", recipe=PAGE)
-@LIGHTNING.cell("uneven", "empty", recipe=f"{PAGE}; each rank's own loader (its ranks meet after each micro-batch)")
-@LIGHTNING.cell("schedule", recipe=f'{PAGE}; a schedule with `"interval": "step"`')
+@LIGHTNING.cell("tail", "short", "tokens", "tokens2", "zero", "aux", "uneven", "empty", "schedule")
 def accumulate(task: Task) -> Outcome:
     module, seen = module_of(task)
     trainer_of(task, accumulate_grad_batches=max(task.case.lengths[0])).fit(module, task.my_loader())
     return Outcome(seen.weights)
 
 
-@LIGHTNING.cell(
-    "ramp",
-    recipe="`GradientAccumulationScheduler({0: 2, 1: 4})`; two epochs in the place of one, since it counts those",
-)
+@LIGHTNING.cell("ramp")
 def ramp(task: Task) -> Outcome:
     from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
@@ -85,11 +79,7 @@ def ramp(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@LIGHTNING.cell(
-    "scaler",
-    recipe='`MixedPrecision("16-mixed", "cpu", scaler)`, and manual optimization, which two optimizers need, its page '
-    "*Manual Optimization*",
-)
+@LIGHTNING.cell("scaler")
 def scaled(task: Task) -> Outcome:
     from pytorch_lightning import LightningModule
     from pytorch_lightning.plugins.precision import MixedPrecision
@@ -120,11 +110,7 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-@LIGHTNING.cell(
-    "resume",
-    recipe="`trainer.save_checkpoint` after half a window and `fit(ckpt_path=...)`, its page *Saving and loading "
-    "checkpoints*, with a loader that can tell its state (torchdata's)",
-)
+@LIGHTNING.cell("resume")
 def resumed(task: Task) -> Outcome:
     from pytorch_lightning.callbacks import Callback
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -152,9 +138,7 @@ def resumed(task: Task) -> Outcome:
     return Outcome([*seen.weights, *later.weights], same)
 
 
-@LIGHTNING.cell(
-    "abandoned", recipe=f"{PAGE}; the exception is caught around `fit`, and a new `Trainer` fits the module"
-)
+@LIGHTNING.cell("abandoned")
 def abandoned(task: Task) -> Outcome:
     module, seen = module_of(task, bad=ABANDONED_AT)
     steps = max(task.case.lengths[0])
@@ -166,4 +150,4 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-LIGHTNING.absent["clip"] = LIGHTNING.absent["pairs"] = "no loss over a window's pairs"
+LIGHTNING.absent |= {"clip", "pairs"}

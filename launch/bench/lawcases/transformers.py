@@ -14,10 +14,6 @@ from .library import Library
 from .task import BadBatchError, Outcome, Seen, Task
 
 TRANSFORMERS = Library("transformers Trainer", ("transformers", "accelerate"), lacks=frozenset({"aux"}))
-RECIPE = (
-    "`gradient_accumulation_steps`, and `compute_loss_func`, a sum divided by `num_items_in_batch` "
-    "(`average_tokens_across_devices`), its page *Trainer*"
-)
 
 
 class Model(nn.Module):
@@ -90,10 +86,7 @@ def trainer_of(task: Task, model: nn.Module, folder: str, **options: Any) -> tup
     return trainer, seen
 
 
-@TRANSFORMERS.cell("tail", "short", "tokens", "tokens2", "zero", recipe=RECIPE)
-@TRANSFORMERS.cell("uneven", recipe=f'{RECIPE}; `accelerator_config={{"even_batches": False}}`')
-@TRANSFORMERS.cell("empty", recipe=f"{RECIPE}; its loader repeats samples (`even_batches`; without it the ranks fail)")
-@TRANSFORMERS.cell("schedule", recipe=f"{RECIPE}; the schedule given in `optimizers`")
+@TRANSFORMERS.cell("tail", "short", "tokens", "tokens2", "zero", "uneven", "empty", "schedule")
 def train(task: Task) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         trainer, seen = trainer_of(task, Model(task), folder, compute_loss_func=loss_func)
@@ -101,11 +94,7 @@ def train(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@TRANSFORMERS.cell(
-    "aux",
-    recipe="`gradient_accumulation_steps`, and a model with a loss of its own, as its models with experts: a sum "
-    "divided by `num_items_in_batch`, plus the router's",
-)
+@TRANSFORMERS.cell("aux")
 def with_router(task: Task) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         trainer, seen = trainer_of(task, ModelWithRouter(task), folder)
@@ -113,7 +102,7 @@ def with_router(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@TRANSFORMERS.cell("abandoned", recipe=f"{RECIPE}; the exception is caught around `train()`, which is called again")
+@TRANSFORMERS.cell("abandoned")
 def abandoned(task: Task) -> Outcome:
     model = Model(task, bad=ABANDONED_AT)
     with tempfile.TemporaryDirectory() as folder:
@@ -126,10 +115,4 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-TRANSFORMERS.absent |= {
-    "scaler": "one optimizer, and no scaler on a CPU",
-    "resume": "checkpoints are made at updates alone",
-    "ramp": "`gradient_accumulation_steps` is one number",
-    "clip": "no loss over a window's pairs",
-    "pairs": "no loss over a window's pairs",
-}
+TRANSFORMERS.absent |= {"scaler", "resume", "ramp", "clip", "pairs"}  # checkpoints are made at updates alone
