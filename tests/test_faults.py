@@ -1,15 +1,11 @@
-"""Random schedules of faults over real ranks end as the run without them; 2,000 of them: launch/bench/faults.py."""
+"""Random schedules of faults over real ranks end as the run without them; 2,000 of them: faults.py."""
 
 from __future__ import annotations
 
 import os
-import sys
 
-import pytest
-from programs import ROOT
-
-sys.path.append(str(ROOT / "launch" / "bench"))
 import faults
+import pytest
 
 
 @pytest.fixture(scope="module")

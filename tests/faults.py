@@ -1,6 +1,6 @@
 """A harness of faults: random schedules of what goes wrong, over real ranks, against the run without faults.
 
-    python launch/bench/faults.py --schedules 2000 --out launch/results/faults
+    python tests/faults.py --schedules 2000 --out launch/results/faults
 
 Each schedule trains a few updates on a plain module, DDP or FSDP2, with uneven micro-batches, and meets its faults
 where it says. What is lost by one is done again, as a careful loop would: the window after an error or a `break` (with
@@ -11,7 +11,6 @@ kill or a SIGTERM. In the end weights, samples and flags are compared with the r
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import platform
 import random
@@ -19,7 +18,6 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -29,19 +27,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, fully_sharded
+from inside import turns_of, window_of
+from problems import make_batch, make_net_without_router
+from ranks import RankError, Ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.law.sizes import PROOFS
-
-# Before this folder, which has an engines.py too.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "tests"))
-from engines import FSDP2_RUNS_ON_CPU, fully_sharded  # the tests' own harness
-from inside import turns_of, window_of
-from problems import make_batch, make_net_without_router
-from ranks import RankError, Ranks
 
 ENGINES = {"plain": 1, "DDP": 2, **({"FSDP2": 2} if FSDP2_RUNS_ON_CPU else {})}
 POSITIONS = ("first", "middle", "last")
@@ -531,7 +526,7 @@ def report(results: list[Result], seconds: float, arguments: Any) -> str:
     met, starts = sum(len(result.met) for result in results), sum(result.starts for result in results)
     return f"""# Faults
 
-`python launch/bench/faults.py --schedules {arguments.schedules} --seed {arguments.seed} --out launch/results/faults`
+`python tests/faults.py --schedules {arguments.schedules} --seed {arguments.seed} --out launch/results/faults`
 at commit {commit}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} shared cores,
 {time.strftime("%Y-%m-%d")}; {seconds / 60:.0f} minutes.
 
@@ -552,7 +547,7 @@ def main() -> int:
     parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the first; another gives other schedules (0)"
     )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where faults.md and faults.json go")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder of faults.md")
     arguments = parser.parse_args()
     started: dict[int, Ranks] = {}
     began = time.monotonic()
@@ -574,9 +569,6 @@ def main() -> int:
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "faults.md").write_text(text)
-        by_engine = {engine: dict(met) for engine, met in counts(results).items()}
-        summary = {"schedules": len(results), "wrong": sum(bool(r.problems) for r in results), "met": by_engine}
-        (arguments.out / "faults.json").write_text(json.dumps(summary, indent=1) + "\n")
     return 1 if any(result.problems for result in results) else 0
 
 
