@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import circumstances, header, write
+from kit import circumstances, header, write
 from nodes import on_each, two_nodes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel

@@ -27,7 +27,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from measure import in_ranks
+from kit import in_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

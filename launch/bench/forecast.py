@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from measure import circumstances, header, write
+from kit import circumstances, header, write
 from nodes import on_each, some_nodes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

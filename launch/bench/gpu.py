@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from contenders import Loop, Task, be_quiet, plain_by_hand, plain_distaccum, versions
 from fits import Language
-from measure import (
+from kit import (
     RETURNS,
     circumstances,
     header,

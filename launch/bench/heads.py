@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import (
+from kit import (
     CLOCKS,
     RETURNS,
     circumstances,

@@ -14,7 +14,6 @@ brings the others; one that is missing is marked so.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import math
@@ -26,21 +25,16 @@ import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from importlib import metadata
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import circumstances, header, write
-
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent / "tests"))
-from lawcases import LIBRARIES  # noqa: E402
-from lawcases.cases import CASES  # noqa: E402
-from lawcases.judge import Verdict, judge  # noqa: E402
-from lawcases.library import Library  # noqa: E402
-from lawcases.task import Outcome, Task  # noqa: E402
-from ranks import RankError, Ranks  # noqa: E402  # the tests' own harness
+from kit import CPU, Options, RankError, Ranks, circumstances, header, write
+from lawcases import LIBRARIES
+from lawcases.cases import CASES
+from lawcases.judge import Verdict, judge
+from lawcases.library import Library
+from lawcases.task import Outcome, Task
 
 IMPORTING = 150  # seconds
 
@@ -76,7 +70,7 @@ def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, p
         outcomes = started[case.world].run(run_cell, name, key, seconds=seconds)
     except RankError as error:
         del started[case.world]
-        verdict = failure(str(error), seconds)
+        verdict = failure(error, seconds)
     else:
         verdict = judge(case, outcomes, narrower(case.dtype, library.dtype))
     if key in library.lacks and verdict.verdict != "exact":
@@ -84,18 +78,15 @@ def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, p
     return verdict
 
 
-def failure(text: str, seconds: float) -> Verdict:
-    """The first rank's own error, or that they waited for each other (faulthandler ends such, with a "Timeout")."""
-    lines = [line.strip() for line in text.splitlines()]
-    raised = [i for i, line in enumerate(lines) if line.startswith("rank ") and "Traceback" in line]
-    if not raised and ("did not end" in text or "Timeout (" in text):
+def failure(error: RankError, seconds: float) -> Verdict:
+    """The first rank's own error, or that the ranks waited for each other."""
+    raised = [text for text in error.errors.values() if "Traceback" in text and "Connection closed by peer" not in text]
+    if raised:
+        said = re.sub(r"\[/\S+\] ", "", raised[0].strip().splitlines()[-1])  # gloo names its source files
+        return Verdict("error", note=said.split(". ")[0])
+    if any("did not end" in text for text in error.errors.values()):
         return Verdict("hangs", note=f"not ended after {seconds:g} s")
-    if not raised:
-        return Verdict("error", note="a rank died")
-    end = next((i for i in range(raised[0] + 1, len(lines)) if lines[i].startswith("rank ")), len(lines))
-    own = [line for line in text.splitlines()[raised[0] + 1 : end] if line and not line.startswith((" ", "["))]
-    said = re.sub(r"\[/\S+\] ", "", own[0] if own else lines[end - 1])  # gloo names its source files
-    return Verdict("error", note=said.split(". ")[0])
+    return Verdict("error", note="a rank died")
 
 
 def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
@@ -160,19 +151,18 @@ NOTES = (
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__)
     parser.add_argument(
         "--libraries", nargs="+", choices=LIBRARIES, default=list(LIBRARIES), metavar="NAME", help=", ".join(LIBRARIES)
     )
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--timeout", type=float, default=20, metavar="SECONDS", help="then a cell hangs (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
     options = parser.parse_args()
-    if not 0 < options.timeout < 80:
-        parser.error(f"--timeout {options.timeout:g} is not between 0 and 80 seconds, when gloo itself gives up")
+    if not 0 < options.timeout < 60:
+        parser.error(f"--timeout {options.timeout:g} is not between 0 and 60 seconds, after which gloo itself gives up")
     torch.set_num_threads(1)
     found = measure(options.libraries, options.cases, options.timeout)
-    about = {**circumstances(torch.device("cpu")), "timeout": f"{options.timeout:g} s"}
+    about = {**circumstances(CPU), "timeout": f"{options.timeout:g} s"}
     versions = versions_of(LIBRARIES[name] for name in found)
     spoken = ", ".join(f"{one} {version}" for one, version in versions.items())
     lines = header("The law, library by library", about, *NOTES, f"Versions: {spoken or 'torch alone'}.")

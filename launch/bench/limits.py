@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import circumstances, header, write
+from kit import circumstances, header, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

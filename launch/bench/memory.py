@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, as_torchrun, be_quiet, some_of, versions
-from measure import RETURNS, circumstances, header, in_fresh_process, in_ranks, peak_of, resident, write
+from kit import RETURNS, circumstances, header, in_fresh_process, in_ranks, peak_of, resident, write
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode

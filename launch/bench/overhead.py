@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from contenders import CONTENDERS, Contender, Loop, Task, as_torchrun, be_quiet, num_ranks, one_of, versions
-from measure import circumstances, header, in_ranks, in_turns, quartiles, write
+from kit import circumstances, header, in_ranks, in_turns, quartiles, write
 from torch import Tensor, nn
 from torch.optim import SGD
 

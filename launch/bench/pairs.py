@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measure import (
+from kit import (
     CLOCKS,
     KEEPS,
     RETURNS,

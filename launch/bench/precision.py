@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from measure import circumstances, header, in_turns, ratios, relative_difference, spelled, write
+from kit import circumstances, header, in_turns, ratios, relative_difference, spelled, write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
-from measure import circumstances, header, ratios, relative_difference, spelled, write
+from kit import circumstances, header, ratios, relative_difference, spelled, write
 from nodes import PAYLOAD, SENT, on_each, two_nodes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy

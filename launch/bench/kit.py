@@ -1,0 +1,330 @@
+"""What the programs of this folder share: loops in turns, peak memory, ranks, options, tables, pictures and headers."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import multiprocessing
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+import traceback
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+CPU = torch.device("cpu")
+
+Loop = Callable[[], object]
+Name = TypeVar("Name", bound=Hashable)
+CLOCKS = {"cpu": "seconds of the processor", "cuda": "seconds"}
+# Of glibc. Resident memory is what is in use only where what is freed goes back to the system at once;
+RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# and getting it again, page by page, takes time.
+KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
+
+
+def in_turns(
+    loops: Mapping[Name, Loop],
+    rounds: int,
+    device: torch.device,
+    *,
+    before: Mapping[Name, Loop] | None = None,
+    clock: Callable[[], float] | None = None,
+) -> dict[Name, list[float]]:
+    """Seconds of each loop in each round; every other round goes backwards, and two more come first to warm up.
+
+    What `before` has for a loop runs ahead of each of its turns and is not timed.
+    """
+    taken: dict[Name, list[float]] = {name: [] for name in loops}
+    order = list(loops.items())
+    if clock is None:
+        clock = time.perf_counter if device.type == "cuda" else time.process_time  # others' programs do not count
+    for turn in range(-2, rounds):
+        for name, loop in order if turn % 2 else reversed(order):
+            if before is not None:
+                before[name]()
+            wait_for(device)
+            began = clock()
+            loop()
+            wait_for(device)
+            if turn >= 0:
+                taken[name].append(clock() - began)
+    return taken
+
+
+def ratios(times: Sequence[float], reference: Sequence[float]) -> dict[str, float]:
+    """Round by round, so that a busy machine slows both."""
+    found = [one / other for one, other in zip(times, reference, strict=True)]
+    return {"median": statistics.median(found), "least": min(found), "most": max(found)}
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """A median and how far the middle half of the values reaches."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else 3 * [values[0]]
+    return {"median": middle, "low": low, "high": high}
+
+
+def spelled(ratio: Mapping[str, float] | None, digits: int = 2) -> str:
+    """A median and its range, be it the whole one or the middle half."""
+    if ratio is None:
+        return "-"
+    median, low, high = (f"{value:.{digits}f}" for value in ratio.values())
+    return f"{median} ({low} to {high})"
+
+
+def peak_of(loop: Loop, device: torch.device) -> float:
+    """MB that are in use at its peak beyond those in use before it."""
+    gc.collect()
+    wait_for(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        loop()
+        wait_for(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / 1e6
+    Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak begins anew
+    before = resident("VmRSS")
+    loop()
+    return (resident("VmHWM") - before) / 1e6
+
+
+def resident(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+def in_fresh_process(*options: str, environment: Mapping[str, str] | None = None) -> Any:
+    """What this program prints with these options, read as JSON."""
+    command = [sys.executable, sys.argv[0], *options]
+    done = subprocess.run(command, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        raise SystemExit(f"{shlex.join(command[1:])} failed (its own error says why)")
+    return json.loads(done.stdout)
+
+
+# Ranks
+
+
+class RankError(Exception):
+    """By rank: its traceback, or that it died or did not end."""
+
+    def __init__(self, errors: Mapping[int, str]) -> None:
+        super().__init__("\n".join(f"rank {rank}: {text}" for rank, text in errors.items()))
+        self.errors = errors
+
+
+class Ranks:
+    """Processes with a gloo group: `ranks.run(function, *args)` gives the function's value on each of them.
+
+    An error ends the processes; the next `run` starts new ones.
+    """
+
+    def __init__(self, num: int) -> None:
+        self.num = num
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+
+    def run(self, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
+        try:
+            if not self._processes:
+                self._start()
+            for pipe in self._pipes:
+                pipe.send((function, args))
+            return self._collect(seconds)
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.join()
+        self._processes, self._pipes = [], []
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("forkserver")  # which imports the program once
+        store = str(Path(tempfile.mkdtemp(), "store"))
+        for rank in range(self.num):
+            ours, theirs = context.Pipe()
+            self._processes.append(context.Process(target=_serve, args=(rank, self.num, store, theirs), daemon=True))
+            self._processes[-1].start()
+            theirs.close()
+            self._pipes.append(ours)
+        self._collect(seconds=60)
+
+    def _collect(self, seconds: float) -> list[Any]:
+        values: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        until = time.monotonic() + seconds
+        left = dict(zip(self._pipes, range(self.num), strict=True))
+        while left and (ready := wait(list(left), timeout=max(0.0, until - time.monotonic()))):
+            for pipe in ready:
+                rank = left.pop(pipe)  # type: ignore[call-overload]
+                try:
+                    is_good, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, OSError):
+                    is_good, value = False, "died"
+                if is_good:
+                    values[rank] = value
+                else:
+                    errors[rank] = value
+                    until = min(until, time.monotonic() + 3)  # the others may wait for it without end
+        errors |= dict.fromkeys(left.values(), f"did not end within {seconds:g} s")
+        if errors:
+            raise RankError(errors)
+        return [values[rank] for rank in range(self.num)]
+
+
+def _serve(rank: int, num: int, store: str, pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
+    minutes = timedelta(minutes=1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num, timeout=minutes)
+    pipe.send((True, None))
+    while True:
+        try:
+            function, args = pipe.recv()
+        except EOFError:
+            return
+        torch.manual_seed(0)
+        try:
+            answer = (True, function(*args))
+        except Exception:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)
+
+
+@contextmanager
+def some_ranks(num: int) -> Iterator[Ranks]:
+    ranks = Ranks(num)
+    try:
+        yield ranks
+    finally:
+        ranks.stop()
+
+
+def in_ranks(num: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
+    """The function's value on each rank of a fresh group; of one rank, in this process and without a group."""
+    if num == 1:
+        return [function(*args)]
+    with some_ranks(num) as ranks:
+        return ranks.run(function, *args, seconds=seconds)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def relative_difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
+
+def circumstances(device: torch.device) -> dict[str, str]:
+    folder = Path(__file__).parent
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=folder, capture_output=True, text=True)
+    program = Path(sys.argv[0]).name
+    return {
+        "command": shlex.join(["python", f"launch/bench/{program}", *sys.argv[1:]]),
+        "commit": commit.stdout.strip(),
+        "hardware": hardware(device),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    about = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    names = [line.split(":", 1)[1].strip() for line in about.splitlines() if line.startswith("model name")]
+    cores = f"{os.cpu_count()} cores, others may use them too"
+    return f"{names[0] if names else platform.machine()}, {torch.get_num_threads()} thread ({cores})"
+
+
+def header(title: str, about: Mapping[str, str], *notes: str) -> list[str]:
+    versions = f"torch {about['torch']}, Python {about['python']}"
+    first = f"`{about['command']}`, commit {about['commit']}, {about['date']}, {versions}, {about['hardware']}."
+    return [f"# {title}", "", *(line for note in (first, *notes) for line in wrapped(note))]
+
+
+def write(out: Path | None, text: str, result: Mapping[str, Any]) -> None:
+    """To the terminal, and as OUT.md and OUT.json."""
+    print(text)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.with_suffix(".md").write_text(text + "\n")
+        out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+# The command line, and what a page is made of
+
+
+class Options(argparse.ArgumentParser):
+    """`--out`, and what else a program adds; a program's docstring is its help."""
+
+    def __init__(self, text: str | None, *, picture: bool = False) -> None:
+        super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+        self.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+        if picture:
+            self.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as NAME.png")
+
+    def counts(self, name: str, default: Any, text: str = "", **more: Any) -> None:
+        """An option that takes numbers of at least 1; a list of them where the default is one."""
+        many = {"nargs": "+"} if isinstance(default, list) else {}
+        shown = " ".join(map(str, default)) if many else default
+        help_text = f"{text} ({shown})".strip()
+        self.add_argument(name, type=_count, default=default, metavar="N", help=help_text, **many, **more)
+
+    def device(self) -> None:
+        default = "cuda" if torch.cuda.is_available() else "cpu"
+        self.add_argument("--device", choices=["cuda", "cpu"], default=default, help="(%(default)s)")
+
+    def hidden(self, *names: str, **more: Any) -> None:
+        """For the processes that a program starts of itself."""
+        self.add_argument(*names, help=argparse.SUPPRESS, **more)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}, expected a number of at least 1")
+    return int(text)
+
+
+def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str]:
+    """Lines of Markdown, with an empty one behind them; all columns but the first are aligned to the right."""
+    lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
+    return [*(f"| {' | '.join(map(str, cells))} |" for cells in lines), ""]
+
+
+def wrapped(text: str) -> list[str]:
+    return [*textwrap.wrap(text, width=118, break_on_hyphens=False), ""]
+
+
+def pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot as found
+
+    return found
+
+
+def save(figure: Any, path: Path, dpi: int = 130) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
