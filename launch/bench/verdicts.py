@@ -11,18 +11,13 @@ where a verdict is another one.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import platform
-import subprocess
 import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Literal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -32,9 +27,13 @@ import torch
 import torchvision
 import torchvision.models as vision
 import transformers as hf
+from kit import CPU, Options, circumstances, header, table, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from torchvision.models.convnext import CNBlockConfig
+from torchvision.models.efficientnet import MBConvConfig
+from torchvision.models.regnet import BlockParams
 
 from distaccum import Accumulator, Report, count_samples, count_tokens
 from distaccum.batchnorm import batchnorms, freeze, to_groupnorm
@@ -92,10 +91,6 @@ def expected(kind: Kind, case: str) -> str | None:
     return "batchnorm" if kind.has_batchnorm else None
 
 
-# Where this table was wrong at first, and not the library: (model, case) -> what it said, and why that was wrong.
-WRONG_AT_FIRST: dict[tuple[str, str], str] = {}
-
-
 # Batches
 
 
@@ -151,255 +146,175 @@ def texts_to_translate() -> Batch:
 
 # Models of torchvision, of 5 classes
 
+P = object()  # stands for the probability of dropout
+Make = Callable[[float], nn.Module]
 
-def efficientnet(p: float) -> nn.Module:
-    from torchvision.models.efficientnet import MBConvConfig
 
-    # of each stage: expansion, kernel, stride, channels in and out, layers, and multipliers of these
-    stages = [MBConvConfig(1, 3, 1, 16, 16, 1), MBConvConfig(4, 3, 2, 16, 24, 2), MBConvConfig(4, 5, 2, 24, 40, 2)]
-    return vision.EfficientNet(stages, dropout=p, stochastic_depth_prob=p, num_classes=CLASSES, last_channel=96)
+def made(model: Callable[..., nn.Module], *arguments: Any, **options: Any) -> Make:
+    def make(p: float) -> nn.Module:
+        return model(*arguments, **{name: p if value is P else value for name, value in options.items()})
+
+    return make
+
+
+def torchvision_model(model: Callable[..., nn.Module], *arguments: Any, **options: Any) -> Make:
+    return made(model, *arguments, num_classes=CLASSES, **options)
+
+
+def narrow_head(make: Make, places: Sequence[int], channels: int) -> Make:
+    """The linear layers, which hold most of the weights, with a width of 64."""
+
+    def narrowed(p: float) -> nn.Module:
+        model: Any = make(p)
+        model.avgpool = nn.AdaptiveAvgPool2d(1)
+        widths = [channels, *[64] * (len(places) - 1), CLASSES]
+        for place, width, after in zip(places, widths, widths[1:], strict=False):
+            model.classifier[place] = nn.Linear(width, after)
+        return model
+
+    return narrowed
+
+
+# Of each stage: expansion, kernel, stride, channels in and out, layers.
+STAGES = [MBConvConfig(1, 3, 1, 16, 16, 1), MBConvConfig(4, 3, 2, 16, 24, 2), MBConvConfig(4, 5, 2, 24, 40, 2)]
+VGG_LAYERS = [16, "M", 32, "M", 64, "M"]
+SWIN = {"embed_dim": 24, "depths": [2, 2], "num_heads": [2, 2], "window_size": [4, 4]}
+VIT = {"num_layers": 2, "num_heads": 2, "hidden_dim": 24, "mlp_dim": 48}
+DROPOUTS = {"dropout": P, "attention_dropout": P}
 
 
 def regnet(p: float) -> nn.Module:
-    from torchvision.models.regnet import BlockParams
-
     blocks = BlockParams.from_init_params(depth=6, w_0=24, w_a=16.0, w_m=2.0, group_width=8, se_ratio=0.25)
     return vision.RegNet(blocks, num_classes=CLASSES)
 
 
 def densenet(p: float) -> nn.Module:
-    return vision.DenseNet(
-        growth_rate=8, block_config=(2, 2, 2), num_init_features=16, drop_rate=p, num_classes=CLASSES
-    )
-
-
-def googlenet(p: float) -> nn.Module:
-    return vision.GoogLeNet(num_classes=CLASSES, aux_logits=False, init_weights=False, dropout=p)
-
-
-def alexnet(p: float) -> nn.Module:
-    """With narrow linear layers, which hold most of the weights."""
-    model = vision.AlexNet(num_classes=CLASSES, dropout=p)
-    model.avgpool = nn.AdaptiveAvgPool2d(1)
-    model.classifier[1], model.classifier[4], model.classifier[6] = (
-        nn.Linear(256, 64),
-        nn.Linear(64, 64),
-        nn.Linear(64, CLASSES),
-    )
-    return model
+    return vision.DenseNet(8, (2, 2, 2), num_init_features=16, drop_rate=p, num_classes=CLASSES)
 
 
 def vgg_bn(p: float) -> nn.Module:
-    """Likewise, and of fewer layers."""
-    features = vision.vgg.make_layers([16, "M", 32, "M", 64, "M"], batch_norm=True)
-    model = vision.VGG(features, num_classes=CLASSES, init_weights=False, dropout=p)
-    model.avgpool = nn.AdaptiveAvgPool2d(1)
-    model.classifier[0], model.classifier[3], model.classifier[6] = (
-        nn.Linear(64, 64),
-        nn.Linear(64, 64),
-        nn.Linear(64, CLASSES),
-    )
-    return model
+    features = vision.vgg.make_layers(VGG_LAYERS, batch_norm=True)
+    return vision.VGG(features, num_classes=CLASSES, init_weights=False, dropout=p)
 
 
 def convnext(p: float) -> nn.Module:
-    from torchvision.models.convnext import CNBlockConfig
-
     blocks = [CNBlockConfig(24, 48, 2), CNBlockConfig(48, None, 2)]
     return vision.ConvNeXt(blocks, stochastic_depth_prob=p, num_classes=CLASSES)
 
 
-def vision_transformer(p: float) -> nn.Module:
-    return vision.VisionTransformer(
-        *(16, 4),
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=24,
-        mlp_dim=48,
-        dropout=p,
-        attention_dropout=p,
-        num_classes=CLASSES,
-    )
+def kind(name: str, make: Make, pixels: int = 32, **options: Any) -> Kind:
+    return Kind(name, make, images(pixels), **options)
 
 
-def swin(p: float) -> nn.Module:
-    return vision.SwinTransformer(
-        [4, 4],
-        embed_dim=24,
-        depths=[2, 2],
-        num_heads=[2, 2],
-        window_size=[4, 4],
-        dropout=p,
-        attention_dropout=p,
-        stochastic_depth_prob=p,
-        num_classes=CLASSES,
-    )
-
-
+BN = {"has_batchnorm": True}
+MOBILE = torchvision_model(vision.mobilenet_v3_small, width_mult=0.5, dropout=P)
+EFFICIENT = torchvision_model(vision.EfficientNet, STAGES, dropout=P, stochastic_depth_prob=P, last_channel=96)
+GOOGLE = torchvision_model(vision.GoogLeNet, aux_logits=False, init_weights=False, dropout=P)
 TORCHVISION = [
-    Kind("resnet18", lambda p: vision.resnet18(num_classes=CLASSES), images(32), has_batchnorm=True, norm="group"),
-    Kind(
-        "mobilenet_v2",  # one Dropout
-        lambda p: vision.mobilenet_v2(width_mult=0.35, num_classes=CLASSES, dropout=p),
-        images(32),
-        has_batchnorm=True,
+    kind("resnet18", torchvision_model(vision.resnet18), **BN, norm="group"),
+    # The next five have one Dropout each.
+    kind("mobilenet_v2", torchvision_model(vision.mobilenet_v2, width_mult=0.35, dropout=P), **BN, wrong="weighted"),
+    kind("mobilenet_v3_small", MOBILE, **BN, norm="group", wrong="constant"),
+    kind("squeezenet1_1", torchvision_model(vision.squeezenet1_1, dropout=P)),
+    kind("shufflenet_v2_x0_5", torchvision_model(vision.shufflenet_v2_x0_5), **BN, wrong="weighted"),
+    kind("mnasnet0_5", torchvision_model(vision.mnasnet0_5, dropout=P), **BN, wrong="constant"),
+    kind("efficientnet", EFFICIENT, **BN, has_dropout=True),
+    kind("regnet", regnet, **BN, norm="group", wrong="weighted"),
+    kind("densenet", densenet, **BN, has_dropout=True, norm="group", wrong="constant"),
+    kind("googlenet", GOOGLE, **BN),  # one Dropout
+    kind(
+        "alexnet",
+        narrow_head(torchvision_model(vision.AlexNet, dropout=P), (1, 4, 6), 256),
+        63,
+        has_dropout=True,
         wrong="weighted",
     ),
-    Kind(
-        "mobilenet_v3_small",  # one Dropout
-        lambda p: vision.mobilenet_v3_small(width_mult=0.5, num_classes=CLASSES, dropout=p),
-        images(32),
-        has_batchnorm=True,
-        norm="group",
-        wrong="constant",
-    ),
-    Kind(
-        "squeezenet1_1",  # one Dropout
-        lambda p: vision.squeezenet1_1(num_classes=CLASSES, dropout=p),
-        images(32),
-    ),
-    Kind(
-        "shufflenet_v2_x0_5",
-        lambda p: vision.shufflenet_v2_x0_5(num_classes=CLASSES),
-        images(32),
-        has_batchnorm=True,
+    kind("vgg_bn", narrow_head(vgg_bn, (0, 3, 6), 64), 16, **BN, has_dropout=True, wrong="constant"),
+    kind("convnext", convnext, has_dropout=True),
+    kind(
+        "vision_transformer",
+        torchvision_model(vision.VisionTransformer, 16, 4, **VIT, **DROPOUTS),
+        16,
+        has_dropout=True,
         wrong="weighted",
     ),
-    Kind(
-        "mnasnet0_5",  # one Dropout
-        lambda p: vision.mnasnet0_5(num_classes=CLASSES, dropout=p),
-        images(32),
-        has_batchnorm=True,
+    kind(
+        "swin",
+        torchvision_model(vision.SwinTransformer, [4, 4], **SWIN, **DROPOUTS, stochastic_depth_prob=P),
+        has_dropout=True,
         wrong="constant",
     ),
-    Kind("efficientnet", efficientnet, images(32), has_batchnorm=True, has_dropout=True),
-    Kind("regnet", regnet, images(32), has_batchnorm=True, norm="group", wrong="weighted"),
-    Kind("densenet", densenet, images(32), has_batchnorm=True, has_dropout=True, norm="group", wrong="constant"),
-    Kind("googlenet", googlenet, images(32), has_batchnorm=True),  # one Dropout
-    Kind("alexnet", alexnet, images(63), has_dropout=True, wrong="weighted"),
-    Kind("vgg_bn", vgg_bn, images(16), has_batchnorm=True, has_dropout=True, wrong="constant"),
-    Kind("convnext", convnext, images(32), has_dropout=True),
-    Kind("vision_transformer", vision_transformer, images(16), has_dropout=True, wrong="weighted"),
-    Kind("swin", swin, images(32), has_dropout=True, wrong="constant"),
 ]
 
 
 # Models of Hugging Face
 
-
-def gpt2(p: float) -> nn.Module:
-    config = hf.GPT2Config(
-        vocab_size=WORDS,
-        n_positions=16,
-        n_embd=24,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=p,
-        embd_pdrop=p,
-        attn_pdrop=p,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
-    return hf.GPT2LMHeadModel(config)
-
-
-def llama(p: float) -> nn.Module:
-    config = hf.LlamaConfig(
-        vocab_size=WORDS,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_dropout=p,
-    )
-    return hf.LlamaForCausalLM(config)
+SMALL = {"hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+BERT = {**SMALL, "vocab_size": WORDS, "intermediate_size": 40, "num_labels": CLASSES}
+BERT |= {"hidden_dropout_prob": P, "attention_probs_dropout_prob": P}
+GPT2 = {"n_positions": 16, "n_embd": 24, "n_layer": 2, "n_head": 2, "bos_token_id": 1, "eos_token_id": 2}
+GPT2 |= {"vocab_size": WORDS, "resid_pdrop": P, "embd_pdrop": P, "attn_pdrop": P}
+LLAMA = {**SMALL, "vocab_size": WORDS, "intermediate_size": 40, "attention_dropout": P}
+OPT = {
+    **SMALL,
+    **DROPOUTS,
+    "vocab_size": WORDS,
+    "ffn_dim": 40,
+    "max_position_embeddings": 16,
+    "word_embed_proj_dim": 24,
+}
+DISTILBERT = {"vocab_size": WORDS, "dim": 24, "hidden_dim": 40, "n_layers": 2, "n_heads": 2, "num_labels": CLASSES}
+DISTILBERT |= {**DROPOUTS, "seq_classif_dropout": P}
+T5 = {"vocab_size": WORDS, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 2, "dropout_rate": P}
+T5 |= {"decoder_start_token_id": 0}
+RESNET = {
+    "embedding_size": 16,
+    "hidden_sizes": [16, 32],
+    "depths": [1, 1],
+    "layer_type": "basic",
+    "num_labels": CLASSES,
+}
 
 
-def opt(p: float) -> nn.Module:
-    config = hf.OPTConfig(
-        vocab_size=WORDS,
-        hidden_size=24,
-        ffn_dim=40,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=16,
-        word_embed_proj_dim=24,
-        dropout=p,
-        attention_dropout=p,
-    )
-    return hf.OPTForCausalLM(config)
-
-
-def small(p: float) -> dict[str, Any]:
-    """Of BERT and those like it."""
-    return {
-        "vocab_size": WORDS,
-        "hidden_size": 24,
-        "intermediate_size": 40,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 2,
-        "hidden_dropout_prob": p,
-        "attention_probs_dropout_prob": p,
-        "num_labels": CLASSES,
-    }
-
-
-def distilbert(p: float) -> nn.Module:
-    config = hf.DistilBertConfig(
-        vocab_size=WORDS,
-        dim=24,
-        hidden_dim=40,
-        n_layers=2,
-        n_heads=2,
-        dropout=p,
-        attention_dropout=p,
-        seq_classif_dropout=p,
-        num_labels=CLASSES,
-    )
-    return hf.DistilBertForSequenceClassification(config)
-
-
-def t5(p: float) -> nn.Module:
-    config = hf.T5Config(vocab_size=WORDS, d_model=24, d_kv=12, d_ff=40, num_layers=2, num_heads=2, dropout_rate=p)
-    config.decoder_start_token_id = 0
-    return hf.T5ForConditionalGeneration(config)
-
-
-def vit(p: float) -> nn.Module:
-    return hf.ViTForImageClassification(hf.ViTConfig(image_size=16, patch_size=4, **small(p)))
-
-
-def hf_resnet(p: float) -> nn.Module:
-    config = hf.ResNetConfig(
-        embedding_size=16, hidden_sizes=[16, 32], depths=[1, 1], layer_type="basic", num_labels=CLASSES
-    )
-    return hf.ResNetForImageClassification(config)
+def face(
+    name: str, model: Any, config: Any, options: dict[str, Any], batch: Callable[[], Batch], *counts: Any, **more: Any
+) -> Kind:
+    make = made(lambda **given: model(config(**given)), **options)
+    return Kind(name, make, batch, *counts, **{"is_hugging_face": True, "has_dropout": True, **more})
 
 
 HUGGING_FACE = [
-    Kind("GPT-2", gpt2, texts_to_go_on_with, "next tokens", is_hugging_face=True, has_dropout=True),
-    Kind("Llama", llama, texts_to_go_on_with, "next tokens", is_hugging_face=True, has_dropout=True),
-    Kind("OPT", opt, texts_to_go_on_with, "next tokens", is_hugging_face=True, has_dropout=True),
-    Kind(
-        "BERT, masked words",
-        lambda p: hf.BertForMaskedLM(hf.BertConfig(**small(p))),
-        texts_with_gaps,
-        "tokens",
-        is_hugging_face=True,
-        has_dropout=True,
+    face("GPT-2", hf.GPT2LMHeadModel, hf.GPT2Config, GPT2, texts_to_go_on_with, "next tokens"),
+    face("Llama", hf.LlamaForCausalLM, hf.LlamaConfig, LLAMA, texts_to_go_on_with, "next tokens"),
+    face("OPT", hf.OPTForCausalLM, hf.OPTConfig, OPT, texts_to_go_on_with, "next tokens"),
+    face("BERT, masked words", hf.BertForMaskedLM, hf.BertConfig, BERT, texts_with_gaps, "tokens"),
+    face("BERT, tags", hf.BertForTokenClassification, hf.BertConfig, BERT, texts_with_tags, "tokens"),
+    face(
+        "DistilBERT, classes",
+        hf.DistilBertForSequenceClassification,
+        hf.DistilBertConfig,
+        DISTILBERT,
+        texts_with_classes,
     ),
-    Kind(
-        "BERT, tags",
-        lambda p: hf.BertForTokenClassification(hf.BertConfig(**small(p))),
-        texts_with_tags,
-        "tokens",
-        is_hugging_face=True,
-        has_dropout=True,
+    face("T5", hf.T5ForConditionalGeneration, hf.T5Config, T5, texts_to_translate, "tokens"),
+    face(
+        "ViT",
+        hf.ViTForImageClassification,
+        hf.ViTConfig,
+        {**BERT, "image_size": 16, "patch_size": 4},
+        images(16),
+        wrong="weighted",
     ),
-    Kind("DistilBERT, classes", distilbert, texts_with_classes, is_hugging_face=True, has_dropout=True),
-    Kind("T5", t5, texts_to_translate, "tokens", is_hugging_face=True, has_dropout=True),
-    Kind("ViT", vit, images(16), is_hugging_face=True, has_dropout=True, wrong="weighted"),
-    Kind("ResNet", hf_resnet, images(32), is_hugging_face=True, has_batchnorm=True, norm="group"),
+    face(
+        "ResNet",
+        hf.ResNetForImageClassification,
+        hf.ResNetConfig,
+        RESNET,
+        images(32),
+        has_dropout=False,
+        has_batchnorm=True,
+        norm="group",
+    ),
 ]
 KINDS = TORCHVISION + HUGGING_FACE
 
@@ -486,20 +401,6 @@ def report_of(kind: Kind, case: str) -> Report:
     return accumulator.check(batch, loss_of(kind, case, model))
 
 
-@dataclass(frozen=True)
-class Row:
-    model: str
-    case: str
-    expected: str
-    given: str
-    is_right: bool
-    seconds: float
-    error: float
-    dtype: str
-    causes: tuple[str, ...]
-    notes: tuple[str, ...]
-
-
 def given(report: Report) -> str:
     """The same words as `expected`: both the verdict and all causes have to be right."""
     if report.equivalent:
@@ -507,131 +408,49 @@ def given(report: Report) -> str:
     return ", ".join(cause.split(":")[0] for cause in report.causes) or "NOT equivalent, no cause"
 
 
-def run(kind: Kind, case: str, say: bool) -> Row:
-    should, began = expected(kind, case), time.perf_counter()
-    assert should is not None
+def run(kind: Kind, case: str, say: bool) -> dict[str, Any]:
+    began = time.perf_counter()
+    row: dict[str, Any] = {"model": kind.name, "case": case, "expected": expected(kind, case)}
     try:
         report = report_of(kind, case)
     except Exception as error:
-        text = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return Row(
-            kind.name, case, should, f"an error ({text})", False, time.perf_counter() - began, math.nan, "", (), ()
-        )
-    seconds, verdict = time.perf_counter() - began, given(report)
-    if say:
-        print(f"\n{kind.name}, {case}:\n{report}\n")
-    return Row(
-        *(kind.name, case, should, verdict, verdict == should, seconds),
-        error=report.worst,
-        dtype=report.dtype,
-        causes=report.causes,
-        notes=report.notes,
-    )
+        row |= {"given": f"an error ({type(error).__name__}: {' '.join(str(error).split())[:200]})", "error": math.nan}
+        row["dtype"] = "-"
+    else:
+        row |= {"given": given(report), "error": report.worst, "dtype": report.dtype}
+        if say:
+            print(f"\n{kind.name}, {case}:\n{report}\n")
+    return {**row, "is_right": row["given"] == row["expected"], "seconds": time.perf_counter() - began}
 
 
-# Telling
+# The page
 
 
-def machine() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.machine()
-    return f"CPU ({name}, {os.cpu_count()} cores, shared), {torch.get_num_threads()} thread"
-
-
-def commit() -> str:
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], capture_output=True, text=True, check=False).stdout.strip()
-
-    is_changed = git("status", "--porcelain", "--untracked-files=no", "--", "distaccum")
-    return git("rev-parse", "--short", "HEAD") + (" with changes" if is_changed else "")
-
-
-def facts(arguments: argparse.Namespace) -> dict[str, str]:
-    words = [word for name in arguments.only or [] for word in ("--only", repr(name))]
-    return {
-        "command": " ".join(
-            ["python launch/bench/verdicts.py", *words, *(["--out", str(arguments.out)] if arguments.out else [])]
-        ),
-        "commit": commit(),
-        "hardware": machine(),
-        "torch": torch.__version__,
-        "torchvision": torchvision.__version__,
-        "transformers": hf.__version__,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
-def totals(rows: Sequence[Row]) -> str:
-    right = sum(row.is_right for row in rows)
-    return f"{right} right, {len(rows) - right} wrong, of {len(rows)} verdicts."
-
-
-def page(rows: Sequence[Row], about: dict[str, str]) -> str:
-    versions = ", ".join(f"{name} {about[name]}" for name in ("torch", "torchvision", "transformers"))
-    lines = [
-        "# What check() says of models that others wrote",
-        "",
-        f"`{about['command']}`",
-        "",
-        f"commit {about['commit']}, {versions}, Python {about['python']}, {about['hardware']}, {about['date']}",
-        "",
+def page(rows: Sequence[dict[str, Any]], about: dict[str, str]) -> list[str]:
+    lines = header(
+        "What check() says of models that others wrote",
+        about,
+        f"torchvision {torchvision.__version__}, transformers {hf.__version__}.",
         f"Random weights, made small, a batch of {SAMPLES} in micro-batches of at most {MICRO_BATCH}. A verdict is "
         "right where it is the expected one with the expected cause and no other. What is expected was written down "
         "before, from what each model is declared to have:",
-        "",
-        *(f"- **{case}**: {what}" for case, what in CASES.items()),
-        "",
-        "| case | right | wrong | does not apply to | seconds |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    models = {row.model for row in rows}
-    for case in CASES:
-        of_case = [row for row in rows if row.case == case]
-        right = sum(row.is_right for row in of_case)
-        lines.append(
-            f"| {case} | {right} | {len(of_case) - right} | {len(models) - len(of_case)} | "
-            f"{sum(row.seconds for row in of_case):.0f} |"
-        )
-    lines += [
-        "",
-        "| model | case | expected | given | seconds | largest error |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for row in rows:
-        shown = row.given if row.is_right else f"**{row.given}**"
-        numbers = f"{row.seconds:.1f} | {row.error:.1e} ({row.dtype})"
-        lines.append(f"| {row.model} | {row.case} | {row.expected} | {shown} | {numbers} |")
-    told = [(row, WRONG_AT_FIRST[row.model, row.case]) for row in rows if (row.model, row.case) in WRONG_AT_FIRST]
-    if told:
-        lines += ["", "Where the table was wrong at first, and not the library:", ""]
-        lines += [f"- {row.model}, {row.case}: {text}" for row, text in told]
-    return "\n".join([*lines, "", totals(rows)]) + "\n"
-
-
-def show_list() -> None:
-    for kind in KINDS:
-        print(f"{kind.name}:")
-        for case in CASES:
-            print(f"  {case:<24} {expected(kind, case) or 'does not apply'}")
-
-
-def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--only", action="append", metavar="NAME", help="a model or a case by its name; may be repeated"
     )
-    parser.add_argument("--list", action="store_true", help="models, cases and what is expected; runs nothing")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="of torch (1)")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="writes PATH.md and PATH.json")
-    arguments = parser.parse_args(words)
-    unknown = set(arguments.only or []) - {kind.name for kind in KINDS} - set(CASES)
-    if unknown:
-        parser.error(f"--only {', '.join(sorted(unknown))}: no such model or case; --list shows them")
-    return arguments
+    lines += [*(f"- **{case}**: {what}" for case, what in CASES.items()), ""]
+    models, by_case = {row["model"] for row in rows}, []
+    for case in CASES:
+        of_case = [row for row in rows if row["case"] == case]
+        right = sum(row["is_right"] for row in of_case)
+        seconds = sum(row["seconds"] for row in of_case)
+        by_case.append((case, right, len(of_case) - right, len(models) - len(of_case), f"{seconds:.0f}"))
+    lines += table(("case", "right", "wrong", "does not apply to", "seconds"), by_case)
+    verdicts = []
+    for row in rows:
+        shown = row["given"] if row["is_right"] else f"**{row['given']}**"
+        numbers = f"{row['seconds']:.1f}", f"{row['error']:.1e} ({row['dtype']})"
+        verdicts.append((row["model"], row["case"], row["expected"], shown, *numbers))
+    lines += table(("model", "case", "expected", "given", "seconds", "largest error"), verdicts)
+    right = sum(row["is_right"] for row in rows)
+    return [*lines, f"{right} right, {len(rows) - right} wrong, of {len(rows)} verdicts."]
 
 
 def chosen(only: Sequence[str]) -> list[tuple[Kind, str]]:
@@ -645,35 +464,27 @@ def chosen(only: Sequence[str]) -> list[tuple[Kind, str]]:
     ]
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    arguments = arguments_of(words)
-    if arguments.list:
-        show_list()
+def main() -> int:
+    parser = Options(__doc__)
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="models or cases by their names")
+    parser.add_argument("--list", action="store_true", help="models, cases and what is expected; runs nothing")
+    options = parser.parse_args()
+    if unknown := set(options.only) - {kind.name for kind in KINDS} - set(CASES):
+        parser.error(f"--only {', '.join(sorted(unknown))}: no such model or case; --list shows them")
+    if options.list:
+        for kind, case in chosen(options.only):
+            print(f"{kind.name:<20} {case:<24} {expected(kind, case)}")
         return 0
-    torch.set_num_threads(arguments.threads)
+    torch.set_num_threads(1)
     hf.logging.set_verbosity_error()
     warnings.simplefilter("ignore")
-    rows: list[Row] = []
-    for kind, case in chosen(arguments.only or []):
-        rows.append(row := run(kind, case, bool(arguments.only)))
-        mark = "right" if row.is_right else "WRONG"
-        print(
-            f"{mark}  {row.model:<20} {row.case:<24} {row.expected:<10} {row.given:<24} "
-            f"{row.seconds:6.1f} s  {row.error:.1e}",
-            flush=True,
-        )
-        if arguments.out is not None:
-            write(arguments.out, rows, facts(arguments))
-    print(totals(rows))
-    return int(not all(row.is_right for row in rows))
-
-
-def write(path: Path, rows: Sequence[Row], about: dict[str, str]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".md").write_text(page(rows, about))
-    right = sum(row.is_right for row in rows)
-    everything = {**about, "right": right, "wrong": len(rows) - right, "verdicts": [asdict(row) for row in rows]}
-    path.with_suffix(".json").write_text(json.dumps(everything, indent=1) + "\n")
+    rows = []
+    for kind, case in chosen(options.only):
+        rows.append(row := run(kind, case, bool(options.only)))
+        print("right" if row["is_right"] else "WRONG", kind.name, case, row["given"], file=sys.stderr, flush=True)
+    about = circumstances(CPU)
+    write(options.out, "\n".join(page(rows, about)), {**about, "verdicts": rows})
+    return int(not all(row["is_right"] for row in rows))
 
 
 if __name__ == "__main__":
