@@ -1,37 +1,32 @@
 """What a window sends and keeps on every engine and policy, and how far its gradient is from one big batch's.
 
-    python launch/bench/engines.py            # some minutes; writes launch/results/engines.json and .md
-    python launch/bench/engines.py FSDP2      # only those whose name has it; prints
+    python tests/sends.py --out launch/results/engines  # some minutes
+    python tests/sends.py --only FSDP2                  # those whose name has it
 
 The wrappings are those of the tests (tests/engines.py), around a net of 1.6 million parameters in float32, on two gloo
-ranks (four where a mesh has two dimensions). Counted in the process, in the third of three windows.
+ranks (four where a mesh has two dimensions). The process counts, in the third of three windows.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
-import platform
-import subprocess
 import sys
 import warnings
-from datetime import date
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from counting import Counting
+from engines import CASES, KINDS, LAYOUTS, full_weights, laws, zero_weights
+from ranks import Ranks
 from torch import nn
 
-import distaccum
 from distaccum import Accumulator
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent.parent / "tests"))
-from counting import Counting  # noqa: E402  # the tests' own harness
-from engines import CASES, KINDS, LAYOUTS, full_weights, laws, zero_weights  # noqa: E402
-from ranks import Ranks  # noqa: E402
+sys.path.append(str(Path(__file__).parent.parent / "launch" / "bench"))
+from kit import CPU, Options, circumstances, header, write
 
 STEPS = 8
 NUM_WINDOWS = len(CASES) * len(LAYOUTS)
@@ -168,13 +163,13 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("only", nargs="?", default="", help="a part of the engines' names")
-    only = parser.parse_args().only
+    parser = Options(__doc__)
+    parser.add_argument("--only", default="", metavar="NAME", help="a part of the engines' names")
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     started: dict[int, Ranks] = {}
     for name, kind in KINDS.items():
-        for sync in kind.policies if kind.world > 1 and only in name else ():
+        for sync in kind.policies if kind.world > 1 and options.only in name else ():
             ranks = started.setdefault(kind.world, Ranks(kind.world))
             first = ranks.run(measure, name, sync, seconds=120)[0]
             seen = [one for of_rank in ranks.run(laws, name, sync, seconds=120) for one in of_rank.values()]
@@ -183,39 +178,21 @@ def main() -> None:
             print(f"{name}, {sync}", file=sys.stderr)
     for ranks in started.values():
         ranks.stop()
-    print(table(rows))
-    if only:
-        return
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=HERE)
-    facts = {
-        "command": "python launch/bench/engines.py",
-        "commit": commit.stdout.strip(),
-        "date": date.today().isoformat(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "distaccum": distaccum.__version__,
-        "micro_steps": STEPS,
-        "parameter_bytes": PARAMETER_BYTES,
-        "rows": rows,
-    }
-    for package in ("accelerate", "deepspeed"):
-        module = sys.modules.get(package) or __import__(package)
-        facts[package] = module.__version__
-    results = HERE.parent / "results"
-    (results / "engines.json").write_text(json.dumps(facts, indent=1) + "\n")
-    head = f"""Windows of {STEPS} micro-steps. `{facts["command"]}` at {facts["commit"]}, {facts["date"]}, torch
-{torch.__version__}, deepspeed {facts["deepspeed"]}, Python {facts["python"]}, gloo on a two-core virtual machine.
-
-How many collectives, and in brackets the numbers that they hold on a rank (sent and received), in multiples of the
-model's parameters. *Small* ones (under 1000 numbers) are the window's plan, record and norm, and what the engine adds.
-*Kept*: bytes alive in the middle of a window beyond those before it, in multiples of the parameters' bytes. *Error*: of
-the change of the weights in float32, against one big batch in float64. *Law*: the largest error, in float64 (ZeRO in
-float32), of a gradient or a recorded loss in {NUM_WINDOWS} windows of a small net: even, short, uneven, and with a dry
-rank, for means and sums over samples and tokens. By hand each micro-step costs what `every` does,
-or what `last` does for those who know the engine's switch.
-
-"""
-    (results / "engines.md").write_text(head + table(rows) + "\n")
+    about = {**circumstances(CPU), "command": "python tests/sends.py"}
+    versions = ", ".join(f"{package} {metadata.version(package)}" for package in ("accelerate", "deepspeed"))
+    lines = header(
+        "What each engine and policy sends and keeps",
+        about,
+        f"{versions}. Windows of {STEPS} micro-steps. How many collectives, and in brackets the numbers that they hold "
+        "on a rank (sent and received), in multiples of the model's parameters. *Small* ones (under 1000 numbers) are "
+        "the window's plan, record and norm, and those that the engine adds. *Kept*: bytes alive in the middle of a "
+        "window beyond those before it, in multiples of the parameters' bytes. *Error*: of the change of the weights "
+        "in float32, against one big batch in float64. *Law*: the largest error, in float64 (ZeRO in float32), of a "
+        f"gradient or a recorded loss in {NUM_WINDOWS} windows of a small net: even, short, uneven, and with a rank "
+        "without data, for means and sums over samples and tokens. By hand each micro-step costs what `every` does, "
+        "or what `last` does for those who know the engine's switch.",
+    )
+    write(options.out, "\n".join([*lines, table(rows)]), {**about, "parameter_bytes": PARAMETER_BYTES, "rows": rows})
 
 
 if __name__ == "__main__":

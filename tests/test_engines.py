@@ -1,7 +1,7 @@
 """The law on every engine, in the same words: windows of every kind against one big batch.
 
 Six wrappers meet all of it. What is left of the grid meets a part each, in turn, so that every pair of wrapper and
-policy, of policy and loss, and of policy and fault is there. All of it: launch/bench/engines.py.
+policy, of policy and loss, and of policy and fault is there. All of it: sends.py.
 """
 
 from __future__ import annotations

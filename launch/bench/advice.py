@@ -11,7 +11,6 @@ keeps what OUT.json has of the others. Needs root and iproute2 for the nodes, an
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import circumstances, header, write
+from kit import CPU, Options, circumstances, header, pyplot, save, write
 from nodes import on_each, two_nodes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -279,16 +278,12 @@ def spelled(value: float, digits: int = 0) -> str:
 
 
 def plot(path: Path, result: Mapping[str, Any]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
     from matplotlib.ticker import FixedLocator, NullLocator
     from PIL import Image  # which matplotlib needs
 
     seconds = result["seconds"]
     slow = next((where for where in seconds if where != "one device"), "")
-    figure, grid = pyplot.subplots(
+    figure, grid = pyplot().subplots(
         len(SETTINGS),
         4 if seconds else 1,
         figsize=(15, 7.4) if seconds else (6, 8),
@@ -354,8 +349,7 @@ def plot(path: Path, result: Mapping[str, Any]) -> None:
         handles, labels, title="micro-batches per update, over all ranks (each at the best of four rates)",
         loc="outside lower center", ncols=len(labels) if seconds else 4, frameon=False,
     )  # fmt: skip
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=90)
+    save(figure, path, 90)
     if path.suffix == ".png":
         Image.open(path).quantize(128).save(path)  # a third of the bytes
 
@@ -389,19 +383,15 @@ def notes(seconds: str) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture")
+    parser = Options(__doc__, picture=True)
     parser.add_argument("--parts", nargs="*", choices=("train", "seconds"), default=["train", "seconds"])
-    parser.add_argument("--rounds", type=int, default=15, metavar="N", help="of turns, for the seconds (%(default)s)")
+    parser.counts("--rounds", 15, "of turns, for the seconds")
     parser.add_argument(
         "--seconds-of", type=Path, metavar="FILE", help="two_nodes.json: its updates' seconds, and none measured"
     )
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.hidden("--here", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    if options.rounds < 1:
-        parser.error("--rounds is at least 1")
     if options.here:
         dist.init_process_group("gloo")
         found = seconds_here(options.rounds)
@@ -410,7 +400,7 @@ def main() -> int:
         return 0
     kept = options.out.with_suffix(".json") if options.out else None
     result = json.loads(kept.read_text()) if kept and kept.exists() else {"trained": {}, "seconds": {}, "about": {}}
-    about = circumstances(torch.device("cpu"))
+    about = circumstances(CPU)
     if options.seconds_of is not None:
         result["seconds"] = seconds_of_another(options.seconds_of)
         result["about"] |= {"seconds": about, "seconds of": options.seconds_of.name}

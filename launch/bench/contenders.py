@@ -1,44 +1,37 @@
 """The loops that the programs here compare: each library's as its documentation has it, and each engine's by hand.
 
-    python launch/bench/contenders.py                    # lists them
-    python launch/bench/contenders.py --check --ranks 2  # compares two updates of each with big batches
+    python launch/bench/contenders.py  # lists them
 
     task = Task(net, loss_of, optimizer_of, steps=8, layers=(net[0], net[2]))  # a fresh net for each
     loop = one_of("DDP", "distaccum").set_up(task)
     loop.run(micro_batches)  # one whole update: forwards, backwards, reduction, step, clearing
 
-All take the same micro-batches, on the CPU, and end with the same weights. Those on ranks expect a gloo group and the
-environment that torchrun makes (`as_torchrun` makes it too).
+All take the same micro-batches, on the CPU, and end with the same weights, as tests/test_bench.py shows. Those on
+ranks expect a gloo group and the environment that torchrun makes (`as_torchrun` makes it too).
 """
 
 from __future__ import annotations
 
-import argparse
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from importlib import metadata
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
-from kit import in_ranks
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, Optimizer
+from torch.optim import Optimizer
 
 from distaccum import Accumulator
+from distaccum.tools import wrap
 
 NEVER_CLIPS = 1e6  # a norm that is measured and not reached, so that the loops that clip end as the others do
 OTHERS = ("accelerate", "lightning-fabric", "deepspeed")
-BOUND = 1e-5  # float32
 Unreduced = Callable[[Any], AbstractContextManager[None]]
 
 
@@ -123,7 +116,7 @@ def plain_by_hand(task: Task, **options: Any) -> Loop:
 
 
 def ddp_by_hand(task: Task, *, every: bool = False, views: bool = False, **options: Any) -> Loop:
-    model = DistributedDataParallel(task.module, gradient_as_bucket_view=views)
+    model = wrap.ddp(task.module, gradient_as_bucket_view=views)
     # Set to None, views of the buckets would lose the memory that they save.
     return by_hand(task, model, at_once if every else no_sync, in_place=views, **options)
 
@@ -159,10 +152,7 @@ def gathered(model: Any) -> Iterator[None]:
 
 
 def fully_sharded(task: Task, reshard_after_forward: bool | None = None) -> nn.Module:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in task.layers:
-        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return fully_shard(task.module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    return wrap.fully_sharded(task.module, task.layers, reshard_after_forward=reshard_after_forward)
 
 
 def full_weights(model: nn.Module) -> Tensor:
@@ -173,12 +163,12 @@ def full_weights(model: nn.Module) -> Tensor:
 # Other libraries
 
 
-def accelerate(task: Task, *, max_norm: float | None = None) -> Loop:
-    from accelerate import Accelerator
-
+def accelerate(task: Task, *, max_norm: float | None = None, cpu: bool = True, **options: Any) -> Loop:
     loss_of, steps = task.loss_of, task.steps
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
-    model, optimizer = accelerator.prepare(task.module, task.optimizer_of(task.module.parameters()))
+    optimizer = task.optimizer_of(task.module.parameters())
+    accelerator, model, optimizer = wrap.accelerated(
+        task.module, optimizer, cpu=cpu, gradient_accumulation_steps=steps, **options
+    )
 
     def run(micro_batches: Sequence[Any]) -> None:
         accelerator.gradient_accumulation_steps = steps  # all of a process share it; it is an entry of a dict
@@ -193,12 +183,13 @@ def accelerate(task: Task, *, max_norm: float | None = None) -> Loop:
     return Loop(run, lambda: full_weights(model))
 
 
-def lightning_fabric(task: Task, *, max_norm: float | None = None) -> Loop:
+def lightning_fabric(task: Task, *, max_norm: float | None = None, accelerator: str = "cpu", **options: Any) -> Loop:
     from lightning_fabric import Fabric
 
     loss_of, steps = task.loss_of, task.steps
     ranks, local = num_ranks(), num_ranks(local=True)
-    fabric = Fabric(accelerator="cpu", devices=local, num_nodes=ranks // local, strategy="ddp" if ranks > 1 else "auto")
+    options |= {"devices": local, "num_nodes": ranks // local, "strategy": "ddp" if ranks > 1 else "auto"}
+    fabric = Fabric(accelerator=accelerator, **options)
     fabric.launch()
     model, optimizer = fabric.setup(task.module, task.optimizer_of(task.module.parameters()))
 
@@ -216,10 +207,10 @@ def lightning_fabric(task: Task, *, max_norm: float | None = None) -> Loop:
     return Loop(run, lambda: full_weights(model))
 
 
-def deepspeed(task: Task, stage: int, *, coalesced: bool = False) -> Loop:
+def deepspeed(task: Task, stage: int, *, coalesced: bool = False, **config: Any) -> Loop:
     """It divides by `gradient_accumulation_steps` and finds the window's end by itself; coalesced, the caller does."""
     loss_of, steps = task.loss_of, task.steps
-    engine = deepspeed_engine(task, stage, 1 if coalesced else steps)
+    engine = deepspeed_engine(task, stage, 1 if coalesced else steps, **config)
 
     def run(micro_batches: Sequence[Any]) -> None:
         for micro_batch in micro_batches:
@@ -235,48 +226,17 @@ def deepspeed(task: Task, stage: int, *, coalesced: bool = False) -> Loop:
     return Loop(run_coalesced if coalesced else run, lambda: zero_weights(engine))
 
 
-def deepspeed_engine(task: Task, stage: int, steps: int) -> Any:
+def deepspeed_engine(task: Task, stage: int, steps: int, **config: Any) -> Any:
+    parameters = list(task.module.parameters())
     if not dist.is_initialized():
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    deepspeed = import_deepspeed()
-    module = task.module
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # for its log alone
-        "gradient_accumulation_steps": steps,
-        "gradient_clipping": 0.0,  # its default of 1.0 clips
-        "zero_optimization": {
-            "stage": stage,
-            "reduce_bucket_size": max(1000, sum(p.numel() for p in module.parameters())),  # one bucket
-        },
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    with deepspeed_environment():
-        optimizer = task.optimizer_of(module.parameters())
-        engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config)
-    return engine
-
-
-@cache
-def import_deepspeed() -> Any:
-    """On this process's gloo group."""
-    with deepspeed_environment():
-        import deepspeed
-
-        # A kernel for shared memory, which it would compile when it starts; gloo does without.
-        getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
-        deepspeed.utils.logger.setLevel("ERROR")
-        deepspeed.init_distributed(dist_backend="gloo", verbose=False)
-    return deepspeed
-
-
-def deepspeed_environment() -> AbstractContextManager[Any]:
-    """What it asks for, and none of it afterwards: Accelerate would take one process for a job of several."""
-    local_rank = os.environ.get("LOCAL_RANK", "0")
-    return mock.patch.dict(
-        os.environ,
-        {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": local_rank, "LOCAL_SIZE": str(num_ranks(local=True))},
-    )
+        backend = "nccl" if parameters[0].is_cuda else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    one_bucket = max(1000, sum(p.numel() for p in parameters))
+    config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": one_bucket}
+    config = wrap.zero_config(stage, gradient_accumulation_steps=steps, **config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return wrap.deepspeed(task.module, task.optimizer_of(parameters), config)[0]
 
 
 def zero_weights(engine: Any) -> Tensor:
@@ -333,7 +293,7 @@ def plain_distaccum(task: Task, **options: Any) -> Loop:
 
 
 def ddp_distaccum(task: Task, *, views: bool = False, **options: Any) -> Loop:
-    model = DistributedDataParallel(task.module, gradient_as_bucket_view=views)
+    model = wrap.ddp(task.module, gradient_as_bucket_view=views)
     return with_distaccum(task, model, task.optimizer_of(model.parameters()), full_weights, **options)
 
 
@@ -348,10 +308,8 @@ def zero_distaccum(task: Task, stage: int, policy: str = "last") -> Loop:
 
 
 def accelerate_distaccum(task: Task) -> Loop:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True)
-    model, optimizer = accelerator.prepare(task.module, task.optimizer_of(task.module.parameters()))
+    optimizer = task.optimizer_of(task.module.parameters())
+    accelerator, model, optimizer = wrap.accelerated(task.module, optimizer, cpu=True)
     loop = with_distaccum(task, model, optimizer, full_weights, accelerator=accelerator)
 
     def run(micro_batches: Sequence[Any]) -> None:
@@ -452,95 +410,5 @@ def be_quiet() -> None:
     torch.set_num_threads(1)
 
 
-# The check
-
-CHECKED_STEPS, CHECKED_UPDATES, CHECKED_LR = 3, 2, 1.0
-
-
-def errors(chosen: Sequence[Contender]) -> dict[str, float]:
-    """How far two updates of each take the weights from where two big batches do, in parts of the way, on this rank."""
-    be_quiet()
-    ranks = num_ranks()
-    if ranks > 1:
-        as_torchrun()
-    expected = moved_by_big_batches(ranks)
-    found = {}
-    for contender in chosen:
-        net = checked_net()
-        task = Task(net, checked_loss, partial(SGD, lr=CHECKED_LR), CHECKED_STEPS, layers=(net[0], net[2]))
-        before = torch.cat([p.detach().flatten() for p in net.parameters()]).clone()
-        loop = contender.set_up(task)
-        for index in range(CHECKED_UPDATES):
-            loop.run(checked_batches(index, dist.get_rank() if ranks > 1 else 0))
-        moved = (loop.weights() - before).double()
-        found[str(contender)] = ((moved - expected).norm() / expected.norm()).item()
-    return found
-
-
-def checked_net() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
-
-
-def checked_loss(model: nn.Module, batch: Tensor) -> Tensor:
-    return model(batch).square().mean()
-
-
-def checked_batches(index: int, rank: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(100 * index + rank)
-    return [torch.randn(8, 16, generator=generator) for _ in range(CHECKED_STEPS)]
-
-
-def moved_by_big_batches(ranks: int) -> Tensor:
-    net = checked_net().double()
-    parameters = list(net.parameters())
-    before = nn.utils.parameters_to_vector(parameters).detach().clone()
-    optimizer = SGD(parameters, lr=CHECKED_LR)
-    for index in range(CHECKED_UPDATES):
-        batch = torch.cat([x for rank in range(ranks) for x in checked_batches(index, rank)]).double()
-        optimizer.zero_grad()
-        checked_loss(net, batch).backward()
-        optimizer.step()
-    return nn.utils.parameters_to_vector(parameters).detach() - before
-
-
-def errors_of(names: Sequence[str]) -> dict[str, float]:
-    """By name, which travels to a rank where a loop does not."""
-    return errors([one for one in CONTENDERS if str(one) in names])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--check", action="store_true", help="compare two updates of each with those of big batches, in float64"
-    )
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="for those on ranks (%(default)s)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="in 'engine, name', such as '^DDP|ZeRO 2'")
-    options = parser.parse_args()
-    if options.ranks < 2:
-        parser.error(f"--ranks {options.ranks}: a group takes 2 or more; what runs in one process is checked anyway")
-    try:
-        chosen = [one for one in CONTENDERS if re.search(options.only, str(one))]
-    except re.error as wrong:
-        parser.error(f"--only {options.only}: {wrong}")
-    if not chosen:
-        parser.error(f"--only {options.only}: no contender has that; without options all are listed")
-    if not options.check:
-        print("\n".join(map(str, chosen)))
-        return 0
-    alone = [one for one in chosen if not one.on_ranks]
-    shared = [str(one) for one in chosen if one.on_ranks]
-    found = [(1, errors(alone))] if alone else []
-    if shared:
-        each = in_ranks(options.ranks, errors_of, shared, seconds=300)
-        found.append((options.ranks, {name: max(one[name] for one in each) for name in shared}))
-    print("| contender | ranks | off by |\n| --- | --: | --: |")
-    print("\n".join(f"| {name} | {num} | {off:.1e} |" for num, part in found for name, off in part.items()))
-    wrong = [name for _, part in found for name, off in part.items() if not off <= BOUND]
-    if wrong:
-        print(f"not as the big batches: {'; '.join(wrong)}")
-    return 1 if wrong else 0
-
-
 if __name__ == "__main__":
-    raise SystemExit(main())
+    print("\n".join(map(str, CONTENDERS)))

@@ -9,26 +9,28 @@ one micro-batch (forward, backward, step of SGD with momentum) at each size, in 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import platform
 import resource
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from kit import Options, circumstances, header, table, write
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.gradients.memory import is_out_of_memory
 
+MESSAGES = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # of allocators and CUDA libraries
 Task = tuple[nn.Module, Callable[[int], tuple[Tensor, Tensor]]]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, MemoryError) or any(message in str(error) for message in MESSAGES)
 
 
 def resnet(device: torch.device) -> Task:
@@ -96,11 +98,9 @@ def fits(task: Task, device: torch.device, size: int) -> bool:
                 window.backward(loss_of(model)(pair))
             window.step()
         return True
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return False
-    except MemoryError:
         return False
     finally:
         for parameter in model.parameters():
@@ -143,20 +143,17 @@ def found_by_auto(task: Task, device: torch.device, batch_size: int, updates: in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--limit", type=float, metavar="GB", help="of addresses, on a host (3)")
+    parser = Options(__doc__)
+    parser.device()
+    parser.add_argument("--limit", type=float, default=3, metavar="GB", help="of addresses, on a host (3)")
     parser.add_argument("--batch-size", type=int, default=0, metavar="N", help="of an update (4 times what fits)")
-    parser.add_argument(
-        "--updates", type=int, default=40, metavar="N", help="of 'auto' (40; a larger size is tried after 16)"
-    )
+    parser.counts("--updates", 40, "of 'auto'; a larger size is tried after 16")
     parser.add_argument("--models", nargs="+", choices=["resnet", "transformer"], default=["resnet", "transformer"])
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where fits.md and fits.json go")
     arguments = parser.parse_args()
     device = torch.device(arguments.device)
     if device.type == "cpu":
         torch.set_num_threads(1)
-        limit = int((arguments.limit or 3) * 1e9)
+        limit = int(arguments.limit * 1e9)
         used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
         resource.setrlimit(resource.RLIMIT_AS, (used + limit, used + limit))
     rows = []
@@ -174,34 +171,20 @@ def main() -> int:
         )
         print(json.dumps(rows[-1]), flush=True)
         del task
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    where = (
-        torch.cuda.get_device_name(device)
-        if device.type == "cuda"
-        else f"a host, {arguments.limit or 3:g} GB of addresses"
-    )
-    lines = [
-        "# What fits",
-        "",
-        f"`python launch/bench/fits.py --device {device.type} --updates {arguments.updates}`" + f" on {where};",
-        f"commit {commit}, torch {torch.__version__}, Python {platform.python_version()}, {time.strftime('%Y-%m-%d')}",
-        "",
-        "The largest micro-batch that fits, found by bisection, and what `micro_batch_size='auto'` uses:",
-        "",
-        "| model | largest | batch of an update | in the first update | in the last | seconds: first, all | peak GB |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    where = "" if device.type == "cuda" else f"{arguments.limit:g} GB of addresses. "
+    about = circumstances(device)
+    what = "The largest micro-batch that fits, found by bisection, and the one that `micro_batch_size='auto'` uses."
+    heads = ("model", "largest", "batch of an update", "in the first update", "in the last", "seconds: first, all")
+    cells = []
     for row in rows:
-        lines.append(
-            f"| {row['model']} | {row['largest']} | {row['batch_size']} | {row['sizes'][0]} | {row['sizes'][-1]} | "
-            f"{row['first']:.1f}, {row['seconds']:.1f} | {row['peak_of_largest']:.2f}, auto {row['peak']:.2f} |"
+        seconds, peaks = (
+            f"{row['first']:.1f}, {row['seconds']:.1f}",
+            f"{row['peak_of_largest']:.2f}, auto {row['peak']:.2f}",
         )
-    text = "\n".join(lines) + "\n"
-    print(text)
-    if arguments.out is not None:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "fits.md").write_text(text)
-        (arguments.out / "fits.json").write_text(json.dumps(rows, indent=1) + "\n")
+        sizes = row["largest"], row["batch_size"], row["sizes"][0], row["sizes"][-1]
+        cells.append((row["model"], *sizes, seconds, peaks))
+    lines = header("What fits", about, where + what) + table((*heads, "peak GB"), cells)
+    write(arguments.out, "\n".join(lines), {**about, "rows": rows})
     return 0
 
 

@@ -12,7 +12,6 @@ iproute2.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import statistics
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from kit import circumstances, header, write
+from kit import CPU, Options, circumstances, header, pyplot, save, write
 from nodes import on_each, some_nodes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -416,14 +415,10 @@ DRAWN = {
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, Any]], many: Sequence[Mapping[str, Any]]) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.ticker import LogLocator
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 5.4), layout="constrained")
+    figure, (left, right) = pyplot().subplots(1, 2, figsize=(12, 5.4), layout="constrained")
     settings = list(dict.fromkeys(row["setting"] for row in rows))
     colours = dict(zip(settings, COLOURS, strict=False))
     for row in rows:
@@ -456,17 +451,14 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], many: Sequence[Mapping[s
         axis.set_major_formatter("{x:g}")
         axis.set_minor_formatter("")
     right.legend(fontsize=8)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+    save(figure, path, 120)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, picture=True)
     parser.add_argument("--settings", nargs="+", default=SETTINGS, metavar="S", help=f"({' '.join(SETTINGS)})")
-    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="of turns (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as forecast.png")
-    parser.add_argument("--here", choices=["fit", "no-fit"], help=argparse.SUPPRESS)
+    parser.counts("--rounds", 3, "of turns")
+    parser.hidden("--here", choices=["fit", "no-fit"])
     options = parser.parse_args()
     if options.here:
         found = measure_here(options.rounds, options.here == "fit")
@@ -475,8 +467,6 @@ def main() -> int:
         dist.barrier()
         dist.destroy_process_group()
         return 0
-    if options.rounds < 1:
-        parser.error("--rounds is at least 1")
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     link: dict[str, float] = {}
@@ -493,7 +483,7 @@ def main() -> int:
             rows += compared(where, found, link)
     except (RuntimeError, ValueError) as error:
         parser.error(str(error))
-    earlier, many, about = of_two_nodes(link), scaled(), circumstances(torch.device("cpu"))
+    earlier, many, about = of_two_nodes(link), scaled(), circumstances(CPU)
     lines = header("Predicted and measured", about, *NOTES, f"{options.rounds} rounds.")
     lines += tables(rows, link, settings[0])
     lines += table_of_two_nodes(earlier) + table_of_many(many)

@@ -20,7 +20,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import sys
 import tempfile
@@ -32,11 +31,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from contenders import Loop, Task, be_quiet, plain_by_hand, plain_distaccum, versions
-from fits import Language
+from contenders import (
+    Loop,
+    Task,
+    accelerate,
+    be_quiet,
+    deepspeed,
+    lightning_fabric,
+    plain_by_hand,
+    plain_distaccum,
+    versions,
+)
+from fits import Language, is_out_of_memory
 from kit import (
     RETURNS,
+    Options,
     circumstances,
     header,
     in_fresh_process,
@@ -53,13 +62,13 @@ from torch.optim import SGD
 from torch.profiler import ProfilerActivity, profile
 
 from distaccum import Accumulator
-from distaccum.gradients.memory import is_out_of_memory
 
 Batch = tuple[Tensor, Tensor]
 LossOf = Callable[[nn.Module, Batch], Tensor]
 Make = Callable[[], Loop]
 PARTS = ("rates", "compile", "memory", "auto", "idle")
 AGAIN = "by hand, again"
+AUTOCAST = {"enabled": True, "dtype": "bfloat16"}  # DeepSpeed's
 KERNELS = {"cuda": {"kernel", "gpu_memcpy", "gpu_memset"}, "cpu": {"cpu_op"}}  # of a Chrome trace
 sgd = partial(SGD, lr=1e-4, momentum=0.9)
 
@@ -152,9 +161,9 @@ def makers(work: Work, steps: int, device: torch.device) -> dict[str, Make]:
         "by hand": lambda: plain_by_hand(task()),
         AGAIN: lambda: plain_by_hand(task()),
         "distaccum": lambda: plain_distaccum(task()),
-        "Accelerate": lambda: accelerate(task(loss_of), device),
-        "Lightning Fabric": lambda: lightning_fabric(task(loss_of), device),
-        "DeepSpeed 0": lambda: deepspeed(task(loss_of), device),
+        "Accelerate": lambda: accelerate(task(loss_of), cpu=device.type == "cpu", mixed_precision="bf16"),
+        "Lightning Fabric": lambda: lightning_fabric(task(loss_of), accelerator=device.type, precision="bf16-mixed"),
+        "DeepSpeed 0": lambda: deepspeed(task(loss_of), 0, torch_autocast=AUTOCAST),
     }
 
 
@@ -173,76 +182,6 @@ def compiled_makers(work: Work, steps: int, device: torch.device) -> dict[str, M
         found["by hand, CUDA graphs"] = lambda: plain_by_hand(graphs())
         found["distaccum, CUDA graphs"] = lambda: plain_distaccum(graphs())
     return found
-
-
-def accelerate(task: Task, device: torch.device) -> Loop:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=device.type == "cpu", mixed_precision="bf16", gradient_accumulation_steps=task.steps)
-    model, optimizer = accelerator.prepare(task.module, task.optimizer_of(task.module.parameters()))
-
-    def run(micro_batches: Sequence[Batch]) -> None:
-        accelerator.gradient_accumulation_steps = len(micro_batches)  # all of a process share it
-        for micro_batch in micro_batches:
-            with accelerator.accumulate(model):
-                accelerator.backward(task.loss_of(model, micro_batch))
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return Loop(run, partial(weights_of, task))
-
-
-def lightning_fabric(task: Task, device: torch.device) -> Loop:
-    from lightning_fabric import Fabric
-
-    fabric = Fabric(accelerator=device.type, devices=1, precision="bf16-mixed")
-    fabric.launch()
-    model, optimizer = fabric.setup(task.module, task.optimizer_of(task.module.parameters()))
-
-    def run(micro_batches: Sequence[Batch]) -> None:
-        for i, micro_batch in enumerate(micro_batches):
-            is_accumulating = i + 1 < len(micro_batches)
-            with fabric.no_backward_sync(model, enabled=is_accumulating):
-                fabric.backward(task.loss_of(model, micro_batch) / len(micro_batches))
-            if not is_accumulating:
-                optimizer.step()
-                optimizer.zero_grad()
-
-    return Loop(run, partial(weights_of, task))
-
-
-def deepspeed(task: Task, device: torch.device) -> Loop:
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    os.environ.update({"DS_ACCELERATOR": device.type, "LOCAL_RANK": "0", "LOCAL_SIZE": "1"})
-    if not dist.is_initialized():
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    import deepspeed
-
-    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False  # which it would compile
-    deepspeed.utils.logger.setLevel("ERROR")
-    deepspeed.init_distributed(dist_backend=backend, verbose=False)
-    config = {
-        "train_micro_batch_size_per_gpu": 1,  # for its log alone
-        "gradient_accumulation_steps": task.steps,
-        "gradient_clipping": 0.0,  # its default of 1.0 clips
-        "torch_autocast": {"enabled": True, "dtype": "bfloat16"},
-        "zero_optimization": {"stage": 0},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 10**9,
-    }
-    optimizer = task.optimizer_of(task.module.parameters())
-    engine, *_ = deepspeed.initialize(model=task.module, optimizer=optimizer, config=config)
-
-    def run(micro_batches: Sequence[Batch]) -> None:
-        for micro_batch in micro_batches:
-            engine.backward(task.loss_of(engine, micro_batch))
-            engine.step()
-
-    return Loop(run, partial(weights_of, task))
-
-
-def weights_of(task: Task) -> Tensor:
-    return torch.cat([p.detach().flatten() for p in task.module.parameters()])
 
 
 # What is measured
@@ -454,19 +393,16 @@ def notes(device: torch.device, small: bool, rounds: int) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser = Options(__doc__)
+    parser.device()
     parser.add_argument("--small", action="store_true", help="small models and batches")
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS), help="(both)")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
-    parser.add_argument("--steps", type=int, default=8, metavar="K", help="micro-steps of an update (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="of turns (%(default)s)")
+    parser.counts("--steps", 8, "micro-steps of an update")
+    parser.counts("--rounds", 10, "of turns")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace of a window, per model, from 'idle'")
-    parser.add_argument("--peaks", choices=list(MODELS), help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    parser.hidden("--peaks", choices=list(MODELS))
     options = parser.parse_args()
-    if min(options.steps, options.rounds) < 1:
-        parser.error("--steps and --rounds are at least 1")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda, and torch sees no GPU; --device cpu --small shows that the program runs")
     if options.device == "cpu" and not options.small:

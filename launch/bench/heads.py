@@ -13,17 +13,17 @@ Gradient: of a smaller model in float64, against the summed loss of the whole ba
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from kit import (
     CLOCKS,
+    CPU,
     RETURNS,
+    Options,
     circumstances,
     header,
     in_fresh_process,
@@ -32,6 +32,7 @@ from kit import (
     ratios,
     relative_difference,
     spelled,
+    table,
     write,
 )
 from torch import Tensor, nn
@@ -131,7 +132,7 @@ def peak(way: str, number: int, micro_batches: int, device: torch.device) -> flo
 
 def gradient_off(way: str, number: int, micro_batches: int) -> float:
     """In float64 on the CPU, of the gradient that the optimizer is given."""
-    model, batch = task(TINY, number, micro_batches, torch.device("cpu"), torch.float64)
+    model, batch = task(TINY, number, micro_batches, CPU, torch.float64)
     wanted = torch.autograd.grad(sum_of_losses(model, batch), list(model.parameters()))
     optimizer, seen = SGD(model.parameters(), lr=0.0), []
 
@@ -163,18 +164,13 @@ def measure(number: int, micro_batches: int, rounds: int, device: torch.device) 
     ]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| heads | way | time / sum | peak MB | memory / sum | gradient off by |",
-        "| --: | --- | --: | --: | --: | --: |",
-    ]
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
     sums = {row["heads"]: row["peak_mb"] for row in rows if row["way"] == "sum"}
+    cells = []
     for row in rows:
-        lines.append(
-            f"| {row['heads']} | {row['way']} | {spelled(row['time'])} | {row['peak_mb']:.0f} | "
-            f"{row['peak_mb'] / sums[row['heads']]:.2f} | {row['gradient_off']:.1e} |"
-        )
-    return lines
+        memory = f"{row['peak_mb']:.0f}", f"{row['peak_mb'] / sums[row['heads']]:.2f}"
+        cells.append((f"{row['way']}, {row['heads']}", spelled(row["time"]), *memory, f"{row['gradient_off']:.1e}"))
+    return table(("way, heads", "time / sum", "peak MB", "memory / sum", "gradient off by"), cells)
 
 
 def notes(micro_batches: int, rounds: int, device: torch.device) -> list[str]:
@@ -201,14 +197,12 @@ def megabytes(module: nn.Module) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    default = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=default, help="cpu, cuda (%(default)s)")
-    parser.add_argument("--heads", type=int, nargs="+", default=[2, 4, 8], metavar="N", help="how many (2 4 8)")
-    parser.add_argument("--micro-batches", type=int, default=2, metavar="N", help="of an update (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of timing (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-    parser.add_argument("--peak-of", nargs=2, metavar=("WAY", "N"), help=argparse.SUPPRESS)
+    parser = Options(__doc__)
+    parser.device()
+    parser.counts("--heads", [2, 4, 8], "how many")
+    parser.counts("--micro-batches", 2, "of an update")
+    parser.counts("--rounds", 5, "of timing")
+    parser.hidden("--peak-of", nargs=2)
     options = parser.parse_args()
     micro_batches, rounds = options.micro_batches, options.rounds
     device = torch.device(options.device)
@@ -219,7 +213,7 @@ def main() -> int:
         return 0
     rows = [row for number in options.heads for row in measure(number, micro_batches, rounds, device)]
     about = circumstances(device)
-    lines = header("Heads on one trunk", about, *notes(micro_batches, rounds, device)) + table(rows)
+    lines = header("Heads on one trunk", about, *notes(micro_batches, rounds, device)) + lines_of(rows)
     write(options.out, "\n".join(lines), {**about, "rows": rows})
     wrong = [row for row in rows if row["gradient_off"] > 1e-12]
     if wrong:

@@ -156,15 +156,19 @@ class Ranks:
         self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")  # which imports the program once
+        # A process of one thread can be forked safely; else a server is, which imports the program once.
+        threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 2
+        context = multiprocessing.get_context("fork" if threads == 1 else "forkserver")
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.num):
             ours, theirs = context.Pipe()
-            self._processes.append(context.Process(target=_serve, args=(rank, self.num, store, theirs), daemon=True))
+            inherited = [*self._pipes, ours] if threads == 1 else []  # which it closes, to see this process end
+            given = rank, self.num, store, theirs, inherited
+            self._processes.append(context.Process(target=_serve, args=given, daemon=True))
             self._processes[-1].start()
             theirs.close()
             self._pipes.append(ours)
-        self._collect(seconds=60)
+        self._collect(seconds=300)  # imports take their time on a busy machine
 
     def _collect(self, seconds: float) -> list[Any]:
         values: dict[int, Any] = {}
@@ -189,7 +193,9 @@ class Ranks:
         return [values[rank] for rank in range(self.num)]
 
 
-def _serve(rank: int, num: int, store: str, pipe: Connection) -> None:
+def _serve(rank: int, num: int, store: str, pipe: Connection, inherited: Sequence[Connection]) -> None:
+    for one in inherited:
+        one.close()
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
     minutes = timedelta(minutes=1)

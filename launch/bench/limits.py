@@ -7,16 +7,14 @@ Relative errors of the gradient in float64, on a CPU: no timing, the same on eve
 
 from __future__ import annotations
 
-import argparse
 import copy
 import textwrap
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from kit import circumstances, header, write
+from kit import CPU, Options, circumstances, header, table, write
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -214,9 +212,8 @@ def of_penalty(size: int, *, across: bool) -> float:
 SIZES = (32, 16, 8, 4)
 
 
-def table(header: str, rows: list[tuple[str, list[float]]], columns: list[str]) -> list[str]:
-    lines = [f"| {header} | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
-    return [*lines, *(f"| {name} | {' | '.join(f'{value:.1e}' for value in values)} |" for name, values in rows), ""]
+def errors_of(header: str, rows: list[tuple[str, list[float]]], columns: list[str]) -> list[str]:
+    return table([header, *columns], [[name, *(f"{value:.1e}" for value in values)] for name, values in rows])
 
 
 def page(draws: int) -> tuple[list[str], dict[str, Any]]:
@@ -237,7 +234,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
             for cure in ("frozen", "GroupNorm")
         ]
         found[f"batchnorm, {title}"] = dict(rows + cures)
-        lines += table(f"layers; {title}", rows + cures, sizes)
+        lines += errors_of(f"layers; {title}", rows + cures, sizes)
     lines += [
         "What to do: `distaccum.batchnorm.freeze(model)` after `model.train()`, or `to_groupnorm(model)` before the "
         "optimizer is made; both are exact. `SyncBatchNorm` pools over ranks, not over micro-batches. What is left is "
@@ -248,7 +245,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
     ways = {"per micro-batch (ignore)": "ignore", "momentum 1 - (1 - m)^(1/K)": "momentum", "per window (pool)": "pool"}
     rows = [(name, list(of_running_statistics(how, 8))) for name, how in ways.items()]
     found["running statistics"] = dict(rows)
-    lines += table(
+    lines += errors_of(
         "running statistics of the first layer, class by class, micro-batches of 8", rows, ["mean", "variance"]
     )
     lines += [
@@ -263,7 +260,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
     ]
     rows = [(f"{n}", [of_dropout(n, size) for size in SIZES] + [of_two_draws(n)]) for n in (1, 2, 4)]
     found["dropout"] = dict(rows)
-    lines += table("layers", rows, [*sizes, "the big batch, drawn twice"])
+    lines += errors_of("layers", rows, [*sizes, "the big batch, drawn twice"])
     ours, theirs = of_mean_over_draws(2, 8, draws)
     found["dropout, mean over draws"] = {"draws": draws, "accumulated": ours, "big batch again": theirs}
     lines += [
@@ -280,7 +277,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
         ("moves after window.step()", [of_state(size, moves=False) for size in SIZES]),
     ]
     found["state"] = dict(rows)
-    lines += table("the state", rows, sizes)
+    lines += errors_of("the state", rows, sizes)
     lines += [
         "What to do: keep the state as it is within a window, collect what it needs, and move it after "
         "`window.step()`.",
@@ -293,7 +290,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
         ("of the batch's loss, squared", [of_penalty(size, across=True) for size in SIZES]),
     ]
     found["penalties"] = dict(rows)
-    lines += table("a penalty on the gradient", rows, sizes)
+    lines += errors_of("a penalty on the gradient", rows, sizes)
     lines += [
         "A penalty on each sample's own gradient is a mean over samples, and exact. The square of a mean over samples "
         "is not the mean of squares, so a penalty on the whole batch's gradient is that of each micro-batch's, which "
@@ -304,14 +301,13 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--draws", type=int, default=400, metavar="N", help="of dropout, for the means (400)")
-    parser.add_argument("--out", type=Path, metavar="PATH", help="writes PATH.md and PATH.json")
+    parser = Options(__doc__)
+    parser.counts("--draws", 400, "of dropout, for the means")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     lines, found = page(given.draws)
-    about = circumstances(torch.device("cpu"))
+    about = circumstances(CPU)
     lines = [line if line.startswith("|") else textwrap.fill(line, 118) for line in lines]
     test = "Each has a test that shows it: [tests/test_limits.py](../../tests/test_limits.py)."
     write(given.out, "\n".join([*header("Limits, in numbers", about, test), *lines]), {**about, "errors": found})

@@ -28,14 +28,26 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, as_torchrun, be_quiet, some_of, versions
-from kit import RETURNS, circumstances, header, in_fresh_process, in_ranks, peak_of, resident, write
+from kit import (
+    CPU,
+    RETURNS,
+    Options,
+    circumstances,
+    header,
+    in_fresh_process,
+    in_ranks,
+    peak_of,
+    pyplot,
+    resident,
+    save,
+    write,
+)
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
-CPU = torch.device("cpu")
 SECONDS = 240.0  # for one of them
 LIBRARIES = ("Accelerate", "Lightning Fabric")
 OWN = ("DeepSpeed", "distaccum")
@@ -244,17 +256,13 @@ LINES = {
 
 
 def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
 
     engines = list(dict.fromkeys(row["engine"] for row in rows))
     columns = min(5, len(engines))
     height = -(-len(engines) // columns)
     size = (2 + 2.4 * columns, 1.4 + 2.3 * height)
-    figure, axes = pyplot.subplots(height, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
+    figure, axes = pyplot().subplots(height, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
     for axis in axes.flat[len(engines) :]:
         axis.remove()
     for axis, engine in zip(axes.flat, engines, strict=False):
@@ -282,8 +290,7 @@ def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
     ]
     figure.legend(handles=signs, loc="outside lower center", ncols=3, fontsize=9)
     figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path)
 
 
 def label_of(row: dict[str, Any]) -> str:
@@ -292,18 +299,14 @@ def label_of(row: dict[str, Any]) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--batch-size", type=int, default=32, metavar="N", help="samples of an update on each rank (32)"
-    )
-    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 4, 16, 32], metavar="N", help="(1 4 16 32)")
+    parser = Options(__doc__, picture=True)
+    parser.counts("--batch-size", 32, "samples of an update on each rank")
+    parser.counts("--sizes", [1, 4, 16, 32])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as memory.png")
-    parser.add_argument("--here", metavar="NAME", help=argparse.SUPPRESS)
+    parser.hidden("--here")
     options = parser.parse_args()
     for size in options.sizes:
-        if size < 1 or options.batch_size % size:
+        if options.batch_size % size:
             parser.error(f"--sizes {size} does not divide --batch-size {options.batch_size}")
     for part in options.only:
         if not any(part in str(one) for one in CHOSEN):

@@ -9,17 +9,14 @@ Value: a linear problem whose gradient of a sample is the sample, drawn from a k
 
 from __future__ import annotations
 
-import argparse
-import textwrap
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import circumstances, header, in_ranks, in_turns, quartiles, write
+from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, spelled, table, wrapped, write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -38,14 +35,14 @@ MICRO_BATCH, MICRO_STEPS = 4, 2
 AFTER = [10, 30, 100, 300, 1000]  # updates
 
 
-def wrapped(model: nn.Module) -> nn.Module:
+def in_ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
 def update_of(shape: str, steps: int, *, measures: bool) -> Callable[[], object]:
     width, layers, samples = LAYERS[shape]
     torch.manual_seed(0)
-    model = wrapped(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]))
+    model = in_ddp(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]))
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-4), measure_noise=measures)
     batches = [torch.randn(samples, width) for _ in range(steps)]
 
@@ -74,7 +71,7 @@ def cost(shape: str, rounds: int) -> dict[int, dict[str, Any]]:
         loops = {name: update_of(shape, steps, measures=name == "with") for name in ("without", "with", "again")}
         times = max(1, 64 // steps) if shape == "tiny" else 4
         turns = {name: partial(repeated, update, times) for name, update in loops.items()}
-        taken = in_turns(turns, rounds, torch.device("cpu"), clock=clock)
+        taken = in_turns(turns, rounds, CPU, clock=clock)
         base = taken["without"]
         by_name = {
             name: quartiles([one / other for one, other in zip(taken[name], base, strict=True)])
@@ -100,7 +97,7 @@ def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
     found = []
     for seed in seeds:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
-        model = wrapped(Linear())
+        model = in_ddp(Linear())
         accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), steps=MICRO_STEPS, measure_noise=True)
         number = MICRO_STEPS * max(after)
         loader = (MEAN + DEVIATION * torch.randn(MICRO_BATCH, SIZE, generator=generator) for _ in range(number))
@@ -116,35 +113,17 @@ def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
     return found
 
 
-def spread(values: dict[str, float], digits: int) -> str:
-    return f"{values['median']:.{digits}f} ({values['low']:.{digits}f} to {values['high']:.{digits}f})"
-
-
-def spelled(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers))
-
-
-def paragraph(text: str) -> list[str]:
-    return [*textwrap.wrap(text, width=118, break_on_hyphens=False), ""]
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=30, metavar="N", help="of the cost (%(default)s)")
-    parser.add_argument("--runs", type=int, default=10, metavar="N", help="of the value (%(default)s)")
-    parser.add_argument("--after", type=int, nargs="+", default=AFTER, metavar="N", help=f"updates ({spelled(AFTER)})")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    parser = Options(__doc__)
+    parser.counts("--rounds", 30, "of the cost")
+    parser.counts("--runs", 10, "of the value")
+    parser.counts("--after", AFTER, "updates")
     options = parser.parse_args()
-    for name in ("rounds", "runs"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name} {getattr(options, name)}: it takes at least 1")
-    if min(options.after) < 1:
-        parser.error(f"--after {spelled(options.after)}: each is at least 1")
     torch.set_num_threads(1)
     after = sorted(set(options.after))
     seeds = list(range(options.runs))
 
-    about = circumstances(torch.device("cpu"))
+    about = circumstances(CPU)
     limit = 120 + 20 * options.rounds + 60 * options.runs
     costs = {}
     for shape in LAYERS:
@@ -165,35 +144,35 @@ def main() -> None:
         "",
         *(f"- {name}: {text}" for name, text in ABOUT.items()),
         "",
-        *paragraph(
+        *wrapped(
             "Microseconds without (median), the ratio with to without in the same round (median, and the middle half "
             "of the rounds), and the same of a second loop without: what two alike differ by is noise. One process by "
             "the processor's time, ranks by rank 0's clock. A window of one micro-step has two gradients on ranks "
             "alone, where each parameter's norm is taken within the backward; in one process nothing is measured."
         ),
-        "| | | micro-steps | without, us | with | without, again |",
-        "| --- | --- | --: | --: | --: | --: |",
     ]
+    rows = []
     for (shape, where), by_steps in costs.items():
         for steps, row in by_steps.items():
-            both = f"{spread(row['with'], 2)} | {spread(row['again'], 2)}"
-            lines.append(f"| {shape} | {where} | {steps} | {row['microseconds']:.0f} | {both} |")
+            both = spelled(row["with"]), spelled(row["again"])
+            rows.append((f"{shape}, {where}", steps, f"{row['microseconds']:.0f}", *both))
+    lines += table(("", "micro-steps", "without, us", "with", "without, again"), rows)
     batches = {"one process": MICRO_BATCH * MICRO_STEPS, "2 ranks, DDP": 2 * MICRO_BATCH * MICRO_STEPS}
     lines += [
-        "",
         "## Value",
         "",
-        *paragraph(
+        *wrapped(
             f"Samples of {SIZE} independent elements of mean {MEAN} and deviation {DEVIATION}: the noise scale is "
             f"{TRUE:.0f} samples. {MICRO_STEPS} micro-batches of {MICRO_BATCH} per rank and update. What is told after "
             "so many updates, in parts of the true value: the median of the runs, and their middle half."
         ),
-        f"| updates | {' | '.join(f'{where} (batch {batch})' for where, batch in batches.items())} |",
-        "| --: | --: | --: |",
     ]
-    for i, updates in enumerate(after):
-        cells = [spread(quartiles([run[i] for run in runs]), 2) for runs in values.values()]
-        lines.append(f"| {updates} | {' | '.join(cells)} |")
+    heads = ["updates", *(f"{where} (batch {batch})" for where, batch in batches.items())]
+    of_runs = [
+        [number, *(spelled(quartiles([run[i] for run in runs]), 2) for runs in values.values())]
+        for i, number in enumerate(after)
+    ]
+    lines += table(heads, of_runs)
     result = {
         **about,
         "rounds": options.rounds,
@@ -202,7 +181,7 @@ def main() -> None:
         "after": after,
         "in_parts_of_true": values,
     }
-    write(options.out, "\n".join(lines), result)
+    write(options.out, "\n".join(lines).rstrip(), result)
 
 
 if __name__ == "__main__":

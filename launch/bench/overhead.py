@@ -8,17 +8,15 @@ On a tiny model, in one process and on two ranks (DDP, gloo); the loops are thos
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from contenders import CONTENDERS, Contender, Loop, Task, as_torchrun, be_quiet, num_ranks, one_of, versions
-from kit import circumstances, header, in_ranks, in_turns, quartiles, write
+from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, spelled, table, write
 from torch import Tensor, nn
 from torch.optim import SGD
 
@@ -38,8 +36,6 @@ ABOUT = (
 
 def seconds_per_update(ranks: int, keys: Sequence[Key], rounds: int, limit: float) -> dict[Key, list[float]]:
     """In each round. `limit`: seconds for all of it; on ranks what takes longer is an error."""
-    if ranks == 1:
-        return measure(keys, rounds)
     return in_ranks(ranks, measure, keys, rounds, seconds=limit)[0]
 
 
@@ -52,7 +48,7 @@ def measure(keys: Sequence[Key], rounds: int) -> dict[Key, list[float]]:
     windows = {key: partial(set_up(one_of(key[0], key[1]), key[2]).run, batches(key[2])) for key in keys}
     turns = {key: partial(repeat, window, num_windows(key)) for key, window in windows.items()}
     clock = time.perf_counter if shared else time.process_time
-    taken = in_turns(turns, rounds, torch.device("cpu"), before=windows, clock=clock)
+    taken = in_turns(turns, rounds, CPU, before=windows, clock=clock)
     return {key: [one / num_windows(key) for one in found] for key, found in taken.items()}
 
 
@@ -116,44 +112,26 @@ def rows(taken: Taken, steps: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
-def table(title: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
-    steps = found[0]["steps"]
-    lines = [
-        f"## {title}",
-        "",
-        f"| micro-steps per window | {' | '.join(map(str, steps))} | one more |",
-        f"| --- |{' --: |' * (len(steps) + 1)}",
-    ]
+def lines_of(title: str, found: Sequence[Mapping[str, Any]]) -> list[str]:
+    cells = []
     for row in found:
-        cells = [f"{cell['microseconds']:.0f} us, {spread(cell['ratio'])}" for cell in row["steps"].values()]
+        of_steps = [f"{cell['microseconds']:.0f} us, {spelled(cell['ratio'])}" for cell in row["steps"].values()]
         more = row["one_more"]
-        cells.append("-" if more is None else f"{more['microseconds']:.0f} us, {more['ratio']:.2f}")
-        lines.append(f"| {row['loop']} | {' | '.join(cells)} |")
-    return [*lines, ""]
-
-
-def spread(ratio: Mapping[str, float]) -> str:
-    return f"{ratio['median']:.2f} ({ratio['low']:.2f} to {ratio['high']:.2f})"
+        one_more = "-" if more is None else f"{more['microseconds']:.0f} us, {more['ratio']:.2f}"
+        cells.append([row["loop"], *of_steps, one_more])
+    return [f"## {title}", "", *table(["micro-steps per window", *found[0]["steps"], "one more"], cells)]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--steps", type=int, nargs="+", default=[1, 8, 32, 128], metavar="N", help="per window (1 8 32 128)"
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], metavar="N", help="1 is one process (1 2)")
-    parser.add_argument("--rounds", type=int, default=50, metavar="N", help="(%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
+    parser = Options(__doc__)
+    parser.counts("--steps", [1, 8, 32, 128], "per window")
+    parser.counts("--ranks", [1, 2], "1 is one process")
+    parser.counts("--rounds", 50)
     options = parser.parse_args()
-    for name in ("steps", "ranks"):
-        if min(getattr(options, name)) < 1:
-            parser.error(f"--{name} {' '.join(map(str, getattr(options, name)))}: each is at least 1")
-    if options.rounds < 1:
-        parser.error(f"--rounds {options.rounds}: it takes at least 1")
     torch.set_num_threads(1)
     steps, counts = sorted(set(options.steps)), sorted(set(options.ranks))
 
-    about = circumstances(torch.device("cpu")) | versions()
+    about = circumstances(CPU) | versions()
     others = ", ".join(f"{name} {version}" for name, version in versions().items())
     lines = header(
         "What a micro-step costs above the loop by hand",
@@ -169,7 +147,7 @@ def main() -> None:
         taken = seconds_per_update(ranks, keys(ranks, steps), options.rounds, limit=60 + 20 * options.rounds)
         title = "One process" if ranks == 1 else f"{ranks} ranks, DDP on gloo"
         groups[title] = rows(taken, steps)
-        lines += table(title, groups[title])
+        lines += lines_of(title, groups[title])
     write(options.out, "\n".join(lines).rstrip(), {**about, "rounds": options.rounds, "groups": groups})
 
 

@@ -16,14 +16,15 @@ import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from kit import (
     CLOCKS,
+    CPU,
     KEEPS,
     RETURNS,
+    Options,
     circumstances,
     header,
     in_fresh_process,
@@ -32,6 +33,7 @@ from kit import (
     ratios,
     relative_difference,
     spelled,
+    table,
     write,
 )
 from torch import Tensor, nn
@@ -129,7 +131,7 @@ def size_on(device: torch.device) -> Size:
 
 def gradient(way: str, micro_batch: int, samples: int) -> Tensor:
     """In float64 on the CPU, as the optimizer is given it."""
-    model, batch = task(TINY, samples, torch.device("cpu"), torch.float64)
+    model, batch = task(TINY, samples, CPU, torch.float64)
     optimizer, seen = SGD(model.parameters(), lr=0.0), []
 
     def keep(*_: Any) -> None:
@@ -184,20 +186,15 @@ def against(taken: dict[str, list[float]], name: str, other: str) -> dict[str, f
     return ratios(taken[name], taken.get(other, taken[PLAIN])) if taken else None
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| | micro-batch | time / plain | time / plain, memory kept | time / naive | peak MB | memory / plain | "
-        "gradient off by | cosine |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
+def lines_of(rows: list[dict[str, Any]]) -> list[str]:
+    heads = ("micro-batch", "time / plain", "time / plain, memory kept", "time / naive", "peak MB", "memory / plain")
+    cells = []
     for row in rows:
-        share = row["peak_mb"] / rows[0]["peak_mb"]
-        cells = [spelled(row[name]) for name in ("time", "time_kept", "time_of_naive")]
-        lines.append(
-            f"| {row['way']} | {row['micro_batch']} | {' | '.join(cells)} | {row['peak_mb']:.1f} | {share:.3f} | "
-            f"{row['gradient_off']:.1e} | {row['cosine']:.3f} |"
-        )
-    return lines
+        times = [spelled(row[name]) for name in ("time", "time_kept", "time_of_naive")]
+        memory = f"{row['peak_mb']:.1f}", f"{row['peak_mb'] / rows[0]['peak_mb']:.3f}"
+        off = f"{row['gradient_off']:.1e}", f"{row['cosine']:.3f}"
+        cells.append((row["way"], row["micro_batch"], *times, *memory, *off))
+    return table(("", *heads, "gradient off by", "cosine"), cells)
 
 
 def notes(samples: int, rounds: int, device: torch.device) -> list[str]:
@@ -223,18 +220,13 @@ def notes(samples: int, rounds: int, device: torch.device) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="cpu, cuda (%(default)s)"
-    )
-    parser.add_argument("--batch-size", type=int, default=256, metavar="N", help="of an update (%(default)s)")
-    parser.add_argument(
-        "--micro-batches", type=int, nargs="+", default=[256, 64, 16, 4], metavar="N", help="(256 64 16 4)"
-    )
-    parser.add_argument("--rounds", type=int, default=5, help="of timing (%(default)s)")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-    parser.add_argument("--times", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--peak-of", nargs=2, metavar=("WAY", "N"), help=argparse.SUPPRESS)
+    parser = Options(__doc__)
+    parser.device()
+    parser.counts("--batch-size", 256, "of an update")
+    parser.counts("--micro-batches", [256, 64, 16, 4])
+    parser.counts("--rounds", 5, "of timing")
+    parser.hidden("--times", action="store_true")
+    parser.hidden("--peak-of", nargs=2)
     options = parser.parse_args()
     device, samples = torch.device(options.device), options.batch_size
     torch.set_num_threads(1)
@@ -247,7 +239,7 @@ def main() -> int:
         return 0
     rows = measure(options)
     about = circumstances(device)
-    lines = header("A loss over pairs", about, *notes(samples, options.rounds, device)) + table(rows)
+    lines = header("A loss over pairs", about, *notes(samples, options.rounds, device)) + lines_of(rows)
     write(options.out, "\n".join(lines), {**about, "rows": rows})
     wrong = [row for row in rows if row["way"] == "contrast" and row["gradient_off"] > 1e-12]
     if wrong:

@@ -9,26 +9,33 @@ the same weights, which has the rounding of each forward and backward in it.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import circumstances, header, in_turns, ratios, relative_difference, spelled, write
+from kit import (
+    CPU,
+    Options,
+    circumstances,
+    header,
+    in_turns,
+    ratios,
+    relative_difference,
+    some_ranks,
+    spelled,
+    table,
+    write,
+)
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
 from distaccum import Accumulator
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
-from engines import import_deepspeed, zero_config  # the tests' own harness
-from ranks import Ranks
+from distaccum.tools import wrap
 
 WIDE = torch.float32
 Wrapped = tuple[nn.Module, Any]
@@ -54,32 +61,27 @@ def plain(dtype: torch.dtype) -> Wrapped:
 
 
 def ddp(dtype: torch.dtype) -> Wrapped:
-    model = DistributedDataParallel(net(dtype))
+    model = wrap.ddp(net(dtype))
     return model, SGD(model.parameters(), lr=1.0)
 
 
 def fsdp2(reduce_dtype: torch.dtype | None) -> Callable[[torch.dtype], Wrapped]:
-    def wrap(dtype: torch.dtype) -> Wrapped:
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-        model = fully_shard(
-            net(dtype).float(), mp_policy=MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-        )
+    def wrapped(dtype: torch.dtype) -> Wrapped:
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
+        model = wrap.fully_sharded(net(dtype).float(), mp_policy=policy)
         return model, SGD(model.parameters(), lr=1.0)
 
-    return wrap
+    return wrapped
 
 
 def zero(stage: int, accumulate: str | None) -> Callable[[torch.dtype], Wrapped]:
-    def wrap(dtype: torch.dtype) -> Wrapped:
-        deepspeed, model = import_deepspeed(), net(dtype)
-        config = zero_config(
-            stage, bf16={"enabled": True}, **({"data_types": {"grad_accum_dtype": accumulate}} if accumulate else {})
-        )
-        engine, *_ = deepspeed.initialize(model=model, optimizer=SGD(model.parameters(), lr=1.0), config=config)
-        return engine, None
+    def wrapped(dtype: torch.dtype) -> Wrapped:
+        model = net(dtype)
+        adds_up = {"data_types": {"grad_accum_dtype": accumulate}} if accumulate else {}
+        config = wrap.zero_config(stage, bf16={"enabled": True}, **adds_up)
+        return wrap.deepspeed(model, SGD(model.parameters(), lr=1.0), config)[0], None
 
-    return wrap
+    return wrapped
 
 
 # By name: how it is wrapped, on how many ranks, and what the Accumulator is told.
@@ -103,10 +105,10 @@ ROWS: dict[str, tuple[Callable[[torch.dtype], Wrapped], int, torch.dtype, dict[s
 
 def measure(name: str, steps: int) -> tuple[float, float]:
     """Errors of the adding up, and of all."""
-    wrap, world, dtype, options = ROWS[name]
+    wrapped, world, dtype, options = ROWS[name]
     rank = dist.get_rank() if dist.is_initialized() else 0
     warnings.simplefilter("ignore")
-    model, optimizer = wrap(dtype)
+    model, optimizer = wrapped(dtype)
     seen = gradient_of_window(name, model, optimizer, micro_batches(steps, rank), dtype, options)
     everything = [micro_batches(steps, r) for r in range(world)]
     exact = net(dtype).double()
@@ -167,41 +169,32 @@ def price(rounds: int) -> dict[str, float]:
             begun.step()
 
         loops[name] = window
-    taken = in_turns(loops, rounds, torch.device("cpu"))
+    taken = in_turns(loops, rounds, CPU)
     return ratios(taken["with"], taken["without"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, nargs="+", default=[8, 64, 256, 1024], help="micro-steps per window")
-    parser.add_argument("--rounds", type=int, default=9, help="of what it costs in time (%(default)s)")
-    parser.add_argument("--out", type=Path, help="where to write the table, as OUT.md and OUT.json")
+    parser = Options(__doc__)
+    parser.counts("--steps", [8, 64, 256, 1024], "micro-steps per window")
+    parser.counts("--rounds", 9, "of what it costs in time")
     options = parser.parse_args()
-    if min(options.steps) < 1:
-        parser.error(f"--steps {min(options.steps)}, expected numbers of at least 1")
     torch.set_num_threads(1)
 
     found: dict[str, dict[int, tuple[float, float]]] = {}
-    ranks = Ranks(2)
-    try:
+    with some_ranks(2) as ranks:
         for name, (_, world, *_rest) in ROWS.items():
             found[name] = {}
             for steps in options.steps:
-                errors = ranks.run(measure, name, steps)[0] if world > 1 else measure(name, steps)
+                errors = ranks.run(measure, name, steps, seconds=120)[0] if world > 1 else measure(name, steps)
                 found[name][steps] = errors
             print(name, found[name], file=sys.stderr)
-    finally:
-        ranks.stop()
 
-    about = circumstances(torch.device("cpu"))
+    about = circumstances(CPU)
     extra = price(options.rounds)
     lines = header("Adding gradients up in low precision", about, str(__doc__).split("\n\n")[2].replace("\n", " "))
     for i, what in enumerate(("of the adding up alone", "of the gradient")):
-        lines += [f"Relative error {what}:", ""]
-        lines += [f"| micro-steps | {' | '.join(map(str, options.steps))} |", f"| --- |{' --: |' * len(options.steps)}"]
-        for name, by_steps in found.items():
-            lines.append(f"| {name} | {' | '.join(f'{errors[i]:.1e}' for errors in by_steps.values())} |")
-        lines.append("")
+        rows = [[name, *(f"{errors[i]:.1e}" for errors in by_steps.values())] for name, by_steps in found.items()]
+        lines += [f"Relative error {what}:", "", *table(["micro-steps", *options.steps], rows)]
     lines.append(
         f"A window of 32 micro-steps of 64 samples through eight layers of 512 x 512 in bfloat16, one process, takes "
         f"{spelled(extra)} of the time with accumulate_dtype=torch.float32 that it takes without."

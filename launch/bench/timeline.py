@@ -11,7 +11,6 @@ root, iproute2 and torchvision.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 import time
@@ -22,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import circumstances, header, in_ranks, in_turns, quartiles, write
+from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, write
 from nodes import on_each, two_nodes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -99,7 +98,7 @@ def costs(shape: tuple[int, int, int], rounds: int, windows: int) -> dict[str, l
             "on": updates_of(shape, windows, folder),
             "off, again": updates_of(shape, windows, None),
         }
-        return in_turns(loops, rounds, torch.device("cpu"), clock=clock)
+        return in_turns(loops, rounds, CPU, clock=clock)
 
 
 def updates_of(shape: tuple[int, int, int], windows: int, trace: str | None) -> Callable[[], None]:
@@ -147,18 +146,15 @@ def table_of_costs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it (%(default)s)")
-    parser.add_argument("--steps", type=int, default=4, metavar="N", help="micro-steps of the pictures (%(default)s)")
-    parser.add_argument("--updates", type=int, default=7, metavar="N", help="of which one is drawn (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=100, metavar="N", help="with and without a trace (%(default)s)")
+    parser.counts("--steps", 4, "micro-steps of the pictures")
+    parser.counts("--updates", 7, "of which one is drawn")
+    parser.counts("--rounds", 100, "with and without a trace")
     parser.add_argument("--no-pictures", action="store_true", help="what it costs alone")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md, NAME.json and the pictures are written")
-    parser.add_argument("--here", choices=POLICIES, help=argparse.SUPPRESS)
-    parser.add_argument("--traces", help=argparse.SUPPRESS)
+    parser.hidden("--here", choices=POLICIES)
+    parser.hidden("--traces")
     options = parser.parse_args()
-    if min(options.steps, options.updates, options.rounds) < 1:
-        parser.error("--rounds, --steps and --updates are at least 1")
     torch.set_num_threads(1)
     if options.here:
         train_here(options.here, options.steps, options.updates, options.traces)
@@ -166,7 +162,7 @@ def main() -> None:
 
     if options.out is None and not options.no_pictures:
         parser.error("--out is where the pictures go; or say --no-pictures")
-    about = circumstances(torch.device("cpu"))
+    about = circumstances(CPU)
     result: dict[str, Any] = {**about, "rate": options.rate, "rounds": options.rounds}
     notes, lines = [], []
     if not options.no_pictures:

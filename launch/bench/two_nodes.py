@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
-from kit import circumstances, header, ratios, relative_difference, spelled, write
+from kit import CPU, Options, circumstances, header, pyplot, ratios, relative_difference, save, spelled, write
 from nodes import PAYLOAD, SENT, on_each, two_nodes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -315,17 +315,13 @@ LIMITS = {
 
 
 def plot(path: Path, rows: list[dict[str, Any]], least: dict[str, float], title: str) -> None:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     bars = {group: [row for row in rows if row["group"] == group and row["name"] != COMPUTE] for group in TITLES}
     bars = {group: members for group, members in bars.items() if members}
     sizes = [len(members) for members in bars.values()]
-    figure, axes = pyplot.subplots(
+    figure, axes = pyplot().subplots(
         len(bars), figsize=(10, 1.8 + 0.36 * sum(sizes)), height_ratios=sizes, squeeze=False, layout="constrained"
     )
     for axis, (group, members) in zip(axes[:, 0], bars.items(), strict=True):
@@ -351,8 +347,7 @@ def plot(path: Path, rows: list[dict[str, Any]], least: dict[str, float], title:
         signs.append(Line2D([], [], color="#D55E00", linestyle=style, label=f"{words} ({least[name]:.2f} s)"))
     figure.legend(handles=signs, loc="outside lower center", ncols=2, fontsize=8)
     figure.suptitle(title, fontsize=11)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
+    save(figure, path)
 
 
 def kind_of(name: str) -> str:
@@ -374,17 +369,13 @@ def chosen_by(parts: Sequence[str]) -> list[Contender]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Options(__doc__, picture=True)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it (%(default)s)")
-    parser.add_argument("--steps", type=int, default=8, metavar="K", help="micro-steps of an update (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="of turns (%(default)s)")
-    parser.add_argument(
-        "--slow-rounds", type=int, default=3, metavar="N", help="where each micro-step communicates (%(default)s)"
-    )
+    parser.counts("--steps", 8, "micro-steps of an update")
+    parser.counts("--rounds", 8, "of turns")
+    parser.counts("--slow-rounds", 3, "where each micro-step communicates")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
-    parser.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as two_nodes.png")
-    parser.add_argument("--here", nargs="+", help=argparse.SUPPRESS)
+    parser.hidden("--here", nargs="+")
     options = parser.parse_args()
     if options.here:
         with redirect_stdout(sys.stderr):  # what DeepSpeed says
@@ -392,8 +383,6 @@ def main() -> int:
         if found is not None:
             print(json.dumps(found), flush=True)
         return 0
-    if min(options.steps, options.rounds, options.slow_rounds) < 1:
-        parser.error("--steps, --rounds and --slow-rounds are at least 1")
     torch.set_num_threads(1)
     try:
         bits(options.rate)
@@ -402,7 +391,7 @@ def main() -> int:
     except (RuntimeError, ValueError) as error:
         parser.error(str(error))
     add_own_limits(rows, options.rate)
-    least, about = limits(rows, options.rate), circumstances(torch.device("cpu"))
+    least, about = limits(rows, options.rate), circumstances(CPU)
     lines = header("Two nodes", about, *notes(options)) + tables(rows, least, options)
     write(options.out, "\n".join(lines), {**about, **versions(), "limits": least, "rows": rows})
     if options.plot is not None:
