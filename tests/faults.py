@@ -275,7 +275,7 @@ class Run:
         return make_batch(size, seed=seed)
 
     def micro_batches(self) -> list[Any]:
-        """From the window at hand on: empty ones, which count nothing, fill up what a rank lacks of 5."""
+        """From the current window on; empty ones, which count nothing, fill each rank's window up to 5."""
         batches = []
         for update in range(self.accumulator.index, UPDATES):
             sizes = self.schedule.sizes[update][self.rank]
@@ -284,7 +284,7 @@ class Run:
         return batches
 
     def train(self) -> bool:
-        """Whether it came to the end; else it was told to stop, and saved."""
+        """Whether it reached the end; otherwise a signal stopped it, and it saved."""
         while self.accumulator.index < UPDATES:
             try:
                 if not (self.update() if self.schedule.by_update else self.windows()):
@@ -398,7 +398,7 @@ class Run:
 
 
 def attempt(schedule: Schedule, folder: str) -> Any:
-    """On a rank: from the last checkpoint to the end, or until it is told to stop."""
+    """On a rank: from the last checkpoint to the end, or until a signal stops it."""
     run = Run(schedule, folder)
     found = signal.signal(signal.SIGTERM, lambda *_: setattr(run, "asked", True))
     try:

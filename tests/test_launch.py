@@ -144,11 +144,11 @@ def test_launchers_end_with_the_weights_of_the_big_batch(launched, big_batch, jo
     assert f"{ranks} rank" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
-    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "which is always told to resume"
+    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "which always has --resume"
     assert error(folder / "run", big_batch(*SMALL)) <= 1e-5
 
 
-ALONE = {  # what each launcher tells one process
+ALONE = {  # the variables that each launcher sets for one process
     "torchrun": {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -165,9 +165,9 @@ ALONE = {  # what each launcher tells one process
 def test_one_process_under_each_launcher_is_the_same_program(programs, tmp_path):
     options = ("train", "--model", "cnn", "--updates", 3)
     assert programs.run(*options, "--out", tmp_path / "python").status == 0
-    for name, told in ALONE.items():
+    for name, variables in ALONE.items():
         more = ("--local_rank=0",) if name == "deepspeed" else ()
-        done = programs.run(*options, "--out", tmp_path / name, *more, **told)
+        done = programs.run(*options, "--out", tmp_path / name, *more, **variables)
         assert done.status == 0, done.text
         assert "1 rank, a plain module on cpu" in done.text
         assert torch.equal(weights_of(tmp_path / name), weights_of(tmp_path / "python"))

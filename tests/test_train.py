@@ -92,7 +92,7 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
 
 
 def hugging_face(programs: Programs, folder: Path, words: int = 200, **options: Any) -> Path:
-    """A small GPT-2 with dropout, and a tokenizer that knows so many words of the README; 0: none."""
+    """A small GPT-2 with dropout, and a tokenizer of this many words of the README; 0: none."""
     pytest.importorskip("tokenizers")
     for module in ("modeling_gpt2", "tokenization_gpt2"):
         programs.load(f"transformers.models.gpt2.{module}")
@@ -167,7 +167,7 @@ for is_there in (True, False):
 
 
 def go_back(run: Path, update: int) -> None:
-    """To its checkpoint after so many updates."""
+    """To its checkpoint after this number of updates."""
     for later in (run / "checkpoints").glob("update-*"):
         if later.name > f"update-{update:08d}":
             shutil.rmtree(later)

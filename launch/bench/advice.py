@@ -195,15 +195,15 @@ def seconds_of_updates(rounds: int) -> dict[str, Any]:
 
 def seconds_of_another(path: Path) -> dict[str, Any]:
     """As two_nodes.py measured its updates: micro-steps alone, and what DDP's one reduction adds to them."""
-    told = json.loads(path.read_text())
-    medians = {row["name"]: statistics.median(row["seconds"]) for row in told["rows"] if row["group"] == "once"}
+    measured = json.loads(path.read_text())
+    medians = {row["name"]: statistics.median(row["seconds"]) for row in measured["rows"] if row["group"] == "once"}
     micro_step, reduction = medians["compute alone"] / 8, medians["DDP, distaccum"] - medians["compute alone"]
     found = {"one device": 0.0, "1gbit": reduction}
     by_length = {where: {str(n): n * micro_step + more for n in LENGTHS[:-1]} for where, more in found.items()}
     return {where: dict.fromkeys(SETTINGS, each) for where, each in by_length.items()}
 
 
-# What came of it
+# The tables
 
 
 def summary(
@@ -256,8 +256,8 @@ def table(setting: Setting, name: str, rows: Sequence[Mapping[str, Any]], second
     if seconds:
         lines += [
             "",
-            "Seconds to that loss at the best rate, and milliseconds of an update. On two nodes each rank has so many",
-            "micro-batches, so an update has twice the samples.",
+            "Seconds to that loss at the best rate, and milliseconds of an update. On two nodes each rank has that",
+            "number of micro-batches, so an update has twice the samples.",
             "",
             f"| micro-batches per update and rank | {' | '.join(f'{where}: s | ms' for where in seconds)} |",
             f"| --: | {' | '.join('--: | --:' for _ in seconds)} |",
@@ -423,9 +423,9 @@ def main() -> int:
     )
     if "seconds" in result["about"]:
         of_seconds = result["about"]["seconds"]
-        told = f"Seconds: `{of_seconds['command']}`, commit {of_seconds['commit']}, {of_seconds['date']}."
+        source = f"Seconds: `{of_seconds['command']}`, commit {of_seconds['commit']}, {of_seconds['date']}."
         place = lines.index("", 2) + 1
-        lines[place:place] = [*textwrap.wrap(told, width=118, break_on_hyphens=False), ""]
+        lines[place:place] = [*textwrap.wrap(source, width=118, break_on_hyphens=False), ""]
     lines[0] = FIGURES
     for name, setting in SETTINGS.items():
         rows = summary(setting, name, result["trained"][name], result["seconds"])

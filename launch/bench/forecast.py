@@ -1,4 +1,4 @@
-"""What `distaccum plan` predicts against what is measured, on links, ranks and windows that it was not fitted on.
+"""Predictions of `distaccum plan` against measured updates, on links, ranks and windows that it was not fitted on.
 
     sudo python launch/bench/forecast.py --out launch/results/forecast --plot launch/results/forecast.png
     sudo python launch/bench/forecast.py --settings 2x1@1gbit --rounds 2  # in half a minute
@@ -44,7 +44,7 @@ LENGTHS = {
     "FSDP2, last": (2,),
 }
 SIZES = [2**10, 2**14, 2**18, 2**20, 2**22]  # numbers of a collective that is fitted
-TIMES, AT_ONCE = 8, 8  # each is timed, of so many in a row: one alone is within the burst that `tbf` lets pass
+TIMES, AT_ONCE = 8, 8  # timings, each of AT_ONCE in a row: a single one fits in the burst that `tbf` lets pass
 ENGINES = ("DDP", "FSDP2")
 ALONE = 3  # micro-steps of it in a turn
 SECONDS = 400.0
@@ -96,7 +96,7 @@ def network() -> nn.Sequential:
 
 
 def updates(policy: str) -> Callable[[int], None]:
-    """A function that makes an update of so many micro-steps."""
+    """A function that makes an update of the given number of micro-steps."""
     engine, sync = policy.split(", ")
     net: Any = network()
     if engine == "DDP":

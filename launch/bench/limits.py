@@ -1,4 +1,4 @@
-"""How far accumulation is from the one big batch where it cannot be equal to it, and what to do instead.
+"""The difference between accumulation and one big batch where the two cannot be equal, and the cure.
 
     python launch/bench/limits.py --out launch/results/limits      writes limits.md and limits.json
 
@@ -77,7 +77,7 @@ def error(seen: Tensor, exact: Tensor) -> float:
 
 
 def of_batchnorm(layers: int, size: int, *, sorted_by_class: bool, cure: str = "") -> float:
-    """The gradient's error with so many layers of batch normalisation."""
+    """The gradient's error with this number of layers of batch normalisation."""
     model = network(layers, lambda: nn.BatchNorm1d(12))
     with torch.no_grad():
         model(make_batch(9)[0])  # statistics to freeze
@@ -145,7 +145,7 @@ def of_mean_over_draws(layers: int, size: int, draws: int) -> tuple[float, float
 
 
 class Scaled:
-    """A loss divided by a running mean of itself, which moves with each call, or when it is told to."""
+    """A loss divided by a running mean of itself, which moves with each call, or when `move` is called."""
 
     def __init__(self, model: nn.Module, *, moves: bool) -> None:
         self.model, self.moves = model, moves
@@ -222,7 +222,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
     lines = ["## Batch normalisation in training mode", ""]
     lines += [
         f"The gradient of a batch of {BATCH}, four classes, a network of tanh layers 12 wide; relative error against "
-        "the big batch. Each layer normalises by the statistics of a micro-batch, and the next sees what came of it.",
+        "the big batch. Each layer normalises by the statistics of a micro-batch, and the next layer sees the result.",
         "",
     ]
     for sorted_by_class, title in ((False, "samples in any order"), (True, "class by class")):

@@ -115,7 +115,7 @@ def without_a_model() -> int:
 
 
 def of_micro_batch(contender: Contender, samples: int, size: int) -> float:
-    """MiB at the peak of an update of so many samples, the third, in micro-batches of a size."""
+    """MiB at the peak of the third update of `samples` samples in micro-batches of `size`."""
     batches = list(torch.randn(samples, 3, PIXELS, PIXELS).split(size))
     without = without_a_model()
     loop = set_up(contender, wide(), len(batches), momentum=0.9)

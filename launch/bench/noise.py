@@ -1,4 +1,4 @@
-"""What measuring the gradient noise scale costs per update, and how near it comes to a value that is known.
+"""The cost of measuring the gradient noise scale per update, and its error on a problem with a known value.
 
     python launch/bench/noise.py --out launch/results/noise
     python launch/bench/noise.py --rounds 5 --runs 3  # a quick look
@@ -91,7 +91,7 @@ class Linear(nn.Module):
 
 
 def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
-    """By run: the smoothed value after so many updates, in parts of the true one."""
+    """By run: the smoothed value after each number of updates in `after`, in parts of the true one."""
     torch.set_num_threads(1)
     rank = dist.get_rank() if dist.is_initialized() else 0
     found = []
@@ -163,8 +163,8 @@ def main() -> None:
         "",
         *wrapped(
             f"Samples of {SIZE} independent elements of mean {MEAN} and deviation {DEVIATION}: the noise scale is "
-            f"{TRUE:.0f} samples. {MICRO_STEPS} micro-batches of {MICRO_BATCH} per rank and update. What is told after "
-            "so many updates, in parts of the true value: the median of the runs, and their middle half."
+            f"{TRUE:.0f} samples. {MICRO_STEPS} micro-batches of {MICRO_BATCH} per rank and update. The table has "
+            "the value after these updates, in parts of the true one: the median of the runs, and their middle half."
         ),
     ]
     heads = ["updates", *(f"{where} (batch {batch})" for where, batch in batches.items())]

@@ -1,4 +1,4 @@
-"""What a micro-step costs above the loop written by hand: distaccum, Accelerate, Lightning Fabric and DeepSpeed 0.
+"""The cost of a window and a micro-step beside the loop by hand: distaccum, Accelerate, Lightning Fabric, DeepSpeed 0.
 
     python launch/bench/overhead.py --out launch/results/overhead
     python launch/bench/overhead.py --rounds 5 --ranks 1  # a quick look, at one process alone

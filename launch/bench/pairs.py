@@ -1,4 +1,4 @@
-"""What `accumulator.contrast()` costs, and saves, against one big batch: CLIP's loss on an image and a text tower.
+"""The time and memory of `accumulator.contrast()` against one big batch: CLIP's loss on an image and a text tower.
 
     python launch/bench/pairs.py --out launch/results/pairs
 

@@ -1,4 +1,4 @@
-"""What adding gradients up in bfloat16, float16 and float32 costs in error, by the number of micro-steps.
+"""The error of adding gradients up in bfloat16, float16 and float32, by the number of micro-steps.
 
     python launch/bench/precision.py --out launch/results/precision
 
@@ -84,7 +84,7 @@ def zero(stage: int, accumulate: str | None) -> Callable[[torch.dtype], Wrapped]
     return wrapped
 
 
-# By name: how it is wrapped, on how many ranks, and what the Accumulator is told.
+# By name: the wrapper, the number of ranks, the dtype, and the options of the Accumulator.
 ROWS: dict[str, tuple[Callable[[torch.dtype], Wrapped], int, torch.dtype, dict[str, Any]]] = {
     "plain, bfloat16": (plain, 1, torch.bfloat16, {}),
     "plain, bfloat16, accumulate_dtype=float32": (plain, 1, torch.bfloat16, {"accumulate_dtype": WIDE}),

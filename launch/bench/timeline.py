@@ -1,4 +1,4 @@
-"""The same job with and without deferral, seen from both ranks; and what writing the trace costs.
+"""The same job with and without deferral, seen from both ranks; and the cost of writing the trace.
 
     sudo python launch/bench/timeline.py --out launch/results/timeline
     python launch/bench/timeline.py --no-pictures --rounds 20  # what it costs alone, without root
@@ -90,7 +90,7 @@ def table_of_pictures(found: Mapping[str, Timeline]) -> list[str]:
 
 
 def costs(shape: tuple[int, int, int], rounds: int, windows: int) -> dict[str, list[float]]:
-    """Seconds of so many windows with and without a trace, in turns; "off, again" is what noise does."""
+    """Seconds of `windows` windows with and without a trace, in turns; "off, again" shows the noise."""
     clock = time.perf_counter if dist.is_initialized() else time.process_time
     with tempfile.TemporaryDirectory() as folder:
         loops = {

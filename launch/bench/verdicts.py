@@ -1,4 +1,4 @@
-"""What `check` says of models that others wrote: right ones, and ones with a fault put in, against what it should say.
+"""Verdicts of `check` on models that others wrote, right and with a planted fault, against the expected ones.
 
     python launch/bench/verdicts.py --list                             which models and cases, and what is expected
     python launch/bench/verdicts.py --only resnet18                    one model, with its reports

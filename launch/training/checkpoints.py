@@ -59,16 +59,16 @@ class Checkpoints:
         return min(EXCHANGE_SECONDS, 60 * self._minutes or EXCHANGE_SECONDS)
 
     def due(self) -> bool:
-        """Between two windows, by the number of updates."""
+        """Whether the number of updates asks for a checkpoint between two windows."""
         return self._every > 0 and self._accumulator.index % self._every == 0
 
     def overdue(self) -> bool:
-        """At any time, by the clock of the first rank."""
+        """Whether the first rank's clock asks for a checkpoint, which may be inside a window."""
         minutes = (time.monotonic() - self._time) / 60
         return self._job.is_first and 0 < self._minutes <= minutes
 
     def save(self, micro_batches: int = 0) -> None:
-        """All ranks together, between two windows or after so many micro-batches of one."""
+        """Saves between two windows, or after `micro_batches` of one. All ranks call it together."""
         wrapped, job, index = self._wrapped, self._job, self._accumulator.index
         name = f"update-{index:08d}" + (f"-{micro_batches:06d}" if micro_batches else "")
         if name == self._saved:

@@ -55,56 +55,54 @@ class Config:
     batch_size: int = option(64, "samples (rows of text) per update, over all ranks")
     micro_batch_size: int = option(8, "samples that one forward on one rank can hold")
     epochs: int = option(5, "passes over the training data")
-    updates: int = option(0, "updates to train for, in the place of epochs; 0: as epochs says")
+    updates: int = option(0, "updates to train for, instead of epochs; 0: epochs decides")
 
     optimizer: Literal["sgd", "adamw"] = option("sgd", "with lr, momentum (sgd) and weight_decay")
     lr: float = option(0.02, "the highest learning rate")
     momentum: float = option(0.9, "of sgd")
     weight_decay: float = option(0.0, "of either optimizer")
-    base_batch_size: int = option(0, "the batch that lr is meant for, where lr_scaling is asked for")
+    base_batch_size: int = option(0, "the batch that lr is meant for; lr_scaling needs it")
     lr_scaling: Literal["none", "linear", "sqrt"] = option("none", "lr times batch_size / base_batch_size, or its root")
-    warmup: int = option(0, "updates until the learning rate is at its highest")
+    warmup: int = option(0, "updates until the learning rate reaches lr")
     schedule: Literal["cosine", "constant"] = option("cosine", "after the warm-up, counted in updates")
     max_norm: float = option(1.0, "clip the gradient's norm; 0: do not")
-    on_nonfinite: Literal["raise", "skip"] = option("raise", "what a gradient with a NaN or an infinity does")
+    on_nonfinite: Literal["raise", "skip"] = option("raise", "reaction to a gradient with a NaN or an infinity")
     precision: Literal["float32", "bf16", "fp16", "float64"] = option("float32", "fp16 scales the loss")
 
     engine: Literal["auto", "plain", "ddp", "fsdp2", "deepspeed", "accelerate"] = option(
-        "auto", "what the model is wrapped in; auto: plain on one rank, ddp on several"
+        "auto", "the wrapper of the model; auto: plain on one rank, ddp on several"
     )
     sync: Literal["last", "every", "gathered", "replicas"] = option("last", "when gradients are reduced")
     replicas: int = option(1, "fsdp2: groups of ranks that hold the whole model each (HSDP)")
     stage: int = option(2, "deepspeed: the ZeRO stage, 0 to 3, as in configs/deepspeed/")
     deepspeed_config: str = option("", "deepspeed: another JSON file; its stage is then the one used")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", "GPUs where there are")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if the machine has any")
     workers: int = option(0, "processes that load data, on each rank")
     seed: int = option(0, "of weights, data order and dropout")
 
     out: str = option("", "the run's folder; runs/ and the name of the config file (runs/train)")
-    resume: bool = option(False, "go on from the newest checkpoint in the run's folder, if there is one")
+    resume: bool = option(False, "continue from the newest checkpoint in the run's folder, if there is one")
     checkpoint_every: str = option(
-        "50", "updates between checkpoints, or minutes as in 10m; 0: only at the end and when told to stop"
+        "50", "updates between checkpoints, or minutes as in 10m; 0: only at the end and at a stop"
     )
     keep: int = option(2, "checkpoints that stay")
     timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
-    progress_every: float = option(
-        30.0, "seconds between lines that say how far a run is, where there is no terminal; 0: none"
-    )
-    quiet: bool = option(False, "print nothing but warnings and what goes wrong")
+    progress_every: float = option(30.0, "seconds between lines of progress where there is no terminal; 0: none")
+    quiet: bool = option(False, "print only warnings and errors")
     tensorboard: bool = option(False, "write events for TensorBoard too")
     measure_noise: bool = option(False, "measure the gradient noise scale, and say whether a larger batch would help")
-    trace: str = option("", "a folder in which each rank writes when it did what; distaccum timeline draws it")
+    trace: str = option("", "a folder for the timeline of each rank; distaccum timeline draws it")
 
 
-# What a checkpoint can be gone on with although it was made with another value.
+# A run may resume a checkpoint that was made with another value of these.
 MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
     "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
     "checkpoint_every", "keep", "timeout", "evaluate_every", "progress_every", "quiet", "tensorboard",
     "measure_noise", "trace",
 }  # fmt: skip
-# Options that do nothing unless another has this value.
+# Each option does nothing unless another one has this value.
 NEEDS = {
     "stage": ("engine", "deepspeed"), "deepspeed_config": ("engine", "deepspeed"), "replicas": ("engine", "fsdp2"),
     "norm": ("task", "vision"), "image_size": ("task", "vision"), "augment": ("task", "vision"),
@@ -143,7 +141,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         nargs="?",
         const=0,
         metavar="RANKS",
-        help="print what would be done (on so many ranks), and stop",
+        help="print the plan of the run (on RANKS ranks), and stop",
     )
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
@@ -315,7 +313,7 @@ class BrokenFileError(Exception):
 
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
-    """What the library and the wrappers refuse, told as any other mistake in the options."""
+    """Reports a refusal by the library or a wrapper like any other mistake in the options."""
     try:
         yield
     except (ValueError, TypeError, AssertionError, DistaccumError) as error:  # DeepSpeed asserts
@@ -324,7 +322,7 @@ def refusals_in_a_line() -> Iterator[None]:
 
 @contextmanager
 def failures_in_a_line() -> Iterator[None]:
-    """What a run cannot go on after, and is no mistake of ours."""
+    """Reports a failure that ends a run and is no mistake of this program."""
     resume = "what was saved is whole, and --resume goes on from it"
     try:
         yield

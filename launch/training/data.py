@@ -74,7 +74,7 @@ class MicroBatches:
 
 
 def part(whole: Tensor, i: int, parts: int) -> Tensor:
-    """The i-th of so many parts, in order, as even as can be."""
+    """The i-th of these parts, in order; their sizes differ by one at most."""
     return whole[i * len(whole) // parts : (i + 1) * len(whole) // parts]
 
 

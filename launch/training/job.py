@@ -47,7 +47,7 @@ class Job:
 
     @classmethod
     def find(cls, config: Config, plan: int | None = None) -> Job:
-        """With `plan`, as rank 0 of so many, on a machine that need not have the devices."""
+        """With `plan`, rank 0 of that number of ranks; the machine need not have the devices."""
         if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun python launch/train.py
             named = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
             os.environ.update({name: os.environ[f"SLURM_{slurm}"] for name, slurm in named.items()})

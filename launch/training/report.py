@@ -1,4 +1,4 @@
-"""What a run tells: the plan before it, a bar and a log while it goes on, a summary and a picture at its end."""
+"""The output of a run: its plan, a bar and a log during the run, a summary and a picture at its end."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Report:
                 self._board.add_scalar("noise scale", self._noise, update.index)
 
     def progress(self, index: int, micro_batches: int) -> None:
-        """So many updates are done, and so many micro-batches of the next one."""
+        """Reports the number of finished updates, and of finished micro-batches of the next one."""
         now = time.perf_counter()
         if not self._says_progress or now - self._told < self._config.progress_every:
             return
@@ -216,14 +216,14 @@ class Report:
             values["noise_scale"] = self._noise
             values["batch"] = {"count": batch, **found._asdict()}
             # As of the last updates; it grows as the loss falls.
-            told = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}: {found}"
+            noise = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}: {found}"
         _write(self._folder / "summary.json", _json(values, indent=1) + "\n")
         say = self._job.say
         say(f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second")
         if self._losses:
             say(f"loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}; held out: {_listed(measured)}")
         if self._noise is not None:
-            say(told)
+            say(noise)
         if importlib.util.find_spec("matplotlib") is None:
             say("no picture: matplotlib is not installed (pip install matplotlib)")
         picture = draw(self._folder)
@@ -274,7 +274,7 @@ def draw(folder: Path) -> Path | None:
 
 
 def _cut(path: Path, start: int) -> None:
-    """Leaves what came before update `start`: a killed run may have written more than it kept."""
+    """Keeps the lines before update `start`: a killed run may have logged updates that no checkpoint has."""
     if not path.exists():
         return
     lines = path.read_text(errors="replace").splitlines(keepends=True)

@@ -24,7 +24,7 @@ from .config import BrokenFileError, Config, a_line, read_text, stop
 from .data import Keyed
 from .job import DTYPES
 
-HELD_OUT = 5  # of so many samples one is held out, where the data does not say which
+HELD_OUT = 5  # one sample in five is held out, where the data has no split of its own
 
 
 @dataclass(frozen=True)
