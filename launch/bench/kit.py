@@ -130,11 +130,12 @@ class RankError(Exception):
 class Ranks:
     """Processes with a gloo group: `ranks.run(function, *args)` gives the function's value on each of them.
 
-    An error ends the processes; the next `run` starts new ones.
+    An error ends the processes; the next `run` starts new ones. `anew`: none is a fork of this process, so that glibc
+    reads the environment variables that are set now.
     """
 
-    def __init__(self, num: int) -> None:
-        self.num = num
+    def __init__(self, num: int, *, anew: bool = False) -> None:
+        self.num, self._anew = num, anew
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
@@ -158,11 +159,12 @@ class Ranks:
     def _start(self) -> None:
         # A process of one thread can be forked safely; else a server is, which imports the program once.
         threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 2
-        context = multiprocessing.get_context("fork" if threads == 1 else "forkserver")
+        forks = threads == 1 and not self._anew
+        context = multiprocessing.get_context("fork" if forks else "forkserver")
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.num):
             ours, theirs = context.Pipe()
-            inherited = [*self._pipes, ours] if threads == 1 else []  # which it closes, to see this process end
+            inherited = [*self._pipes, ours] if forks else []  # which it closes, to see this process end
             given = rank, self.num, store, theirs, inherited
             self._processes.append(context.Process(target=_serve, args=given, daemon=True))
             self._processes[-1].start()
@@ -215,8 +217,8 @@ def _serve(rank: int, num: int, store: str, pipe: Connection, inherited: Sequenc
 
 
 @contextmanager
-def some_ranks(num: int) -> Iterator[Ranks]:
-    ranks = Ranks(num)
+def some_ranks(num: int, *, anew: bool = False) -> Iterator[Ranks]:
+    ranks = Ranks(num, anew=anew)
     try:
         yield ranks
     finally:

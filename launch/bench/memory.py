@@ -35,11 +35,11 @@ from kit import (
     circumstances,
     header,
     in_fresh_process,
-    in_ranks,
     peak_of,
     pyplot,
     resident,
     save,
+    some_ranks,
     write,
 )
 from torch import Tensor, nn
@@ -197,7 +197,8 @@ def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[di
     for one in chosen:
         print(one, file=sys.stderr)
         if one.on_ranks:
-            row = in_ranks(2, measure_here, str(one), options.batch_size, options.sizes, seconds=SECONDS)[0]
+            with some_ranks(2, anew=True) as ranks:
+                row = ranks.run(measure_here, str(one), options.batch_size, options.sizes, seconds=SECONDS)[0]
         else:  # in a group of one Accelerate would wrap the model in DDP
             sizes = ["--sizes", *map(str, options.sizes)]
             row = in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)
