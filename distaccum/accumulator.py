@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .accumulating.commit import Committer
 from .accumulating.config import BatchNorm, Config, OnNonfinite, by_name
-from .accumulating.drawing import Batches, cut
+from .accumulating.drawing import Batches, cut_up
 from .accumulating.nonfinite import LookAtEnd
 from .accumulating.planner import Planner
 from .accumulating.progress import Progress
@@ -160,7 +160,7 @@ class Accumulator:
         per sample; all else goes whole to each. `length` says the batch's length where it cannot be seen.
         """
         self._config.refuse_to_cut("split")
-        return self._planner.plan(cut(batch, self._config, self._progress.size, length))
+        return self._planner.plan(cut_up(batch, self._config, self._progress.size, length))
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
         """One window of the micro-batches that the caller made; ranks may have different numbers of them."""

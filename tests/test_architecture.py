@@ -1,7 +1,6 @@
 """The shape of the library, read from its source as text: what may import what, how large things are, who knows whom.
 
-What breaks a rule today is counted in `KNOWN`, which only becomes smaller.
-`python tests/test_architecture.py` prints the table.
+`python tests/test_architecture.py` prints what breaks a rule.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ FLOORS = (
 )
 LARGEST = {"class": 300, "function": 60, "file": 420, "signature": 8}
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
-FOREIGN_ROOMS = ("engines/private/", "gradients/scaling.py")
+FOREIGN_ROOMS = ("engines/private/", "gradients/private.py", "gradients/scaling.py")
+# Public in spite of the underscore: a named tuple's, and what this library notes on a user's object.
+PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_distaccum_user", "_distaccum_takers"}
 
 Source = Mapping[str, str]  # by path in the package
 
@@ -147,7 +148,7 @@ def private_reaches(source: Source) -> tuple[Counter[str], Counter[str]]:
         elsewhere = set().union(*(names for other, names in own.items() if other != path))
         for node in ast.walk(ast.parse(text)):
             name = reached_name(node)
-            if name is None or not name.startswith("_") or name.endswith("__") or name in own[path]:
+            if name is None or not name.startswith("_") or name.endswith("__") or name in own[path] | PUBLIC:
                 continue
             if path.startswith(FOREIGN_ROOMS):
                 continue  # a name of another library, also where one of ours is spelled alike
@@ -225,22 +226,9 @@ def breaches() -> dict[str, Counter[str]]:
     }
 
 
-KNOWN: dict[str, int] = {
-    "upward imports": 8,
-    "modules in a circle": 12,
-    "too large": 18,
-    "private names of ours": 104,
-    "private names of others": 114,
-    "names defined twice": 21,
-    "imports of tests": 0,
-}
-
-
 @pytest.mark.parametrize("rule", list(breaches()))
-def test_rule_holds_but_for_what_is_known(rule):
-    found = breaches()[rule]
-    number = len(found) if rule == "too large" else sum(found.values())
-    assert number <= KNOWN.get(rule, 0), dict(found)
+def test_rule_holds(rule):
+    assert not breaches()[rule]
 
 
 def test_rules_can_fail():

@@ -34,7 +34,7 @@ class Batches:
 Drawing = Callable[[int], Batches]  # for the update of an index
 
 
-def cut(batch: Any, config: Config, size: MicroBatchSize, length: int | None = None, parts: int = 1) -> Drawing:
+def cut_up(batch: Any, config: Config, size: MicroBatchSize, length: int | None = None, parts: int = 1) -> Drawing:
     """A batch, in the fewest parts that fit, or in `steps` parts."""
 
     def draw(index: int) -> Batches:
@@ -68,7 +68,7 @@ class Candidate:
                 del error  # or its traceback would keep itself
 
 
-def examine(
+def candidate_of(
     draw: Drawing,
     index: int,
     counts_of: Mapping[str, Count] | None,

@@ -26,7 +26,7 @@ from ..window.status import Stage, Status
 from ..window.window import Trained, Window
 from .commit import Committer
 from .config import Config
-from .drawing import Batches, Candidate, Drawing, Feed, examine
+from .drawing import Batches, Candidate, Drawing, Feed, candidate_of
 from .progress import Progress
 from .setup import Setup, Users, guard_steps
 
@@ -103,7 +103,7 @@ class Planner:
         config, progress, engine = self.config, self.progress, self.setup.engine
         trace = None if engine.peers.waits is None else self.setup.trace
         with nullcontext() if trace is None else trace.planning(progress.index):
-            candidate = examine(
+            candidate = candidate_of(
                 draw,
                 progress.index,
                 None if manner.is_sum else config.counts,

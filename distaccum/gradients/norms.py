@@ -101,3 +101,8 @@ def look_at(norm_of: Norm, norm: Tensor | None) -> Look:
     if not math.isfinite(largest.item()):
         return Look(False, norm)
     return Look(True, None if norm is None else largest * norm_of(2.0, largest))
+
+
+def widest(number: Tensor) -> Tensor:
+    """In float64, or in float32 on Apple's GPUs, which have no wider type."""
+    return number.float() if number.device.type == "mps" else number.double()

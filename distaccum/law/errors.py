@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import warnings
 from pathlib import Path
 
@@ -20,8 +20,9 @@ class LostRanksError(DistaccumError):
 
 def warn(message: str) -> None:
     """A warning at the line of the caller's code that led here, however deep in this package it was seen."""
-    frame, level = sys._getframe(1), 2
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+    here = inspect.currentframe()
+    frame, level = here.f_back if here else None, 2
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, stacklevel=level)
 

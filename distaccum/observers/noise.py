@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 
 from ..engines import Engine
 from ..engines.base import Leaf
-from ..gradients.norms import HALF, total_norm
+from ..gradients.norms import HALF, total_norm, widest
 from ..law.errors import Once
 from ..law.shares import Reduction, share_of
 from ..law.update import Waitable
@@ -110,7 +110,7 @@ class Norms(NamedTuple):
 
 
 @dataclass
-class Record:
+class NoiseRecord:
     """What is to be known of one update, and the noise scale up to it."""
 
     of: Averages | None  # None once it is read
@@ -132,7 +132,7 @@ class Averages:
 
     def __init__(self, reduction: Reduction) -> None:
         self._reduction = reduction
-        self._pending: list[Record] = []
+        self._pending: list[NoiseRecord] = []
         self._square, self._trace, self._weight = 0.0, 0.0, 0.0  # sums over updates, older ones counting less
 
     def add(
@@ -141,19 +141,19 @@ class Averages:
         reduction: Waitable | None = None,
         norm: Tensor | None = None,
         count: float = 0.0,
-    ) -> Record:
+    ) -> NoiseRecord:
         """An update's record; without numbers it leaves the noise scale as it is."""
-        record = Record(self, numbers, reduction, norm, count)
+        record = NoiseRecord(self, numbers, reduction, norm, count)
         self._pending.append(record)
         if len(self._pending) > MOST_PENDING:
             self.fold()
         return record
 
-    def fold(self, last: Record | None = None) -> None:
+    def fold(self, last: NoiseRecord | None = None) -> None:
         """Takes what is pending into the averages, up to a record or all, in one wait for the device."""
         end = len(self._pending) if last is None else 1 + next(i for i, one in enumerate(self._pending) if one is last)
         pending, self._pending = self._pending[:end], self._pending[end:]
-        rows = iter(_read([one for one in pending if one.numbers is not None]))
+        rows = iter(_read_rows([one for one in pending if one.numbers is not None]))
         for record in pending:
             if record.numbers is not None:
                 record.norms = self._norms(next(rows), record.count)
@@ -276,13 +276,13 @@ class Noise(Observer):
 
     def small(self, early: Early, share: float, count: float) -> Small:
         """`share` is what the micro-loss was multiplied by, besides a scaler's scale."""
-        norm = self._unscaled(_wide(early.norm()))
+        norm = self._unscaled(widest(early.norm()))
         factor = share if self._reduction == "mean" else share * count
         return Small((norm / factor).square(), 1 / count)
 
     def complete(self, complete: Complete) -> None:
         if self.compares and not self._steps:
-            self._part = self._unscaled(self._unscaled(_wide(self._engine.part_of_square(complete.parameters))))
+            self._part = self._unscaled(self._unscaled(widest(self._engine.part_of_square(complete.parameters))))
 
     def numbers(self, like: Tensor, norm: Tensor | None, parameters: Sequence[nn.Parameter]) -> Tensor | None:
         """Squares, 1 / counts, how many ranks have them, and the window's |g|^2 in parts."""
@@ -290,9 +290,9 @@ class Noise(Observer):
             return None
         part = self._part
         if norm is not None:
-            part = _wide(norm).square() / self._engine.peers.num_ranks
+            part = widest(norm).square() / self._engine.peers.num_ranks
         elif self._steps and not self._engine.judges_gradients:  # else it is known after the step
-            part = _wide(self._engine.part_of_square(parameters))
+            part = widest(self._engine.part_of_square(parameters))
         # Filled, and not copied from the host, which would wait for the device.
         nothing = like.new_zeros(())
         of_small = [nothing] * 3
@@ -318,11 +318,7 @@ class Noise(Observer):
         return number / scale
 
 
-def _wide(number: Tensor) -> Tensor:
-    return number if number.device.type == "mps" else number.double()  # which Apple's GPUs lack
-
-
-def _read(records: Sequence[Record]) -> list[list[float]]:
+def _read_rows(records: Sequence[NoiseRecord]) -> list[list[float]]:
     rows = []
     for record in records:
         if record.reduction is not None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ..batchnorm import batchnorms
 from ..engines import Engine
+from ..gradients.norms import widest
 from ..gradients.private import is_compiled, version_of
 from ..law.errors import DistaccumError
 from ..law.shares import listed
@@ -255,7 +256,7 @@ def _take_back(
     if outputs is None or not counts():
         return
     inputs = args[0] if args else kwargs["input"]
-    mean, variance = _wide(mean), _wide(variance)
+    mean, variance = widest(mean), widest(variance)
     number = mean.new_full((), inputs.numel() // inputs.shape[1])
     if layer.is_synchronised:
         layer.seen.append(Seen(number, mean, variance))  # how many all ranks had is known at the window's edge
@@ -268,12 +269,8 @@ def _take_back(
 
 
 def _nothing(module: Any) -> Seen:
-    zeros = _wide(torch.zeros_like(module.running_mean))
+    zeros = widest(torch.zeros_like(module.running_mean))
     return Seen(zeros.new_zeros(()), zeros, zeros)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.device.type == "mps" else tensor.double()  # which Apple's GPUs lack
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..accumulating.drawing import cut
+from ..accumulating.drawing import cut_up
 from ..accumulating.planner import Manner, Planner
 from ..engines.peers import Peers, ranks_where
 from ..gradients.memory import in_short, is_out_of_memory
@@ -41,7 +41,7 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: Callable[...
         one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
         return one.run, Manner(is_sum=True, ledger=PairsLedger, also=(one,))
 
-    update = retry(planner, cut(batch, planner.config, planner.progress.size), begin)
+    update = retry(planner, cut_up(batch, planner.config, planner.progress.size), begin)
     planner.progress.num_contrasts += 1
     return update
 
@@ -169,7 +169,7 @@ class Contrast(Observer):
                 f"loss_fn uses a parameter that {self._engine.name} shards, of which a rank has a part; use it in "
                 "encode(), or keep it outside the wrapper and give it to an optimizer"
             )
-        found = [None if g is None else _wide(g) / scale.to(g.device, _wide(g).dtype) for g in scaled]
+        found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
         by_tensor = dict(zip(map(id, wanted), found, strict=False))
         of_parameters = zip(parameters, found[len(wanted) :], strict=True)
         return [by_tensor.get(id(one)) for one in representations], [(p, g) for p, g in of_parameters if g is not None]
@@ -340,7 +340,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 def _of_no_weight(representations: Sequence[Tensor]) -> Tensor:
     tensors = [one for one in representations if one.requires_grad]
-    nothing: Tensor = _Carry.apply([torch.zeros_like(_wide(one)) for one in tensors], *tensors)
+    nothing: Tensor = _Carry.apply([torch.zeros_like(_in_float32(one)) for one in tensors], *tensors)
     return nothing
 
 
@@ -361,5 +361,5 @@ def _ledger_of(at: Status) -> PairsLedger:
     return at.ledger
 
 
-def _wide(tensor: Tensor) -> Tensor:
+def _in_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in HALF else tensor

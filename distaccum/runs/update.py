@@ -10,7 +10,7 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ..accumulating.drawing import Drawing, cut
+from ..accumulating.drawing import Drawing, cut_up
 from ..accumulating.nonfinite import NonfiniteError
 from ..accumulating.planner import LOOP, Manner, Planner
 from ..engines import Engine
@@ -90,7 +90,7 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
 
 def update(planner: Planner, batch: Any, loss_fn: LossFn) -> Update:
     """One update of a batch that is cut."""
-    draw = cut(batch, planner.config, planner.progress.size)
+    draw = cut_up(batch, planner.config, planner.progress.size)
     return retry(planner, draw, lambda _: (partial(run_all, loss_fn=loss_fn), LOOP))
 
 

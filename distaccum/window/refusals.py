@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from ..law.errors import DistaccumError
-from .status import FAILED, WAITING, Stage, Status
+from .status import DONE, FAILED, WAITING, Stage, Status
 
 
 def refuse_backward(status: Status) -> NoReturn:
@@ -25,6 +25,21 @@ def refuse_backward(status: Status) -> NoReturn:
         f"a second backward() {status.where()}, which would count its samples twice; add the losses up, or go "
         "through window.parts(items), which gives each item a backward of its own"
     )
+
+
+def end_micro_batch(status: Status) -> None:
+    """Raises where the micro-batch at work lacks a backward, a part or a named loss."""
+    if status.stage is Stage.LEFT:
+        raise DistaccumError(f"this window is {status.describe()}")
+    if status.has_more_parts:
+        raise DistaccumError("parts() or heads() was left before its last item; go through all of them")
+    if status.turn is not DONE:
+        raise DistaccumError(without_backward("a micro-batch", status))
+    if missing := status.ledger.missing(status.source.counts_here):
+        raise DistaccumError(
+            f"micro-batch {status.source.place} got no loss for {missing}, although its count is above 0; give each "
+            "name its loss, or let count give 0 where there is none"
+        )
 
 
 def without_backward(what: str, status: Status) -> str:

@@ -26,7 +26,7 @@ class StandIn:
     counts: Counts
 
 
-class Stream(Protocol):
+class Draws(Protocol):
     """Draws a window while it runs."""
 
     is_independent: bool  # ranks need not know of each other's micro-batches before the window's edge
@@ -146,7 +146,7 @@ class Streamed(Source):
         stand_in: StandIn | None,
         micro_batches: Sequence[Any],
         counts: Sequence[Counts],
-        stream: Stream,
+        stream: Draws,
     ) -> None:
         super().__init__(engine, plan, stand_in)
         self._engine, self._plan, self._stream = engine, plan, stream

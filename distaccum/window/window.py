@@ -20,7 +20,7 @@ from ..law.shares import tidy
 from ..law.update import Update
 from .observer import Complete, Observer
 from .parts import each_head, each_part
-from .refusals import refuse_backward, refuse_inference_mode, without_backward
+from .refusals import end_micro_batch, refuse_backward, refuse_inference_mode
 from .resume import Unfinished, suspended
 from .source import Streamed, untouched_statistics
 from .status import DONE, FAILED, WAITING, Stage, Status
@@ -134,7 +134,7 @@ class Window:
                 else:
                     yield source.take()
                 if checks_names or status.turn is not DONE or status.has_more_parts or status.stage is Stage.LEFT:
-                    self._end_micro_batch()
+                    end_micro_batch(status)
             if self._tamper.differs():
                 self._refuse_tampered()
             if not self._plan.is_empty:
@@ -165,20 +165,6 @@ class Window:
             self._is_first = False
             self._source.skip(unfinished.done)
             set_random_state(unfinished.random)  # what was drawn since then has drawn numbers too
-
-    def _end_micro_batch(self) -> None:
-        status = self._status
-        if status.stage is Stage.LEFT:
-            raise DistaccumError(f"this window is {status.describe()}")
-        if status.has_more_parts:
-            raise DistaccumError("parts() or heads() was left before its last item; go through all of them")
-        if status.turn is not DONE:
-            raise DistaccumError(without_backward("a micro-batch", status))
-        if missing := self._ledger.missing(self._source.counts_here):
-            raise DistaccumError(
-                f"micro-batch {self._source.place} got no loss for {missing}, although its count is above 0; give each "
-                "name its loss, or let count give 0 where there is none"
-            )
 
     def _finish(self) -> None:
         """Gradients become final."""

@@ -9,7 +9,7 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from ...accumulating.drawing import Batches, cut
+from ...accumulating.drawing import Batches, cut_up
 from ...accumulating.planner import Manner, Planner
 from ...gradients.norms import local
 from ...law.errors import DistaccumError
@@ -57,9 +57,9 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
             if micro_batches is not None:
                 batches = Batches(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
             else:
-                batches = cut(batch, trial.config, trial.progress.size)(index)
+                batches = cut_up(batch, trial.config, trial.progress.size)(index)
                 if len(batches.micro_batches) < 2 <= sum(batches.lengths or []):
-                    batches = cut(batch, trial.config, trial.progress.size, parts=2)(index)
+                    batches = cut_up(batch, trial.config, trial.progress.size, parts=2)(index)
             num = len(batches.micro_batches)
             return batches
 
