@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..gradients.norms import EPSILON, Norm, look_at
+from ..gradients.norms import EPSILON
 from ..gradients.scaling import (
     divide_in_step,
     divided,
@@ -29,7 +29,7 @@ from ..law.update import Update, Waitable
 from ..observers.noise import Noise
 from ..window.observer import Complete
 from .config import Config
-from .nonfinite import judge
+from .nonfinite import Norm, judge, look_at
 from .progress import Progress
 from .setup import Setup
 

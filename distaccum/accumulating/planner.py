@@ -11,10 +11,9 @@ from typing import Any, final
 
 from torch import nn
 
-from ..engines.peers import refuse_where
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
-from ..law.errors import DistaccumError
+from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import Plan, RankReport, guess_counts, make_plan
 from ..law.shares import Reduction, listed
 from ..observers.inspection import Inspection
@@ -111,7 +110,9 @@ class Planner:
                 agrees=manner.agreement is not None,
                 reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
             )
-            reports = [RankReport.from_row(row) for row in engine.peers.gather(candidate.report.to_row())]
+            reports = [candidate.report]
+            if engine.peers.num_ranks > 1:
+                reports = [RankReport.from_row(row) for row in engine.peers.gather(candidate.report.to_row())]
             candidate.raise_error()
             return self._window_of(candidate, reports, manner)
 
@@ -241,7 +242,7 @@ class Planner:
             or unfinished.counts[: len(known)] != known
             or (self.config.lookahead and len(unfinished.counts) != len(known))
         )
-        refuse_where(
+        all_or_none(
             [flag for (flag,) in self.setup.engine.peers.gather([float(differs)])],
             None,
             f"the state was taken in the middle of update {unfinished.index} and this window is not that one on "

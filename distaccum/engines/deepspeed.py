@@ -28,11 +28,10 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ..gradients.norms import total_norm
-from ..law.errors import DistaccumError, warn
+from ..law.errors import DistaccumError, ranks_where, warn
 from ..law.plan import Plan
 from ..law.shares import listed
 from .base import Sync
-from .peers import ranks_where
 from .private import deepspeed as private
 from .private.autograd import is_reached
 from .ranks import RanksEngine, refuse_narrower

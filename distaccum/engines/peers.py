@@ -162,34 +162,6 @@ class GroupPeers(Peers):
         return self.host_group if tensor.device.type == "cpu" else self.group
 
 
-def all_or_none(peers: Peers, error: Exception | None, message: str) -> None:
-    """Raises on every rank if any has an error: the rank that has it its own, the others `message`.
-
-    `{ranks}` in the message stands for those that have one. Costs a gather.
-    """
-    refuse_where([bool(failed) for (failed,) in peers.gather([float(error is not None)])], error, message)
-
-
-def refuse_where(failed: Sequence[object], error: Exception | None, message: str) -> None:
-    """As `all_or_none`, if it is known already which ranks `failed`."""
-    if error is not None:
-        try:
-            raise error
-        finally:
-            del error  # or its traceback would keep itself
-    if any(failed):
-        raise DistaccumError(message.replace("{ranks}", ranks_where(failed)))
-
-
-def ranks_where(flags: Sequence[object]) -> str:
-    """The ranks whose flag is set, as an error lists them.
-
-    >>> ranks_where([True, False, True])
-    '0, 2'
-    """
-    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-
-
 def _is_of_a_collective(error: RuntimeError) -> bool:
     """Whether it was raised by a collective whose other ranks are gone. gloo's errors have no type of their own."""
     if isinstance(error, DistaccumError):

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..law.errors import DistaccumError
+from ..law.errors import DistaccumError, ranks_where
 from ..law.plan import Plan
 from .averaging import average_by_hand
 from .base import Engine, Sync
-from .peers import GroupPeers, ranks_where
+from .peers import GroupPeers
 from .shards import is_part, lies_over
 
 

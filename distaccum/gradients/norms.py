@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -77,30 +76,6 @@ def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtyp
     for gradient in gradients:
         by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     return by_kind
-
-
-class Norm(Protocol):
-    """Gives the norm of the whole gradient over all ranks, divided by `over`; `kind` is 2 or infinity."""
-
-    def __call__(self, kind: float, over: Tensor | None = None) -> Tensor: ...
-
-
-class Look(NamedTuple):
-    finite: bool  # every element
-    norm: Tensor | None
-    read: float = math.inf  # the norm, where it was read
-
-
-def look_at(norm_of: Norm, norm: Tensor | None) -> Look:
-    """Whether every element is finite, and the norm. Reads one number, after at most one pass in the usual case."""
-    # On a CPU the largest element takes eighteen times as long as the norm.
-    read = (norm_of(2.0) if norm is None else norm).item()
-    if math.isfinite(read):
-        return Look(True, norm, read)
-    largest = norm_of(math.inf)  # a sum of squares can overflow, this cannot
-    if not math.isfinite(largest.item()):
-        return Look(False, norm)
-    return Look(True, None if norm is None else largest * norm_of(2.0, largest))
 
 
 def widest(number: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
@@ -16,6 +17,29 @@ class DistaccumError(RuntimeError):
 
 class LostRanksError(DistaccumError):
     """Other ranks died or did not come, so that they cannot be told of anything."""
+
+
+def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:
+    """Raises on every rank if any has an error: a rank that has one its own, the others a DistaccumError.
+
+    `failed` has a flag for each rank, which all ranks know; `{ranks}` in the message stands for those that failed.
+    """
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # or its traceback would keep itself
+    if any(failed):
+        raise DistaccumError(message.replace("{ranks}", ranks_where(failed)))
+
+
+def ranks_where(flags: Sequence[object]) -> str:
+    """The ranks whose flag is set, as an error lists them.
+
+    >>> ranks_where([True, False, True])
+    '0, 2'
+    """
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
 def warn(message: str) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from .errors import DistaccumError
+from .errors import DistaccumError, all_or_none
 from .shares import tidy
 
 
@@ -75,11 +75,11 @@ class Plan:
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    if any(by_rank.failed):
-        failed = [str(rank) for rank, has_failed in enumerate(by_rank.failed) if has_failed]
-        raise DistaccumError(
-            f"rank {', '.join(failed)} could not plan this window (its own error says why); no gradient was touched"
-        )
+    all_or_none(
+        by_rank.failed,
+        None,
+        "rank {ranks} could not plan this window (its own error says why); no gradient was touched",
+    )
     _refuse_disagreement("the update's index", by_rank.update, "load the same state, and ask for as many windows")
     _refuse_disagreement(
         "who runs the window",

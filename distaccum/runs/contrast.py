@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from ..accumulating.drawing import cut_up
 from ..accumulating.planner import Manner, Planner
-from ..engines.peers import Peers, ranks_where
+from ..engines.peers import Peers
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
 from ..gradients.snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
-from ..law.errors import DistaccumError
+from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
 from ..law.update import Update
 from ..observers.statistics import Pool

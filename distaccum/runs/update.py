@@ -14,9 +14,8 @@ from ..accumulating.drawing import Drawing, cut_up
 from ..accumulating.nonfinite import NonfiniteError
 from ..accumulating.planner import LOOP, Manner, Planner
 from ..engines import Engine
-from ..engines.peers import ranks_where
 from ..gradients.memory import free, in_short, is_out_of_memory
-from ..law.errors import DistaccumError, LostRanksError
+from ..law.errors import DistaccumError, LostRanksError, ranks_where
 from ..law.update import Update
 from ..window.observer import Observer
 from ..window.status import Stage, Status

@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 from torch import nn
 
 from ..engines import Engine
-from ..engines.peers import refuse_where
+from ..law.errors import all_or_none
 from ..law.plan import Plan
 
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
@@ -40,12 +40,16 @@ class Source(ABC):
     """Abstract: hands out this rank's micro-batches in order, then its stand-ins."""
 
     def __init__(self, engine: Engine, plan: Plan, stand_in: StandIn | None) -> None:
-        self.place = -1  # of the micro-step at work
+        self.place = -1
         self.stand_in = stand_in
         self.num_counted = plan.num_counted  # micro-batches by rank; streaming, those known
         self._micro_batches: deque[Any] = deque()
         self.counts: list[Counts] = []  # of this rank's micro-batches
         self.numbers: list[int] = []  # their places among all that were drawn
+        # Of the micro-step at work:
+        self.is_stand_in = False  # it is no micro-batch of this rank's own
+        self.reduces = False  # its last backward does
+        self.counts_here: Counts = ()  # its denominators
         self._count_micro_steps(engine, plan)
 
     def _count_micro_steps(self, engine: Engine, plan: Plan) -> None:
@@ -57,30 +61,24 @@ class Source(ABC):
         """This rank's micro-batches; streaming, those known."""
         return len(self.counts)
 
-    @property
-    def is_stand_in(self) -> bool:
-        """Whether the micro-step at work is no micro-batch of this rank's own."""
-        return self.place >= len(self.counts)
-
-    @property
-    def counts_here(self) -> Counts:
-        """The denominators of the micro-step at work."""
-        if self.place < len(self.counts):
-            return self.counts[self.place]
-        assert self.stand_in is not None
-        return self.stand_in.counts
-
-    @property
-    def reduces(self) -> bool:
-        """Whether the last backward of the micro-step at work reduces."""
-        return self.place == self.num_micro_steps - 1 or self.place < self.num_early_reductions
-
     def advance(self) -> bool:
         """Goes to the next micro-step, if there is one."""
-        if self.place + 1 >= self.num_micro_steps:
+        place = self.place + 1
+        if place >= self.num_micro_steps:
             return False
-        self.place += 1
+        self.place = place
+        self._arrive()
         return True
+
+    def _arrive(self) -> None:
+        """Once in each micro-step, so that nobody computes these again."""
+        place = self.place
+        self.is_stand_in = place >= len(self.counts)
+        self.reduces = place == self.num_micro_steps - 1 or place < self.num_early_reductions
+        if not self.is_stand_in:
+            self.counts_here = self.counts[place]
+        elif self.stand_in is not None:
+            self.counts_here = self.stand_in.counts
 
     def micro_batches(self) -> Sequence[Any]:
         """This rank's own that were not handed out yet."""
@@ -168,6 +166,7 @@ class Streamed(Source):
         waits = self._engine.peers.waits
         with nullcontext() if waits is None else waits.span("plan", ahead=True):
             self._draw()
+        self._arrive()
 
     def _draw(self) -> None:
         drawn, error = None, None
@@ -183,7 +182,7 @@ class Streamed(Source):
         alone = self._stream.is_independent
         rows = [] if alone else self._engine.peers.gather([float(self.num), float(error is not None)])
         try:
-            refuse_where(
+            all_or_none(
                 [row[1] for row in rows],
                 error,
                 "rank {ranks} could not draw a micro-batch (its own error says why)",

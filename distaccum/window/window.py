@@ -177,7 +177,7 @@ class Window:
             raise
         if isinstance(self._source, Streamed):
             total = self._source.total()
-            self.counts = dict.fromkeys(self._plan.counts, tidy(total))
+            self.counts.update(dict.fromkeys(self._plan.counts, tidy(total)))
             factor = self._ledger.correct(total)
             if factor != 1.0:
                 self._engine.scale(self._parameters, factor)

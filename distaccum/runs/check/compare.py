@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...engines import Engine
-from ...engines.peers import refuse_where
 from ...gradients.memory import in_short
 from ...gradients.names import names_of
 from ...gradients.snapshot import Snapshot, random_devices, random_state, same_random, set_seed
 from ...law.batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
-from ...law.errors import DistaccumError
+from ...law.errors import DistaccumError, all_or_none
 from ...law.shares import Reduction, listed
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
@@ -95,7 +94,7 @@ class Comparison:
         batches = [(self._own, self._own_length)]
         if self.engine.peers.num_ranks > 1:
             batches = self.engine.peers.gather_objects((map_tensors(self._own, Tensor.cpu), self._own_length))
-        refuse_where(
+        all_or_none(
             [length < 0 for _, length in batches],
             failed,
             "rank {ranks} has a batch whose length cannot be seen, or nothing to train (its own error says which)",
