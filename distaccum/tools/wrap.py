@@ -25,7 +25,7 @@ def mesh_of(module: nn.Module, shape: Sequence[int] = ()) -> Any:
     """A mesh over all ranks: `(shards,)`, or `(replicas, shards)`; without a shape, one shard per rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    shape = tuple(shape) or (dist.get_world_size(),)
+    shape = tuple(shape or ()) or (dist.get_world_size(),)
     return init_device_mesh(_device_type(module), shape, mesh_dim_names=("replicas", "shards")[-len(shape) :])
 
 
