@@ -55,7 +55,7 @@ class Record:
     def __init__(self, losses: Tensor, noise: Tensor | None, overflows: Tensor | None) -> None:
         pieces = [one for one in (losses, noise, overflows) if one is not None]
         self.values = torch.cat(pieces) if len(pieces) > 1 else losses
-        self._ends = len(losses), len(losses) + (0 if noise is None else len(noise))
+        self._sizes = [one.numel() for one in pieces]
         self.reduction: Waitable | None = None  # under way
 
     def wait(self) -> None:
@@ -64,11 +64,11 @@ class Record:
 
     @property
     def losses(self) -> Tensor:
-        return self.values[: self._ends[0]]
+        return self.values if len(self._sizes) == 1 else self.values[: self._sizes[0]]
 
     @property
     def noise(self) -> Tensor:
-        return self.values[self._ends[0] : self._ends[1]]
+        return self.values[self._sizes[0] :][: self._sizes[1]]
 
     @property
     def overflows(self) -> Tensor:

@@ -234,6 +234,8 @@ class WeightedLedger(Ledger):
         used = [weight for weight in weights if weight.losses]
         if not used:
             return torch.zeros((), dtype=self._wide, device=self._device)
+        if len(used) == 1 and len(used[0].losses) == 1:
+            return (used[0].losses[0].to(self._wide) * used[0].share).to(self._device)
         losses = torch.stack([loss for weight in used for loss in weight.losses])
         if len(used) == 1:
             return (losses.sum(dtype=self._wide) * used[0].share).to(self._device)
