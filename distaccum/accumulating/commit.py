@@ -18,8 +18,8 @@ from ..gradients.norms import EPSILON
 from ..gradients.scaling import (
     divide_in_step,
     divided,
+    note_overflow,
     stamp_of_scale,
-    tell,
     unscale,
     unscales_in_step,
     update_without_gradients,
@@ -176,7 +176,7 @@ class Committer:
                 gradient.divisor = self._scaler.scale(norm.new_ones((), dtype=torch.float32))
                 if stepped:
                     gradient.flags = [(~norm.isfinite()).to(torch.float32)]
-                    tell(self._scaler, self._optimizers, gradient.flags[0])
+                    note_overflow(self._scaler, self._optimizers, gradient.flags[0])
                 gradient.norm = norm / gradient.divisor if measures or compares else None
                 return gradient
             gradient.flags = unscale(self._scaler, self._optimizers)

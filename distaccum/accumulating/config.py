@@ -96,7 +96,7 @@ class Config:
         )
 
 
-def several(name: str, value: Any, needs: str) -> list[Any]:
+def as_list(name: str, value: Any, needs: str) -> list[Any]:
     """One or several things that have `needs`, as a list; None is none of them."""
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for one in values:

@@ -15,7 +15,7 @@ from ..engines import Engine
 from ..gradients.names import names_of
 from ..gradients.norms import local
 from ..law.errors import DistaccumError
-from ..law.shares import listed
+from ..law.shares import shorten
 from ..observers.inspection import Inspection
 from ..window.ledger import PairsLedger
 from ..window.observer import Complete, Observer
@@ -129,7 +129,7 @@ def _named(rows: Sequence[Sequence[float]], parameters: Sequence[nn.Parameter], 
     if not first:
         return ""
     more = max(int(row[0]) for row in rows) - len(first)
-    listing = listed([names.get(id(parameters[i]), f"parameter {i}") for i in first])
+    listing = shorten([names.get(id(parameters[i]), f"parameter {i}") for i in first])
     return listing + (f" and {more} more" if more > 0 and "more" not in listing else "")
 
 

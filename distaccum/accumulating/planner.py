@@ -15,7 +15,7 @@ from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import Plan, RankReport, guess_counts, make_plan
-from ..law.shares import Reduction, listed
+from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
@@ -257,7 +257,7 @@ class Planner:
         if names:
             self.setup.once(
                 "batchnorm",
-                f"{listed(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
+                f"{shorten(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
                 "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
                 "LayerNorm, or accept it: batchnorm='pool' moves running statistics once per window, by "
                 "those of all of it, and 'ignore' once per micro-batch",

@@ -20,7 +20,7 @@ from ..engines.accelerate import Accelerated
 from ..gradients.scaling import refuse_mixed
 from ..law.errors import DistaccumError, Once
 from ..observers.trace import Trace
-from .config import Config, several
+from .config import Config, as_list
 
 
 @final
@@ -30,11 +30,11 @@ class Setup:
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
-        self.models: list[nn.Module] = several("model", model, "forward")
+        self.models: list[nn.Module] = as_list("model", model, "forward")
         self.accelerated = Accelerated(
             accelerator,
-            several("optimizer", optimizer, "param_groups"),
-            several("scheduler", scheduler, "step"),
+            as_list("optimizer", optimizer, "param_groups"),
+            as_list("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
         self.engine: Engine = choose_engine(self.models, config.sync)

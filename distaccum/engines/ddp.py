@@ -25,7 +25,7 @@ from ..gradients.norms import leaves
 from ..gradients.wide import Phase, Sums
 from ..law.errors import DistaccumError
 from ..law.plan import Plan
-from ..law.shares import listed
+from ..law.shares import shorten
 from .base import Sync
 from .ddp_flags import NotesStrays, give_back_flags, take_flags, takers_of
 from .partial import gradients_of, put_gradients
@@ -255,7 +255,7 @@ class DDPEngine(RanksEngine):
         names = list(self._covered[wrapper])
         missing = [names[int(i)] for i in found[1].split()] if found else ["a parameter"]
         return (
-            f"{listed(missing)} took no part in the last backward of the window (or an early one, under sync='every'), "
+            f"{shorten(missing)} took no part in the last backward of the window (or an early one, sync='every'), "
             "which is the one that reduces, so DDP did not reduce it; pass find_unused_parameters=True to DDP "
             "(parameters that a micro-batch leaves out are then exact), or use all of them in each micro-batch"
         )
@@ -318,7 +318,7 @@ def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Para
     frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
     if frozen and not wrapper.find_unused_parameters:
         raise DistaccumError(
-            f"{listed(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and leaves "
+            f"{shorten(frozen)} was frozen after DDP wrapped the model, which then waits for its gradient and leaves "
             "ranks apart; freeze first and wrap then, or pass find_unused_parameters=True to DDP"
         )
     if sum(p.requires_grad for p in wrapper.parameters()) > len(reduced) - len(frozen):
@@ -327,13 +327,13 @@ def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Para
         left_out = [name for name, p in named if p.requires_grad and _is_ignored(wrapper, name)]
         if left_out:
             raise DistaccumError(
-                f"{listed(left_out)} is trained and in _ddp_params_and_buffers_to_ignore, so DDP does not reduce it "
+                f"{shorten(left_out)} is trained and in _ddp_params_and_buffers_to_ignore, so DDP does not reduce it "
                 "and ranks may hold copies of it or parts; let DDP reduce it, keep it outside of the wrapped module "
                 "(it is then averaged over ranks), or freeze it"
             )
         thawed = [n for n, p in wrapper.named_parameters() if p.requires_grad and id(p) not in known]
         raise DistaccumError(
-            f"{listed(thawed)} is trained but was frozen or absent when DDP wrapped the model, which does not reduce "
+            f"{shorten(thawed)} is trained but was frozen or absent when DDP wrapped the model, which does not reduce "
             "it; wrap the model anew"
         )
 

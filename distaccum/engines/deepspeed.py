@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..gradients.norms import total_norm
 from ..law.errors import DistaccumError, ranks_where, warn
 from ..law.plan import Plan
-from ..law.shares import listed
+from ..law.shares import shorten
 from .base import Sync
 from .private import deepspeed as private
 from .private.autograd import is_reached
@@ -227,7 +227,7 @@ class DeepSpeedEngine(RanksEngine):
         without = ranks_where([differ[0] in names for names in by_rank])
         raise DistaccumError(
             f"rank {without} does not use {differ[0]} in this micro-batch and another rank does (of "
-            f"{listed(differ)}), and ZeRO stage 2 reduces in each micro-step the gradients of a rank's own backward; "
+            f"{shorten(differ)}), and ZeRO stage 2 reduces in each micro-step the gradients of a rank's own backward; "
             "use the same modules on all ranks" + (", or sync='last'" if self.sync == "every" else "")
         )
 
@@ -302,7 +302,7 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
     outside = [n for model in models for n, p in model.named_parameters() if p.requires_grad and id(p) not in own]
     if outside:
         raise ValueError(
-            f"{listed(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps it; "
+            f"{shorten(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps it; "
             "put it into the module that deepspeed.initialize gets"
         )
     if engine.optimizer is None:

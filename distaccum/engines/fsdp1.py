@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ..gradients.norms import HALF
 from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
-from ..law.shares import listed
+from ..law.shares import shorten
 from .base import Leaf, Sync
 from .private import fsdp1 as private
 from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
@@ -50,7 +50,7 @@ class FSDPEngine(RanksEngine):
         low = [name for name, adds_up in self._adds_up_in("last") if adds_up in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
-                f"FSDP1 adds gradients up in half precision between micro-steps (in {listed(low)}), whatever its "
+                f"FSDP1 adds gradients up in half precision between micro-steps (in {shorten(low)}), whatever its "
                 "reduce_dtype; sync='every' adds them up in the dtype of the parameters, and so does fully_shard with "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
             )

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from ..gradients.norms import HALF
 from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
-from ..law.shares import listed
+from ..law.shares import shorten
 from .base import Leaf, Sync
 from .partial import from_host, gradients_of, on_host, put_gradients
 from .private import fsdp2 as private
@@ -71,7 +71,7 @@ class FullyShardEngine(RanksEngine):
             self.policies = tuple(policy for policy in self.policies if policy != "gathered")
             if sync == "gathered":
                 raise ValueError(
-                    f"sync='gathered' with {listed(list(map(self.name_of, self._parts)))}, cut over the data-parallel "
+                    f"sync='gathered' with {shorten(list(map(self.name_of, self._parts)))}, cut over the data-parallel "
                     "ranks outside of fully_shard: forwards wait for all ranks, and each rank would run only as many "
                     "as it has micro-batches; use 'last' or 'every'"
                 )
@@ -81,7 +81,7 @@ class FullyShardEngine(RanksEngine):
         low = [name for name, adds_up in self._adds_up_in("last") if adds_up in HALF]
         if low and sync != "every" and self.peers.rank == 0:
             warn(
-                f"gradients of {listed(low)} add up in half precision between micro-steps; "
+                f"gradients of {shorten(low)} add up in half precision between micro-steps; "
                 "MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) adds up in float32",
             )
 
@@ -304,7 +304,7 @@ def _refuse_sparse_embeddings(models: Sequence[nn.Module]) -> None:
     sparse = [name for name, one in embeddings if one.sparse and one.weight.requires_grad]
     if sparse:
         raise ValueError(
-            f"the embedding {listed(sparse)} has sparse gradients, which FSDP2 cannot reduce; make it with sparse=False"
+            f"the embedding {shorten(sparse)} has sparse gradients, which FSDP2 cannot reduce; give it sparse=False"
         )
 
 
@@ -352,7 +352,7 @@ def _divides_by(groups: Sequence[Any], num_ranks: int) -> float:
         factor = getattr(group, "gradient_divide_factor", None)
         by_factor.setdefault(float(factor or num_ranks), []).append(name)
     if len(by_factor) > 1:
-        seen = "; ".join(f"{factor:g} for the module of {listed(names)}" for factor, names in by_factor.items())
+        seen = "; ".join(f"{factor:g} for the module of {shorten(names)}" for factor, names in by_factor.items())
         raise DistaccumError(
             f"gradients are divided by different factors ({seen}): set_gradient_divide_factor is not recursive; call "
             "it on each module under fully_shard, or on none"

@@ -54,7 +54,7 @@ def unscales_in_step(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> boo
     )
 
 
-def tell(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
+def note_overflow(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:
     """Gives the scaler the flag of overflow that its `update()` reads, in the place of a pass of its own.
 
     Private: where it keeps the flags. Without the name: AttributeError, before any step.

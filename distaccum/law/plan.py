@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .errors import DistaccumError, all_or_none
-from .shares import tidy
+from .shares import as_int_if_whole
 
 
 class RankReport(NamedTuple):
@@ -91,7 +91,7 @@ def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     )
     totals = map(sum, zip(*by_rank.totals, strict=True))
     return Plan(
-        counts={name: tidy(total) for name, total in zip(names, totals, strict=True)},
+        counts={name: as_int_if_whole(total) for name, total in zip(names, totals, strict=True)},
         num_counted=by_rank.num_counted,
         all_terms=all(by_rank.all_terms),
         all_terms_in_last=all(by_rank.all_terms_in_last),

@@ -82,15 +82,15 @@ def even_cut(length: int, *, parts: int | None = None, largest: int | None = Non
     return [(times, size) for times, size in ((parts - larger, size), (larger, size + 1)) if times]
 
 
-def tidy(number: float) -> float:
+def as_int_if_whole(number: float) -> float:
     """Whole numbers as int, so that a count prints as one."""
     return int(number) if number == int(number) else number
 
 
-def listed(names: Sequence[str]) -> str:
+def shorten(names: Sequence[str]) -> str:
     """The first names, and how many more there are.
 
-    >>> listed(["a", "b", "c", "d", "e"])
+    >>> shorten(["a", "b", "c", "d", "e"])
     'a, b, c and 2 more'
     """
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

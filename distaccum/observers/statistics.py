@@ -16,7 +16,7 @@ from ..engines import Engine
 from ..gradients.norms import widest
 from ..gradients.private import is_compiled, version_of
 from ..law.errors import DistaccumError
-from ..law.shares import listed
+from ..law.shares import shorten
 from ..window.observer import Observer
 from ..window.status import WAITING, Status
 
@@ -107,8 +107,8 @@ class Pool(Observer):
         other = [type(layer.module).__name__ for layer in self._layers if type(layer.module).forward not in known]
         if other:
             raise ValueError(
-                f"batchnorm='pool' with {listed(other)}, whose forward is not torch's and may read the statistics that "
-                "are lent to it; accept each micro-batch's statistics with batchnorm='ignore'"
+                f"batchnorm='pool' with {shorten(other)}, whose forward is not torch's and may read the statistics "
+                "that are lent to it; accept each micro-batch's statistics with batchnorm='ignore'"
             )
         pooled = {id(layer.module) for layer in self._layers}
         for name, module in (named for model in models for named in model.named_modules()):

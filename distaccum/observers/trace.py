@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..engines import Engine
 from ..law.batches import batch_length
-from ..law.shares import tidy
+from ..law.shares import as_int_if_whole
 from ..law.update import Waitable
 from ..window.observer import Complete, Observer
 from ..window.status import DONE, Status
@@ -92,7 +92,7 @@ class Trace(Observer):
                 self._about["stand_in"] = True
             else:
                 pairs = zip(at.plan.counts, at.source.counts_here, strict=True)
-                self._about |= {name: tidy(count) for name, count in pairs}
+                self._about |= {name: as_int_if_whole(count) for name, count in pairs}
                 if "samples" not in self._about:
                     self._about |= _samples(at.source.micro_batches()[0])
         self._begun = self._device.mark() if self._device else None

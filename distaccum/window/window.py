@@ -16,7 +16,7 @@ from ..engines import Engine
 from ..gradients.scaling import forget
 from ..gradients.snapshot import set_random_state
 from ..law.errors import DistaccumError, Once
-from ..law.shares import tidy
+from ..law.shares import as_int_if_whole
 from ..law.update import Update
 from .observer import Complete, Observer
 from .parts import each_head, each_part
@@ -177,7 +177,7 @@ class Window:
             raise
         if isinstance(self._source, Streamed):
             total = self._source.total()
-            self.counts.update(dict.fromkeys(self._plan.counts, tidy(total)))
+            self.counts.update(dict.fromkeys(self._plan.counts, as_int_if_whole(total)))
             factor = self._ledger.correct(total)
             if factor != 1.0:
                 self._engine.scale(self._parameters, factor)

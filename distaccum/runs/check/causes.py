@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ...batchnorm import KINDS
 from ...gradients.snapshot import modes_kept, set_seed
 from ...law.batches import cut_batch, map_tensors, tensors_in
-from ...law.shares import listed
+from ...law.shares import shorten
 from .compare import Comparison, Measured
 from .weights import cause_in_the_loss
 
@@ -184,4 +184,4 @@ def _kinds(found: Sequence[Named]) -> str:
     'drop (Dropout)'
     """
     kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in found))
-    return f"{listed([name or 'the model' for name, _ in found])} ({kinds})"
+    return f"{shorten([name or 'the model' for name, _ in found])} ({kinds})"

@@ -20,7 +20,7 @@ from ...gradients.names import names_of
 from ...gradients.snapshot import Snapshot, random_devices, random_state, same_random, set_seed
 from ...law.batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
 from ...law.errors import DistaccumError, all_or_none
-from ...law.shares import Reduction, listed
+from ...law.shares import Reduction, shorten
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 # The largest error that rounding explains, by dtype; any other is half precision.
@@ -172,7 +172,7 @@ class Comparison:
             if g is not None and not bool(g.isfinite().all())
         ]
         if any(bad for (bad,) in self.engine.peers.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
-            where = f", its gradient not finite in {listed(bad)}" if bad else ""
+            where = f", its gradient not finite in {shorten(bad)}" if bad else ""
             why = without_labels(self.batch)
             raise DistaccumError(
                 f"the loss of the whole batch is {exact.loss:g}{f': {why}' if why else ''}{where}, so there is nothing "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...law.batches import cut_batch, tensors_in
-from ...law.shares import tidy
+from ...law.shares import as_int_if_whole
 from .compare import Comparison, Measured, weighted_sum
 
 
@@ -30,9 +30,8 @@ def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | N
     if comparison.unlike:
         return "loss: a micro-batch's loss is not finite, and the whole batch's is"
     if sum(parts.counts) != at_once and parts.reduction != "sum":
-        return (
-            f"count: it gave {tidy(at_once)}{parts.of_name} for the whole batch and {parts}, which should add up to it"
-        )
+        whole = f"{as_int_if_whole(at_once)}{parts.of_name} for the whole batch"
+        return f"count: it gave {whole} and {parts}, which should add up to it"
     if parts.fit(parts.declared):
         return None
     if cause := parts.cause_in_weights():
@@ -56,7 +55,7 @@ class _Parts:
         self._whole = comparison.bare(name, comparison.batch)
 
     def __str__(self) -> str:
-        return f"{[tidy(count) for count in self.counts]} for parts of {self._sizes} samples"
+        return f"{[as_int_if_whole(count) for count in self.counts]} for parts of {self._sizes} samples"
 
     def _counted(self, values: Sequence[Any]) -> list[Any]:
         """The values of the parts whose count is not 0."""
