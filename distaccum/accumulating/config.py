@@ -1,4 +1,4 @@
-"""Config: what an Accumulator was asked for. Each value is checked where it comes in."""
+"""Config: the options of an Accumulator. Each value is checked where it comes in."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Config:
         return None if self.steps is None else at_update("steps", self.steps, index, WHOLE)
 
     def grouped_at(self, index: int, ranks: int) -> tuple[int, str | None]:
-        """Micro-batches of a loader in a window, and a warning where that is not the batch that was asked for."""
+        """Micro-batches of a loader in a window, and a warning where that is not the batch that was requested."""
         steps = self.steps_at(index)
         if steps is not None:
             return steps, None

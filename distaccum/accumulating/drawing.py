@@ -27,7 +27,7 @@ class Batches:
     micro_batches: list[Any]
     lengths: list[int] | None = None  # in samples, where a batch was cut
     stream: Stream | None = None  # draws those after the first
-    steps: int = 0  # that were asked for; 0: any number
+    steps: int = 0  # that were requested; 0: any number
     no_more_after: bool = False
 
 

@@ -126,7 +126,7 @@ class Planner:
     def _is_unproven(self, batches: Batches) -> bool:
         """Whether nobody knows that these micro-batches fit.
 
-        Where ranks are in step a failure on one cannot be undone either way, and the size asked for is believed.
+        Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
         """
         is_auto = self.config.micro_batch_size == "auto" and "gathered" in self.setup.engine.policies
         if self.setup.forwards_communicate and not is_auto:
@@ -235,7 +235,7 @@ class Planner:
         return was_dropped
 
     def _refuse_another_window(self, unfinished: Unfinished, counts: list[Counts]) -> None:
-        """A state of mid-window goes on in the window that it was taken in; else all ranks raise."""
+        """Raises on all ranks unless this is the window that the state was taken in."""
         known = counts if self.config.lookahead else counts[:1]  # streaming, the first
         differs = (
             unfinished.index != self.progress.index

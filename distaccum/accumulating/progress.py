@@ -30,7 +30,7 @@ class Progress:
         self.snapshot = Snapshot(setup.models)  # before a window that the library runs
         self.stand_in: StandIn | None = None  # of a window whose gradient was finite
         self.feed: Feed | None = None  # of the loop over windows(), or of one that was left
-        self.unfinished: Unfinished | None = None  # of a loaded state: the next window goes on with it
+        self.unfinished: Unfinished | None = None  # of a loaded state: the next window continues it
         self.loader: Any = None  # of the same: the state of the loader
 
     def state(self, setup: Setup, averages: Averages | None, own: tuple[Unfinished | None, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Setup: what an Accumulator was asked of: models, engine, optimizers, schedules, scaler."""
+"""Setup: what an Accumulator works on: models, engine, optimizers, schedules, scaler."""
 
 from __future__ import annotations
 

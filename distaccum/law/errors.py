@@ -1,4 +1,4 @@
-"""What goes wrong, and what is slower or less exact than asked for."""
+"""What goes wrong, and what is slower or less exact than requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DistaccumError(RuntimeError):
 
 
 class LostRanksError(DistaccumError):
-    """Other ranks died or did not come, so that they cannot be told of anything."""
+    """Other ranks died or did not come, so that nothing reaches them."""
 
 
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:

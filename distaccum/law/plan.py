@@ -20,7 +20,7 @@ class RankReport(NamedTuple):
     """What one rank has for a window. Travels as a row of floats (exact up to 2**53)."""
 
     update: int  # its index
-    steps: int  # micro-batches per rank and update that this rank was asked for; 0: any number
+    steps: int  # micro-batches per rank and update that were requested on this rank; 0: any number
     num_drawn: int  # micro-batches that the loader gave
     num_counted: int  # those with a count above 0
     no_more_after: bool  # the loader has ended
@@ -29,7 +29,7 @@ class RankReport(NamedTuple):
     has_stand_in: bool  # this rank has a micro-batch of an earlier window to stand in with
     failed: bool  # this rank could not draw or count, and will raise
     agrees: bool  # update() runs the window: ranks agree before they reduce
-    reduce_afterwards: bool  # no backward may reduce: nobody knows yet whether all ranks come through
+    reduce_afterwards: bool  # no backward may reduce: it is not known yet whether all ranks succeed
     largest: int  # samples in a micro-batch, where a batch was cut
     largest_sample: int  # numbers in a sample of it
     totals: tuple[float, ...]  # denominators by name
@@ -54,9 +54,9 @@ class Plan:
     epoch_over: bool  # no rank drew anything: the epoch is over
     no_more_after: bool  # no rank has more
     agrees: bool = False  # ranks agree before they reduce
-    reduce_afterwards: bool = False  # no backward reduces: the engine does after the last, when all ranks came through
+    reduce_afterwards: bool = False  # no backward reduces: the engine does after the last, when all ranks succeeded
     largest: int = 0  # samples in a micro-batch of any rank, where they were cut
-    largest_sample: int = 0  # numbers in a sample, likewise
+    largest_sample: int = 0  # numbers in a sample of it
 
     @property
     def uneven(self) -> bool:

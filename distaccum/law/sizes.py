@@ -15,23 +15,23 @@ PROOFS = 2  # windows: the optimizer makes its state after the first, which take
 
 @dataclass
 class MicroBatchSize:
-    """The largest micro-batch that fits, as far as is known: the same on all ranks, which all see the same.
+    """The largest micro-batch that fits, as far as is known; the same on all ranks, since all learn from the same.
 
-    >>> fit = MicroBatchSize(most=None)
-    >>> fit.ran_out(64), fit.size
+    >>> known = MicroBatchSize(most=None)
+    >>> known.ran_out(64), known.size
     (True, 32)
     >>> for _ in range(FIRST_WAIT):
-    ...     fit.succeeded(32, parts=4)
-    >>> fit.size, fit.ran_out(48), fit.size  # what is in between is tried now and then, and given up again
+    ...     known.succeeded(32, parts=4)
+    >>> known.size, known.ran_out(48), known.size  # a size in between is tried now and then, and given up again
     (48, True, 32)
     """
 
-    most: int | None  # that was asked for; None: "auto"
-    size: int | None = None  # in use; None: whatever comes
-    good: int = 0  # the largest that came through
-    # Samples, and numbers in a sample, that came through so often that backward may reduce at once.
+    most: int | None  # the size that was requested; None: "auto"
+    size: int | None = None  # in use; None: any
+    good: int = 0  # the largest that succeeded
+    # Samples, and numbers in a sample, that succeeded PROOFS times, so that backward may reduce at once.
     proven: list[tuple[int, int]] = field(default_factory=list)
-    trials: list[tuple[int, int]] = field(default_factory=list)  # windows beyond that
+    trials: list[tuple[int, int]] = field(default_factory=list)  # of windows that are not proven yet
     too_large: int | None = None  # the smallest that did not fit
     since: int = 0  # windows at this size
     wait: int = FIRST_WAIT
@@ -79,7 +79,7 @@ class MicroBatchSize:
         self.size, self.since = larger if self.most is None else min(larger, self.most), 0
 
     def state(self) -> dict[str, Any]:
-        """What was learned. Not what was asked for, nor what is proven: that was by this process, on this device."""
+        """What was learned. Not the requested size, nor what is proven: that was by this process, on this device."""
         own = ("most", "proven", "trials")
         return {name: value for name, value in asdict(self).items() if name not in own}
 
@@ -88,14 +88,14 @@ class MicroBatchSize:
         self.proven, self.trials = [], []
         self.good, self.too_large = state["good"], state["too_large"]
         self.since, self.wait = state["since"], state["wait"]
-        if self.too_large is not None:  # else the size is what was asked for then
+        if self.too_large is not None:  # else the size is the size that was requested then
             self.size = state["size"]
         if self.most is not None:
             self.size = self.most if self.size is None else min(self.size, self.most)
 
 
 def learned_sizes(state: Mapping[str, Any]) -> dict[str, int | None]:
-    """What a fit's state holds, or an error that says what is wrong with it."""
+    """The numbers of a `MicroBatchSize`'s state; raises where one is missing or wrong."""
     at_least = {"good": 0, "since": 0, "wait": 1}
     found: dict[str, int | None] = {name: whole_number_in(state, name, least) for name, least in at_least.items()}
     for name in ("size", "too_large"):

@@ -20,7 +20,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Update:
-    """What a window did. The numbers that live on the device are read when they are asked for.
+    """What a window did. The numbers that live on the device are read when they are requested.
 
     `loss` and `losses` are the same on all ranks; `grad_norm` is the norm before clipping.
     """

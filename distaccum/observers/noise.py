@@ -92,7 +92,7 @@ class Norms(NamedTuple):
     """A window's two gradients."""
 
     small: float  # |g|^2 of a rank's first micro-batch, the mean over ranks
-    per_sample: float  # 1 / its count, likewise
+    per_sample: float  # 1 / its count, the mean over ranks
     large: float  # |g|^2 of the window
     total: float  # the window's count
 
@@ -222,7 +222,7 @@ class Noise(Observer):
         *,
         steps: bool,
     ) -> None:
-        """`steps`: the library does, and its gradient has no scale when `numbers` is asked for."""
+        """`steps`: the library does, and its gradient has no scale when `numbers` is called."""
         if len(set(reductions.values())) > 1 or len(set(map(id, counts.values()))) > 1:
             raise ValueError(
                 f"measure_noise=True with several denominators ({', '.join(reductions)}), expected one: a noise scale "

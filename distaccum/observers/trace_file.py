@@ -71,7 +71,7 @@ class TraceFile:
                 self._file.write(TAIL)
                 self._file.truncate()
             self.close()
-            warn(f"the trace ends here ({error.strerror}); training goes on")
+            warn(f"the trace ends here ({error.strerror}); training continues")
 
     def close(self) -> None:
         if self._file is not None:

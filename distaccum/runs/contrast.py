@@ -252,10 +252,10 @@ def gather(
     joined = [torch.cat([part[j] for part in encoded]) for j in range(number)]
     seed = 0
     if peers.num_ranks > 1:
-        told = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
-        kinds = [kinds for kinds, _ in told]
+        everyone = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
+        kinds = [kinds for kinds, _ in everyone]
         _refuse_unlike(kinds)
-        seed = (told[0][1] + _GOLDEN * (index + 1)) % 2**63
+        seed = (everyone[0][1] + _GOLDEN * (index + 1)) % 2**63
         packed = peers.gather_bytes(_pack(joined, device), [_size(kind) for kind in kinds])
         by_rank = [_unpack(one, kind) for one, kind in zip(packed, kinds, strict=True) if kind]
         before = [sum(kind[j][1][0] for kind in kinds[: peers.rank] if kind) for j in range(number)]
@@ -307,9 +307,9 @@ def _refuse_unlike(kinds: Sequence[Sequence[Kind]]) -> None:
     seen = {rank: [(dtype, shape[1:]) for dtype, shape in kind] for rank, kind in enumerate(kinds) if kind}
     first, *others = seen.values()
     if any(other != first for other in others):
-        told = "; ".join(f"rank {rank}: {', '.join(f'{d} {list(s)}' for d, s in kind)}" for rank, kind in seen.items())
+        shown = "; ".join(f"rank {rank}: {', '.join(f'{d} {list(s)}' for d, s in kind)}" for rank, kind in seen.items())
         raise DistaccumError(
-            f"encode() gives ranks different representations (dtype and shape of a sample: {told}), expected the same "
+            f"encode() gives ranks different representations (dtype and shape of a sample: {shown}), expected the same "
             "everywhere but for the number of samples"
         )
 

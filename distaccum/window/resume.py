@@ -96,7 +96,7 @@ def _refuse_what_cannot_be_loaded(loader: Any) -> None:
             f"the loader's state_dict() {what}, and a state is loaded without running code (weights_only=True), which "
             "takes numbers, texts, tensors, and lists, tuples and dicts of them; give those in the loader's "
             "state_dict() (of a numpy array tolist()), or allow it with torch.serialization.add_safe_globals in this "
-            "job and the one that goes on"
+            "job and in the one that resumes"
         ) from None
 
 
