@@ -290,8 +290,8 @@ class Run:
                 if not (self.update() if self.schedule.by_update else self.windows()):
                     return False
             except (Bug, Break, DistaccumError) as error:
-                told = str(error)
-                if isinstance(error, DistaccumError) and not re.search("not finite|failed in update", told):
+                message = str(error)
+                if isinstance(error, DistaccumError) and not re.search("not finite|failed in update", message):
                     raise
                 if not self.schedule.by_update:  # update() puts them back itself
                     torch.set_rng_state(self.random)
@@ -433,9 +433,9 @@ def drive(ranks: Ranks, schedule: Schedule) -> Result:
                 ended = ranks.run(attempt, schedule, folder, seconds=30)
             except RankError as error:
                 killed = [f for f in schedule.faults if f.kind == "kill -9"]
-                told = str(error)
-                if not killed or "did not end" in told or (ranks.num > 1 and not LOST.search(told)):
-                    problems.append(f"start {starts}: {told[-3000:]}")
+                message = str(error)
+                if not killed or "did not end" in message or (ranks.num > 1 and not LOST.search(message)):
+                    problems.append(f"start {starts}: {message[-3000:]}")
                     break
                 continue
             if all(done for done, *_ in ended):

@@ -70,12 +70,12 @@ def mutants() -> list[Mutant]:
 
 def broken(mutants: Sequence[Mutant]) -> list[str]:
     """Those whose text is not in the library exactly once."""
-    told = []
+    problems = []
     for one in mutants:
         found = (ROOT / "distaccum" / one.file).read_text().count(one.before)
         if found != 1 or one.before == one.after:
-            told.append(f"{one.area}: {one.name}: its text is {found} times in distaccum/{one.file}, expected once")
-    return told
+            problems.append(f"{one.area}: {one.name}: its text is {found} times in distaccum/{one.file}, expected once")
+    return problems
 
 
 def copied_tree(folder: Path) -> Path:
@@ -172,8 +172,8 @@ def main() -> int:
         return 0
     if not chosen:
         parser.error(f"no defect has {arguments.only!r} in its area or name; --list names them")
-    if told := broken(every):
-        parser.error("\n".join(told))
+    if problems := broken(every):
+        parser.error("\n".join(problems))
     if arguments.list:
         print("\n".join(f"{one.area}: {one.name}" for one in chosen))
         return 0

@@ -59,7 +59,7 @@ def sample_loss(net: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
     return per_sample.mean() if how == "mean" else per_sample.sum()
 
 
-# What a run is told, and what the one big batch must give: (loss, its reduction, reduction=, count=)
+# By name: (loss, reduction of the big batch's criterion, reduction= and count= of the accumulator)
 CASES: dict[str, tuple[Callable[..., Tensor], str, str, Any]] = {
     "samples mean": (sample_loss, "mean", "mean", count_samples),
     "samples sum": (sample_loss, "sum", "sum", count_samples),

@@ -129,10 +129,10 @@ def schedules() -> list[list[str]]:
 
 
 def test_warning_names_the_factor_of_a_schedule_stepped_per_process(ranks):
-    (told, *silent), on_rank_1 = ranks(2).run(schedules)
-    assert len(told) == 1
-    assert "2 times per update" in told[0] and "divide the lengths that were meant for Accelerate" in told[0]
-    assert told[0].partition("(warm-up, total) ")[2].startswith("by 2")
+    (warned, *silent), on_rank_1 = ranks(2).run(schedules)
+    assert len(warned) == 1
+    assert "2 times per update" in warned[0] and "divide the lengths that were meant for Accelerate" in warned[0]
+    assert warned[0].partition("(warm-up, total) ")[2].startswith("by 2")
     assert not any(silent) and not any(on_rank_1)
     assert said_of_a_schedule(False) == []
 
@@ -336,7 +336,7 @@ def test_save_state_is_refused_where_each_rank_has_its_own_part(ranks):
 
 
 def fsdp2_of_accelerate() -> Any:
-    """Accelerate chooses FSDP for accelerators alone; told that this job has some, it does so on CPU too."""
+    """Accelerate uses FSDP only on accelerators, so its state is set to report some."""
     from accelerate import FullyShardedDataParallelPlugin, PartialState
     from accelerate.utils import DistributedType
 

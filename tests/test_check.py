@@ -459,22 +459,22 @@ def test_micro_batch_without_labels_is_named_on_all_ranks(ranks):
 
 def with_a_gradient_of_zeros(kind: str) -> str:
     model = wrapped(kind, net())
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         Accumulator(model, micro_batch_size=3).check(make_batch(), lambda part: of_samples(model, part) * 0)
-    return str(told.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
 def test_gradient_of_zeros_is_refused_on_all_ranks(ranks, kind):
-    assert all("so nothing was compared" in told for told in ranks(2).run(with_a_gradient_of_zeros, kind))
+    assert all("so nothing was compared" in message for message in ranks(2).run(with_a_gradient_of_zeros, kind))
 
 
 def a_batch_without_a_length() -> str:
     model = DistributedDataParallel(net())
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
-    with pytest.raises((DistaccumError, TypeError)) as told:
+    with pytest.raises((DistaccumError, TypeError)) as caught:
         accumulator.check(make_batch() if dist.get_rank() else "text", lambda b: of_samples(model, b))
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_bad_batch_of_one_rank_raises_on_all_ranks(ranks):
@@ -486,23 +486,24 @@ def batches_of_other_widths() -> str:
     model = DistributedDataParallel(token_net())
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
     width = 3 + dist.get_rank()
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         accumulator.check({k: v[:, :width] for k, v in make_batch().items() if k != "y"}, lambda b: of_tokens(model, b))
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_batches_that_cannot_be_joined_are_refused(ranks):
     assert all(
-        "cannot be joined into one" in told and "pad them" in told for told in ranks(2).run(batches_of_other_widths)
+        "cannot be joined into one" in message and "pad them" in message
+        for message in ranks(2).run(batches_of_other_widths)
     )
 
 
 def with_deepspeed() -> str:
     engine, _ = zero(1)(net(), 1.0)
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         Accumulator(engine, steps=2).check(make_batch(), lambda b: of_samples(engine, b))
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_deepspeed_is_refused(ranks):
-    assert all("check() with DeepSpeed, which shows no gradient" in told for told in ranks(2).run(with_deepspeed))
+    assert all("check() with DeepSpeed, which shows no gradient" in message for message in ranks(2).run(with_deepspeed))

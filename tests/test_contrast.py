@@ -481,10 +481,10 @@ def losses_that_differ() -> str:
     model, optimizer, weights_of = wrapped("DDP")
     accumulator, rank = Accumulator(model, optimizer, micro_batch_size=2), dist.get_rank()
     before = weights_of(model)
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         accumulator.contrast(pairs(4, seed=rank), model, lambda *both: siglip(model.module, *both) * (1 + rank))
     assert torch.equal(weights_of(model), before)
-    return str(told.value)
+    return str(caught.value)
 
 
 def rows_that_are_wrong_on_one_rank(kind: str) -> str:
@@ -500,10 +500,10 @@ def rows_that_are_wrong_on_one_rank(kind: str) -> str:
             return images[:1], texts
         return (images,) if rank == 1 and calls == 2 else (images, texts)
 
-    with pytest.raises((DistaccumError, ValueError)) as told:
+    with pytest.raises((DistaccumError, ValueError)) as caught:
         accumulator.contrast(pairs(4, seed=rank), encode, lambda *both: siglip(model.module, *both))
     assert torch.equal(weights_of(model), before)
-    return str(told.value)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -516,7 +516,7 @@ def test_wrong_representations_on_one_rank_raise_on_all_ranks(ranks, kind, text)
 
 
 def test_losses_that_differ_between_ranks_are_refused(ranks):
-    assert all("loss_fn gave the ranks different losses" in told for told in ranks(2).run(losses_that_differ))
+    assert all("loss_fn gave the ranks different losses" in message for message in ranks(2).run(losses_that_differ))
 
 
 class Images(nn.Module):
@@ -569,17 +569,17 @@ def hidden_parameter() -> str:
     net = Towers()
     model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=True)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2)
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         accumulator.contrast(
             pairs(4, seed=dist.get_rank()),
             model,
             lambda a, b: (a @ b.T).mean() * sum(p.sum() for p in net.parameters()),
         )
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_parameter_hidden_by_fsdp1_is_refused_in_the_loss(ranks):
-    assert all("loss_fn uses a parameter that FSDP1" in told for told in ranks(2).run(hidden_parameter))
+    assert all("loss_fn uses a parameter that FSDP1" in message for message in ranks(2).run(hidden_parameter))
 
 
 def collectives(name: str, micro_batch_size: int) -> list[list[tuple[str, int]]]:
@@ -604,7 +604,7 @@ def test_representations_and_gradients_take_one_collective_each(ranks):
 
 def replay_that_fails_on_one_rank() -> list[str]:
     model, optimizer, weights_of = wrapped("DDP")
-    accumulator, calls, told = Accumulator(model, optimizer, micro_batch_size=2), 0, []
+    accumulator, calls, messages = Accumulator(model, optimizer, micro_batch_size=2), 0, []
 
     def encode(part: Pair) -> tuple[Tensor, Tensor]:
         nonlocal calls
@@ -621,12 +621,12 @@ def replay_that_fails_on_one_rank() -> list[str]:
     for fault in ("changes", "raises"):  # noqa: B007  # the closures read it
         with pytest.raises((DistaccumError, KeyError)) as error_:
             accumulator.contrast(pairs(4, seed=dist.get_rank()), encode, loss_fn)
-        told.append(str(error_.value))
+        messages.append(str(error_.value))
     assert torch.equal(weights_of(model), before)
     fault, batches = "none", [pairs(4, seed=r) for r in range(2)]
     accumulator.contrast(batches[dist.get_rank()], encode, loss_fn)
-    told.append(f"{error(before - weights_of(model), big_batch('CLIP', batches)[1]):.1e}")
-    return told
+    messages.append(f"{error(before - weights_of(model), big_batch('CLIP', batches)[1]):.1e}")
+    return messages
 
 
 def test_fault_on_one_rank_is_raised_on_all_ranks(ranks):

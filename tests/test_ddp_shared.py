@@ -242,10 +242,10 @@ def test_optimizer_or_scheduler_given_twice_is_refused(name):
     Accumulator([model, model], optimizer, steps=1)  # is trained together with itself: once
 
 
-# What DDP was told besides
+# Settings of DDP that a window cannot accept
 
 
-def told(what: str) -> str:
+def refused_by_ddp_settings(what: str) -> str:
     net = Buffered()
     if what == "ignored":
         net.other = nn.Parameter(torch.ones(3, dtype=F64))
@@ -283,7 +283,7 @@ def told(what: str) -> str:
     ],
 )
 def test_join_and_ignored_parameters_are_refused_with_the_cure(ranks, what, message):
-    assert all(message in said for said in ranks(2).run(told, what))
+    assert all(message in said for said in ranks(2).run(refused_by_ddp_settings, what))
 
 
 def trained_on_one_rank() -> float:

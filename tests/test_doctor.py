@@ -194,10 +194,10 @@ def test_report_fits_the_terminal(monkeypatch):
 
 
 def test_bounds_are_those_of_the_installed_package():
-    told = importlib.metadata.requires("distaccum")
+    declared = importlib.metadata.requires("distaccum")
     assert ("accelerate", "1.8", "accelerate") in list(
         requirements()
-    ) and 'accelerate>=1.8; extra == "accelerate"' in told
+    ) and 'accelerate>=1.8; extra == "accelerate"' in declared
     assert ("torch", "2.6", "") in list(requirements())
 
 

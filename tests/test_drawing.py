@@ -82,8 +82,8 @@ def dry_after_a_skip():
 
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")
 def test_micro_batch_of_a_skipped_window_does_not_stand_in(ranks):
-    for told in ranks(2).run(dry_after_a_skip):
-        assert "rank 1 has none from an earlier window to stand in" in told
+    for message in ranks(2).run(dry_after_a_skip):
+        assert "rank 1 has none from an earlier window to stand in" in message
 
 
 def test_ramp_counts_updates_made_outside_of_its_loop():

@@ -27,7 +27,7 @@ def test_faults_are_met_on_every_engine_in_every_place(results):
 
 
 def test_harness_sees_a_wrong_end(ranks, monkeypatch):
-    """A run that is told to leave a fault's window out ends with other weights and samples, and is found out."""
+    """A reference of another seed has other weights and samples; the comparison must report both."""
     (cell,) = [one for one in faults.cells("plain") if one.cell == "break | middle | backward"]
     schedule = faults.make_schedule("plain", 3, cell)
     assert not faults.drive(ranks(1), schedule).problems

@@ -268,9 +268,9 @@ def in_a_deepspeed_engine() -> str:
 
     engine, _ = zero(1)(Tasks().float(), 1.0)
     window = Accumulator(engine, steps=1).window([make_batch(2, seed=1, dtype=torch.float32)])
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         run(window, engine)
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_deepspeed_is_refused(ranks):

@@ -155,15 +155,15 @@ def test_out_of_memory_errors_are_recognised_and_no_others():
         bytearray(1 << 62)
     wrapped = ValueError("while compiling")
     wrapped.__cause__ = torch.OutOfMemoryError()
-    for told in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory")):
-        assert is_out_of_memory(told)
+    for one in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory")):
+        assert is_out_of_memory(one)
     circle = KeyError("raise error from error")
     circle.__cause__ = circle
     longer = ValueError("of two")
     longer.__cause__ = RuntimeError("and back")
     longer.__cause__.__cause__ = longer
-    for told in (circle, longer, RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
-        assert not is_out_of_memory(told)
+    for one in (circle, longer, RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
+        assert not is_out_of_memory(one)
 
 
 def test_failed_attempt_frees_its_tensors():
@@ -258,7 +258,7 @@ def error_that_sounds_like_a_lost_rank(where: str) -> list[str]:
     """Of the caller's own, on rank 0, in a loss or in a backward that does not reduce."""
     model = wrap("DDP")
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=3)
-    told = []
+    messages = []
     for text in ("the feature store timed out", "Connection closed by peer", "Broken pipe", "the job was aborted"):
 
         def loss_fn(batch: Any, text: str = text) -> torch.Tensor:
@@ -271,9 +271,9 @@ def error_that_sounds_like_a_lost_rank(where: str) -> list[str]:
 
         with pytest.raises(RuntimeError) as caught:
             accumulator.update(make_batch(6, seed=0), loss_fn)
-        told.append(f"{type(caught.value).__name__}: {caught.value}")
+        messages.append(f"{type(caught.value).__name__}: {caught.value}")
     assert accumulator.update(make_batch(6, seed=0), lambda batch: loss_of(model, batch)).stepped
-    return told
+    return messages
 
 
 def raise_error(text: str, _: torch.Tensor) -> None:
@@ -322,7 +322,7 @@ def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dic
     model = wrap(kind)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
     seen: list[int] = []
-    told = ""
+    message = ""
     trace: list[str] = []
 
     def loss_fn(batch: Any) -> torch.Tensor:
@@ -343,7 +343,7 @@ def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dic
             try:
                 update = accumulator.update(batches[rank], loss_fn)
             except (DistaccumError, KeyError) as caught:
-                told = f"{type(caught).__name__}: {caught}"
+                message = f"{type(caught).__name__}: {caught}"
                 assert attempt == 0
                 trace += leaked(model)
             else:
@@ -352,7 +352,7 @@ def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dic
         exact = big_batch(reference, batches)
         wrong.append(error(whole_weights(model), exact))
         trace += leaked(model)
-    return told, max(wrong), trace
+    return message, max(wrong), trace
 
 
 class Bug(torch.autograd.Function):
@@ -394,12 +394,12 @@ KINDS = {
 def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
     """Before a size is proven, at any micro-batch: nothing is reduced until all ranks came through."""
     ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [7, 5], KINDS[kind])
-    for rank, (told, wrong, trace) in enumerate(ends):
+    for rank, (message, wrong, trace) in enumerate(ends):
         assert wrong <= 1e-10 and not trace
         if "bug" in fault:
-            assert told.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
+            assert message.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
         else:
-            assert not told
+            assert not message
 
 
 @pytest.mark.slow
@@ -410,7 +410,7 @@ def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, n
     """A size that was asked for is believed under sync='last'; the last micro-batch's backward reduces at once."""
     ends = ranks(2).run(updates, "FSDP2", fault, [EVERY_RANK, number], [7, 7], {"micro_batch_size": 3})
     assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
-    assert [told for told, *_ in ends] == ["KeyError: 'a bug'" if "bug" in fault else ""] * 2
+    assert [message for message, *_ in ends] == ["KeyError: 'a bug'" if "bug" in fault else ""] * 2
 
 
 @pytest.mark.parametrize("at", [[0, 10], [1, 6], [1, 8]], ids=str)
@@ -419,7 +419,7 @@ def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, n
 def test_window_of_a_proven_size_is_undone_before_its_last_backward(ranks, kind, fault, at):
     ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [9, 6], KINDS[kind])
     assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
-    assert [bool(told) for told, *_ in ends] == [fault.startswith("bug")] * 2
+    assert [bool(message) for message, *_ in ends] == [fault.startswith("bug")] * 2
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -584,13 +584,13 @@ def sample_that_does_not_fit_on(which: int) -> str:
     rank, model = dist.get_rank(), DistributedDataParallel(make_net_without_router())
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
     before = weights(model)
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         accumulator.update(make_batch(4, seed=rank), Limited(model, 0 if rank == which else 9))
     assert torch.equal(weights(model), before)
     batches = [make_batch(4, seed=10 + r) for r in range(2)]
     accumulator.update(batches[rank], Limited(model, 9))
     assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks(ranks):
@@ -763,7 +763,7 @@ def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
             outputs = (Bug if "bug" in fault else OutOfMemory).apply(outputs)
         return outputs.square().mean()
 
-    told, wrong = "", []
+    message, wrong = "", []
     for i in range(4):
         before = kind.weights(model).double()
         batches = [make_batch(size, seed=10 * i + r, dtype=torch.float32) for r, size in enumerate([7, 5])]
@@ -771,7 +771,7 @@ def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
             try:
                 accumulator.update(batches[rank], loss_fn)
             except (DistaccumError, KeyError) as caught:
-                told = f"{type(caught).__name__}: {caught}"
+                message = f"{type(caught).__name__}: {caught}"
             else:
                 break
         net = make_net_without_router()
@@ -780,7 +780,7 @@ def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
         loss_of(net, {**batch, "x": batch["x"].double()}).backward()
         exact = torch.cat([p.grad.flatten() for p in net.parameters()])
         wrong.append(error(before - kind.weights(model).double(), exact))
-    return told, max(wrong)
+    return message, max(wrong)
 
 
 @pytest.mark.slow
@@ -790,10 +790,10 @@ def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
 def test_fault_on_one_rank_is_undone_under_deepspeed(ranks, name, fault, at):
     if name == "ZeRO 2" and not COALESCES:
         pytest.skip("this DeepSpeed reduces in each backward")
-    for rank, (told, wrong) in enumerate(ranks(2).run(updates_on_zero, name, fault, at)):
+    for rank, (message, wrong) in enumerate(ranks(2).run(updates_on_zero, name, fault, at)):
         assert wrong <= 1e-5
         if "bug" in fault:
-            assert told.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
+            assert message.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
 
 
 def as_a_loop(kind: str) -> Any:
@@ -873,13 +873,13 @@ def one_rank_fails_to_step() -> list[str]:
             raise ZeroDivisionError("in the optimizer")
 
     optimizer.register_step_pre_hook(fail)
-    told = []
+    messages = []
     for i in range(5):
         try:
             accumulator.update(make_batch(6, seed=i), lambda batch: loss_of(model, batch))
         except (ZeroDivisionError, DistaccumError) as error:
-            told.append(f"{type(error).__name__}: {error}")
-    return told
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
 
 
 def test_error_in_one_ranks_step_stops_all_ranks_before_the_next_window(ranks):

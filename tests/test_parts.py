@@ -235,4 +235,4 @@ def scaled_with_shards() -> Any:
 def test_sharded_scaler_agrees_where_one_rank_lacks_gradients(ranks):
     first, second = ranks(2).run(scaled_with_shards, seconds=30)
     assert {has for has, _, _ in first + second} == {True, False}
-    assert [told[1:] for told in first] == [told[1:] for told in second] == [(True, 8.0), (False, 4.0), (True, 4.0)]
+    assert [seen[1:] for seen in first] == [seen[1:] for seen in second] == [(True, 8.0), (False, 4.0), (True, 4.0)]

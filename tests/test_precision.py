@@ -267,11 +267,11 @@ def test_policy_raise_names_the_loss_and_changes_nothing(value):
     accumulator = Accumulator(model, optimizer)
     before = weights(model)
     window = run_window(accumulator.window([*BATCHES, poison(BATCHES[0], value)]), model)
-    told = (
+    message = (
         r"the gradient of this window is not finite \(the loss of micro-batch 3 on rank 0 is nan; "
         r"first in 0.0.weight, 0.0.bias, 0.2.weight and 3 more\)"
     )
-    with pytest.raises(DistaccumError, match=told):
+    with pytest.raises(DistaccumError, match=message):
         window.step()
     assert torch.equal(weights(model), before)
     assert not optimizer.state
@@ -697,10 +697,10 @@ def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
     )
     with torch.no_grad():
         model[0][2].bias[3] = math.nan
-    told = (
+    message = (
         r"before its first backward there were weights that are not finite already, first in 0.2.bias\), on all "
         r"ranks alike; nothing was stepped and the window is discarded. Go back to a checkpoint"
     )
     window = run_window(accumulator.window(BATCHES), model)
-    with pytest.raises(DistaccumError, match=told):
+    with pytest.raises(DistaccumError, match=message):
         window.step()

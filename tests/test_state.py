@@ -171,9 +171,9 @@ def test_number_of_ranks_may_change_only_between_windows(ranks):
 
 
 def loads_on_two(saved: bytes) -> str:
-    with pytest.raises(DistaccumError) as told:
+    with pytest.raises(DistaccumError) as caught:
         load(make("DDP", "last"), saved)
-    return str(told.value)
+    return str(caught.value)
 
 
 def indices(state: Any) -> int:
@@ -273,9 +273,9 @@ SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
 def test_broken_state_is_refused_and_nothing_is_loaded(change, message):
     _, _, accumulator = measured()
     before = accumulator.state_dict(), vars(fit_of(accumulator)).copy()
-    with pytest.raises(ValueError, match=message) as told:
+    with pytest.raises(ValueError, match=message) as caught:
         accumulator.load_state_dict(a_state(**change))
-    assert len(str(told.value)) < 300 and "weights_only" not in str(told.value)
+    assert len(str(caught.value)) < 300 and "weights_only" not in str(caught.value)
     assert (accumulator.state_dict(), vars(fit_of(accumulator))) == before
 
 
@@ -321,9 +321,9 @@ def test_loader_state_that_cannot_be_loaded_is_refused_on_saving(held, message):
     for window in accumulator.windows(TellsItsState(held)):
         for x in window:
             window.backward(model(x).square().mean())
-            with pytest.raises(DistaccumError, match=message) as told:
+            with pytest.raises(DistaccumError, match=message) as caught:
                 accumulator.state_dict()
-            assert "\n" not in str(told.value)
+            assert "\n" not in str(caught.value)
             break
         break
 
@@ -391,27 +391,27 @@ def pauses() -> list[bool]:
 
 @pytest.mark.parametrize("name", ["FSDP1", "ZeRO 0", "ZeRO 2"])
 def test_engines_that_hide_their_sums_refuse_a_state_in_mid_window(ranks, name):
-    (told, _) = ranks(2).run(cannot, name)
-    assert "hides the gradients of an open window; call it between two windows" in told
+    (message, _) = ranks(2).run(cannot, name)
+    assert "hides the gradients of an open window; call it between two windows" in message
 
 
 def cannot(name: str) -> str:
     kind = KINDS[name]
     model, optimizer = kind.wrap(make_net_without_router().to(kind.dtype), 0.1)
     accumulator = Accumulator(model, optimizer, steps=2)
-    told = ""
+    message = ""
     for window in accumulator.windows([make_batch(2, seed=i, dtype=kind.dtype) for i in range(2)]):
         for batch in window:
             window.backward(model(batch["x"]).square().mean())
             assert not window.can_pause
-            if not told:
+            if not message:
                 try:
                     accumulator.state_dict()
                 except DistaccumError as error:
-                    told = str(error)
+                    message = str(error)
         window.step()
     accumulator.state_dict()
-    return told
+    return message
 
 
 # Distributed checkpoints
@@ -740,20 +740,20 @@ def test_loaded_state_can_be_saved_again_at_once():
 def past_the_shortest() -> str:
     model, _, accumulator = make("DDP", "last")
     window = accumulator.window(micro_batches(2, 0)[: 3 - 2 * dist.get_rank()])
-    told = ""
+    message = ""
     for i, batch in enumerate(window):
         window.backward(model(batch["x"]).float().square().mean())
         if i == 0:
             with pytest.raises(DistaccumError) as error:
                 accumulator.state_dict()
-            told = str(error.value)
+            message = str(error.value)
     window.step()
-    return told
+    return message
 
 
 def test_state_past_the_shortest_rank_is_refused_on_all_ranks(ranks):
-    for told in ranks(2).run(past_the_shortest):
-        assert "(they have [3, 1])" in told and "take it where window.can_pause" in told
+    for message in ranks(2).run(past_the_shortest):
+        assert "(they have [3, 1])" in message and "take it where window.can_pause" in message
 
 
 def streams_alone() -> str:
@@ -769,7 +769,7 @@ def streams_alone() -> str:
 
 
 def test_state_of_ranks_that_stream_alone_is_refused(ranks):
-    assert all("streaming, what they have is not known" in told for told in ranks(2).run(streams_alone))
+    assert all("streaming, what they have is not known" in message for message in ranks(2).run(streams_alone))
 
 
 def taking_states(name: str, sync: str) -> bool:

@@ -184,13 +184,13 @@ def test_window_without_counts_makes_no_update():
 
 
 def streamed_each_step() -> str:
-    with pytest.raises(ValueError, match="lookahead") as told:
+    with pytest.raises(ValueError, match="lookahead") as caught:
         Accumulator(DistributedDataParallel(trunk()), steps=2, sync="every", lookahead=False)
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_sync_every_under_ddp_is_refused(ranks):
-    assert all("sync='every' with DistributedDataParallel" in told for told in ranks(2).run(streamed_each_step))
+    assert all("sync='every' with DistributedDataParallel" in message for message in ranks(2).run(streamed_each_step))
 
 
 def test_sync_batchnorm_is_refused():
@@ -206,13 +206,15 @@ def test_losses_of_several_denominators_are_refused():
 
 def deepspeed_streams() -> str:
     model, optimizer = KINDS["ZeRO 1"].wrap(make_net(torch.float32), 0.1)
-    with pytest.raises(ValueError, match="lookahead") as told:
+    with pytest.raises(ValueError, match="lookahead") as caught:
         Accumulator(model, optimizer, steps=2, lookahead=False)
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_deepspeed_does_not_stream(ranks):
-    assert all("keeps gradients where they cannot be corrected" in told for told in ranks(2).run(deepspeed_streams))
+    assert all(
+        "keeps gradients where they cannot be corrected" in message for message in ranks(2).run(deepspeed_streams)
+    )
 
 
 def test_paused_stream_goes_on():

@@ -175,14 +175,14 @@ def go_back(run: Path, update: int) -> None:
 
 
 def test_tokenizer_that_is_missing_or_too_large_is_refused(programs, tmp_path):
-    for words, size, told in (
+    for words, size, message in (
         (0, 256, "has no tokenizer (such as tokenizer.json)"),
         (200, 64, "and its model knows 64"),
     ):
         model = hugging_face(programs, tmp_path / f"{words}", words, vocab_size=size)
         done = programs.run("train", *TEXT, "--model", model, "--out", tmp_path / "run")
         assert done.status == 2
-        assert told in only_line(done.text)
+        assert message in only_line(done.text)
 
 
 def only_line(text: str) -> str:
@@ -440,8 +440,8 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     assert list((run / "tensorboard").glob("events*"))
     spans = json.loads((run / "seen" / "rank0.json").read_text())["traceEvents"]
     assert sum(span["name"] == "window" for span in spans) == 46
-    told = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
-    assert told == ["10", "20", "30", "40", "46"] and "\r" not in text, "lines and no bar off a terminal"
+    printed = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
+    assert printed == ["10", "20", "30", "40", "46"] and "\r" not in text, "lines and no bar off a terminal"
 
 
 def test_progress_is_printed_off_a_terminal_unless_quiet(programs, tmp_path):
@@ -616,8 +616,8 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_p
         damage(folder / "state.pt")
     text = trained(programs, run, *options, "--resume", ranks=ranks)
     lines = [line for line in text.splitlines() if line.startswith("train: ") and " is damaged: " in line]
-    for folder, (_, told), line in zip(folders[1:], DAMAGE, reversed(lines), strict=True):
-        assert f"{folder} is damaged: {told}" in line
+    for folder, (_, message), line in zip(folders[1:], DAMAGE, reversed(lines), strict=True):
+        assert f"{folder} is damaged: {message}" in line
         assert line.endswith(f"; goes on from the one before (damaged-{folder.name})")
         assert folder.with_name(f"damaged-{folder.name}").is_dir(), "which stays, and no more counts"
     assert "goes on after update 0" in text and "Traceback" not in text

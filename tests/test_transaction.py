@@ -607,17 +607,17 @@ def ranks_disagree(what):
     batches = [make_batch(1, seed=i) for i in range(20)]
     if what == "index" and rank:
         accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
-    told = []
+    messages = []
     try:
         if what == "kind" and rank:
             accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
         for window in accumulator.windows(batches):
             run_window(window, ddp).step()
     except DistaccumError as caught:
-        told.append(str(caught))
+        messages.append(str(caught))
     left = any(p.grad is not None for p in ddp.parameters())
     run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(BATCHES), ddp)
-    return told, accumulator.index, left, error(gradient(ddp), gradient_of_trunk(BATCHES))
+    return messages, accumulator.index, left, error(gradient(ddp), gradient_of_trunk(BATCHES))
 
 
 @pytest.mark.parametrize(
@@ -631,8 +631,8 @@ def ranks_disagree(what):
 )
 def test_ranks_that_disagree_are_named_before_the_window(ranks, what, index, expected):
     """A ramp of one rank in the update that it parts in; the ones before are as they were."""
-    for rank, (told, seen, left, wrong) in enumerate(ranks(2).run(ranks_disagree, what)):
-        assert told[0].startswith(expected)
+    for rank, (messages, seen, left, wrong) in enumerate(ranks(2).run(ranks_disagree, what)):
+        assert messages[0].startswith(expected)
         assert seen == (3 if what == "index" and rank else index) and not left
         assert wrong <= 1e-12
 
@@ -958,12 +958,12 @@ def test_window_given_up_is_not_taken_for_a_forgotten_step():
     open_window = run_window(accumulator.window(BATCHES), model)
     with pytest.raises(DistaccumError, match="complete but not stepped"):
         accumulator.window(BATCHES)
-    del open_window  # which was told of
+    del open_window  # it has raised its error already
     failing = run_window(accumulator.window(BATCHES), model)
     model.zero_grad()
     with pytest.raises(DistaccumError, match="gradients were cleared"):
         failing.step()
-    del failing  # likewise
+    del failing  # so has this one
     _, _, nothing = make(count=lambda batch: 0)
     for _ in nothing.window(BATCHES):
         pass
