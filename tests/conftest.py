@@ -14,7 +14,7 @@ from processes import pytest_unconfigure as pytest_unconfigure
 from programs import ROOT, Programs
 from ranks import Ranks
 
-# The files of which --quick runs all tests but those marked slow; doctests are quick too.
+# --quick runs the tests of these files that are not marked slow, and all doctests.
 QUICK = {
     f"test_{name}"
     for name in (
@@ -36,14 +36,14 @@ QUICK = {
         *("precision", "accumulate_dtype", "batchnorm"),
     )
 }
-collect_ignore = ["preloaded.py", "preloaded_programs.py"]  # without doctests, and long to import
-TIMES = Path(__file__).parent / "times.json"  # what each file takes, and its quick tests, in seconds of one worker
+collect_ignore = ["preloaded.py", "preloaded_programs.py"]  # slow to import, and without doctests
+TIMES = Path(__file__).parent / "times.json"  # seconds of one worker for each file, and for its quick tests
 
 
 def pytest_configure(config: pytest.Config) -> None:
     processes.pytest_configure()
     if config.getoption("numprocesses", None) and not config.option.collectonly:
-        forks.start()  # all workers'; it imports while they collect
+        forks.start()  # shared by all workers; it imports while they collect
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -60,7 +60,7 @@ def _runs_of_the_contributor() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    import torch  # which the process that shows the results does without
+    import torch  # imported here, since the process that shows the results needs no torch
 
     torch.manual_seed(0)
 
@@ -74,10 +74,10 @@ def _one_thread() -> None:
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
-    """`ranks(2)` are two ranks, started when first asked for, and thrown away with the file of tests.
+    """`ranks(2)` returns two ranks, which start at the first request and end with the file of tests.
 
-    Each process group that a test made keeps a thread of gloo's, which wakes up all the time: after a thousand tests
-    ranks that only wait would take half of a core.
+    Each process group that a test makes leaves a polling gloo thread: after a thousand tests, idle ranks would take
+    half of a core.
     """
     started: dict[int, Ranks] = {}
 
@@ -91,23 +91,23 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
 
 @pytest.fixture(scope="session")
 def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
-    """Starts the programs under launch/, from a process that has imported what they import."""
+    """Starts the programs under launch/ from a process that has already imported their libraries."""
     started = Programs(tmp_path_factory.mktemp("programs"))
     yield started
     started.stop()
 
 
-# The order of the tests, what a run will take, and what to do when one fails
+# The order of the tests, the predicted time of a run, and the commands that rerun its failures
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--shuffle", type=int, metavar="SEED", help="tests in a random order, which this number names")
-    parser.addoption("--record-times", action="store_true", help=f"write what each file took into {TIMES.name}")
+    parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
+    parser.addoption("--record-times", action="store_true", help=f"write the time of each file into {TIMES.name}")
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of several workers' files those that take longest come first, so that none is left with one in the end."""
+    """With several workers the slowest files come first, so that no worker starts one at the end."""
     for item in items:
         is_doctest = isinstance(item, pytest.DoctestItem)
         if is_doctest or (item.path.stem in QUICK and not item.get_closest_marker("slow")):
@@ -129,7 +129,7 @@ def known_times() -> dict[str, tuple[float, float]]:
 
 
 class Controller:
-    """What the process does that shows the results."""
+    """The process that shows the results: it announces the run, records times and lists failures."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -141,7 +141,7 @@ class Controller:
         self._announce(ids)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if session.items:  # else workers collect
+        if session.items:  # empty where workers collect
             self._announce([item.nodeid for item in session.items])
 
     def _announce(self, ids: list[str]) -> None:
@@ -197,4 +197,4 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     if not hasattr(session.config, "workerinput"):
         plugins.register(Controller(session.config))
         if plugins.has_plugin("terminaldistreporter"):
-            plugins.unregister(name="terminaldistreporter")  # which says that workers start
+            plugins.unregister(name="terminaldistreporter")  # it reports only that workers start

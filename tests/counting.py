@@ -1,4 +1,4 @@
-"""Counting what the dispatcher does: collectives, and values read on the host."""
+"""Counts the dispatcher's operations: collectives, and values read on the host."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # of the functional collectives, and send nothing
+LOCAL = ("wait_tensor", "_wrap_tensor_autograd")  # functional collectives that send nothing
 HOST_READS = {"aten._local_scalar_dense", "aten.is_nonzero", "aten.equal", "aten.nonzero"}
 
 
 class Counting(TorchDispatchMode):
-    """Sees also what C++ starts (DDP's reducer), which patching torch.distributed would not."""
+    """Also counts collectives that C++ starts, as DDP's reducer does; patching torch.distributed would miss them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Counting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "from_local") for kind in types):
-            return NotImplemented  # a DTensor's own collectives are seen when it has taken the call apart
+            return NotImplemented  # a DTensor's collectives are counted when its own dispatch has decomposed the call
         name = str(func).rsplit(".", 1)[0]
         if func.namespace in ("c10d", "_c10d_functional") and not name.endswith(LOCAL):
             tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]

@@ -1,4 +1,4 @@
-"""The wrappers that the law is tested on: how each is made, and how to read all of its weights on every rank."""
+"""The wrappers on which the law is tested: how each is made, and how every rank reads all of its weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Kind:
     """One way to wrap a net for training with SGD."""
 
     wrap: Callable[..., tuple[nn.Module, Any]]  # net, learning rate, max_norm=None -> model, optimizer
-    weights: Callable[[nn.Module], Tensor]  # all of them in one vector, in the order of the net's
+    weights: Callable[[nn.Module], Tensor]  # all in one vector, in the order of the net's parameters
     policies: tuple[str, ...] = ("last", "every")
     world: int = 2
     dtype: torch.dtype = torch.float64
@@ -95,7 +95,7 @@ def summoned_weights(model: nn.Module) -> Tensor:
 
 
 def engine_name(model: Any, optimizer: Any, **options: Any) -> str:
-    """The engine that an Accumulator chooses, as an error calls it."""
+    """The name that an error gives to the engine chosen by an Accumulator."""
     try:
         Accumulator(model, optimizer, sync="replicas", **options)
     except ValueError as refused:
@@ -118,9 +118,9 @@ def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dic
 
 
 def import_deepspeed() -> Any:
-    """On this process's gloo group, without compiling anything; the tests keep its environment."""
+    """Uses this process's gloo group and compiles nothing; the environment stays set for the tests."""
     os.environ.update({**wrap.deepspeed_variables(), "LOCAL_RANK": str(dist.get_rank())})
-    warnings.filterwarnings("ignore", message=".*model_fields.*")  # of DeepSpeed 0.16 with a newer pydantic
+    warnings.filterwarnings("ignore", message=".*model_fields.*")  # DeepSpeed 0.16 with a newer pydantic
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
     if not COALESCES:
         warnings.filterwarnings("ignore", message="ZeRO stage . reduces gradients in each micro-step")
@@ -136,7 +136,7 @@ def zero_weights(engine: Any) -> Tensor:
 
 
 DEEPSPEED = tuple(int(part) for part in metadata.version("deepspeed").split(".")[:3])
-COALESCES, UNMANAGED_IS_THERE = DEEPSPEED >= (0, 19, 2), DEEPSPEED >= (0, 19, 4)
+COALESCES, HAS_UNMANAGED = DEEPSPEED >= (0, 19, 2), DEEPSPEED >= (0, 19, 4)
 # FSDP2 on CPU needs streams that torch 2.6 does not have.
 FSDP2_RUNS_ON_CPU = hasattr(torch.cpu.Stream, "record_event")
 
@@ -145,7 +145,7 @@ def zero_kind(stage: int, world: int = 2, **config: Any) -> Kind:
     if stage < 2:
         policies: tuple[str, ...] = ("last",)
     else:
-        policies = ("last", "every") if COALESCES and not config else ("every",)  # else 'last' warns
+        policies = ("last", "every") if COALESCES and not config else ("every",)  # elsewhere 'last' warns
     return Kind(zero(stage, **config), zero_weights, policies, world, torch.float32)
 
 
@@ -171,14 +171,14 @@ KINDS: dict[str, Kind] = {
     "FSDP1, HYBRID_SHARD": Kind(fsdp1("HYBRID_SHARD"), summoned_weights, world=4),
     **{f"ZeRO {stage}": zero_kind(stage) for stage in range(4)},
     "ZeRO 2, one rank": zero_kind(2, world=1),
-    **({f"ZeRO {stage}, unmanaged": zero_kind(stage, **UNMANAGED) for stage in range(4)} if UNMANAGED_IS_THERE else {}),
+    **({f"ZeRO {stage}, unmanaged": zero_kind(stage, **UNMANAGED) for stage in range(4)} if HAS_UNMANAGED else {}),
 }
 if not FSDP2_RUNS_ON_CPU:
     KINDS = {name: kind for name, kind in KINDS.items() if not name.startswith(("FSDP2", "HSDP"))}
 
 
 def big_batch_at(case: str, at: Tensor, micro_batches: list[Batch]) -> tuple[float, Tensor]:
-    """Loss and gradient of one call of the criterion on all samples, in float64, at these weights."""
+    """Loss and gradient of the criterion on all samples at these weights, in float64."""
     loss_fn, how, reduction, _ = CASES[case]
     net = Net()
     nn.utils.vector_to_parameters(at.double(), net.parameters())
@@ -192,9 +192,9 @@ def big_batch_at(case: str, at: Tensor, micro_batches: list[Batch]) -> tuple[flo
 
 @dataclass
 class Seen:
-    """What a rank saw of a window."""
+    """The errors of one window on one rank."""
 
-    gradient: float  # error of the weights' change, which is the gradient's
+    gradient: float  # error of the change of the weights, which equals the gradient's
     loss: float
     length: int
     turns: int
@@ -202,7 +202,7 @@ class Seen:
 
 
 class Run:
-    """A net under one of the kinds, and windows over it that are compared with the one big batch."""
+    """A net under one kind of wrapper; each of its windows is compared with the one big batch."""
 
     def __init__(self, name: str, case: str = "samples mean", **options: Any) -> None:
         self.kind, self.case = KINDS[name], case
@@ -241,7 +241,7 @@ class Run:
         return Seen(wrong, abs(update.loss - loss) / abs(loss), len(window), turns, off)
 
 
-# A window is a list of micro-batch sizes for each rank, as many ranks as there are (up to four).
+# A window lists the micro-batch sizes of each rank, for up to four ranks.
 LAYOUTS = [
     [[3, 3, 3]] * 4,
     [[4], [4], [4], [4]],  # short
@@ -254,12 +254,12 @@ FOR_ONE_RANK = LAYOUTS[:4]
 
 
 def law(name: str, case: str, layouts: Sequence[Any], **options: Any) -> list[Seen]:
-    """Windows on this rank, one after the other, each against the one big batch."""
+    """Consecutive windows on this rank, each compared with the one big batch."""
     run = Run(name, case, **options)
     return [run.window(layout, index) for index, layout in enumerate(layouts)]
 
 
 def laws(name: str, sync: str, cases: Sequence[str] = tuple(CASES)) -> dict[str, list[Seen]]:
-    """All windows of these losses, on this rank."""
+    """All windows of these losses on this rank."""
     layouts = LAYOUTS if KINDS[name].world > 1 else FOR_ONE_RANK
     return {case: law(name, case, layouts, sync=sync) for case in cases}

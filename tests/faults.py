@@ -1,11 +1,11 @@
-"""A harness of faults: random schedules of what goes wrong, over real ranks, against the run without faults.
+"""A fault harness: random schedules of faults on real ranks, compared with the run without faults.
 
     python tests/faults.py --schedules 2000 --out launch/results/faults
 
-Each schedule trains a few updates on a plain module, DDP or FSDP2, with uneven micro-batches, and meets its faults
-where it says. What is lost by one is done again, as a careful loop would: the window after an error or a `break` (with
-the random numbers that it had), the job from its last checkpoint (between two windows or in the middle of one) after a
-kill or a SIGTERM. In the end weights, samples and flags are compared with the run without faults.
+Each schedule trains a few updates on a plain module, DDP or FSDP2 with uneven micro-batches, and names its faults and
+their places. The loop repeats lost work, as a careful user's would. After an error or a `break` it repeats the window
+with the same random numbers. After a kill or a SIGTERM it restarts the job from its last checkpoint, which may lie
+between two windows or inside one. At the end weights, samples and flags must equal those of the run without faults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engines import FSDP2_RUNS_ON_CPU, fully_sharded
-from inside import turns_of, window_of
+from inside import num_micro_steps_of, window_of
 from problems import make_batch, make_net_without_router
 from ranks import RankError, Ranks
 from torch import nn
@@ -50,7 +50,7 @@ class Fault:
     position: str  # of the micro-step; "edge": in step()
     phase: str  # forward, backward (of the last micro-step: the one that reduces), step
     update: int = 0
-    rank: int = -1  # all of them
+    rank: int = -1  # -1: all ranks
 
     @property
     def cell(self) -> str:
@@ -59,7 +59,7 @@ class Fault:
 
 
 def cells(engine: str) -> list[Fault]:
-    """What each engine must meet, in a loop or in update()."""
+    """The faults that each engine must meet, in a loop or in update()."""
     steps = [Fault("", position, phase) for position in POSITIONS for phase in ("forward", "backward")]
     edge = Fault("", "edge", "step")
     found = []
@@ -81,19 +81,19 @@ def cells(engine: str) -> list[Fault]:
 class Schedule:
     engine: str
     seed: int
-    by_update: bool  # Accumulator.update() cuts and runs the windows; else a loop does
+    by_update: bool  # Accumulator.update() cuts and runs the windows, not a loop
     sizes: list[list[list[int]]]  # of micro-batches, by update and rank; with update() their sum is the batch
     faults: list[Fault] = field(default_factory=list)
-    saves: list[tuple[int, int]] = field(default_factory=list)  # update, and micro-batches done: 0 is its edge
+    saves: list[tuple[int, int]] = field(default_factory=list)  # update, and micro-batches done in it (0: none yet)
 
     @property
     def is_exact(self) -> bool:
-        """Whether the sums are made in the same order."""
+        """Whether sums keep their order, so that the bits must agree."""
         return not any(fault.kind.startswith("out of memory") for fault in self.faults)
 
 
 def make_schedule(engine: str, seed: int, first: Fault | None = None) -> Schedule:
-    """Random but for its first fault."""
+    """Everything but the first fault is random."""
     draw = random.Random(f"{engine} {seed}")
     known = cells(engine)
     first = first or draw.choice(known)
@@ -103,16 +103,16 @@ def make_schedule(engine: str, seed: int, first: Fault | None = None) -> Schedul
     ]
     if by_update and draw.random() < 0.5:
         fitting += [one for one in known if one.kind in ("exception", "kill -9") and one.phase != "step"]
-    # A kill costs seconds; as many as the cells ask for are enough.
+    # A kill costs seconds, so only the first fault may be one.
     fitting = [one for one in fitting if one.kind != "kill -9"] or fitting
     chosen = [first, *(draw.choice(fitting) for _ in range(draw.randrange(3)))]
     memory = [one for one in chosen if one.kind.startswith("out of memory")]
-    chosen = memory[:2] + [one for one in chosen if one not in memory]  # of 8 samples two halvings leave 2
+    chosen = memory[:2] + [one for one in chosen if one not in memory]  # two halvings of 8 samples leave 2
     world = ENGINES[engine]
-    # On one rank in the backward that reduces, only while the size is not proven: after that the job ends there.
+    # In the reducing backward of one rank only before the size is proven: later, such a fault ends the job.
     unproven = {f"{what} on one rank | last | reducing backward" for what in ("out of memory", "exception")}
     chosen.sort(key=lambda one: one.cell not in unproven)
-    # One in a window: of two, the one that strikes a rank could keep it from the one that strikes all.
+    # One fault per window: a fault of one rank could keep that rank from a fault of all ranks.
     free, faults = list(range(UPDATES)), []
     for one in chosen:
         fits = [update for update in free if update < PROOFS or one.cell not in unproven]
@@ -150,7 +150,7 @@ class InBackward(torch.autograd.Function):
 
 
 class Trunk(nn.Module):
-    """With dropout, and a place in its middle for what goes wrong there."""
+    """Has dropout, and calls `strike` between its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Trunk(nn.Module):
 
 
 def flags(model: nn.Module) -> Any:
-    """What a window changes and must put back."""
+    """The flags that a window changes and must restore."""
     if isinstance(model, DistributedDataParallel):
         return model.require_backward_grad_sync, model.require_forward_param_sync
     if hasattr(model, "_get_fsdp_state"):
@@ -178,7 +178,7 @@ def flags(model: nn.Module) -> Any:
 
 
 class Run:
-    """One process's part of a schedule, from the last checkpoint on."""
+    """One process's part of a schedule, starting at the last checkpoint."""
 
     def __init__(self, schedule: Schedule, folder: str) -> None:
         self.schedule, self.folder = schedule, Path(folder)
@@ -193,7 +193,7 @@ class Run:
         self.optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         options: dict[str, Any] = {"steps": 5} if not schedule.by_update else {"micro_batch_size": 8}
         if schedule.by_update and schedule.engine == "FSDP2":
-            options["sync"] = "gathered"  # where a rank that fails leaves nobody waiting
+            options["sync"] = "gathered"  # a failing rank then leaves no other rank waiting
         self.accumulator = Accumulator(self.model, self.optimizer, **options)
         self.committed: list[tuple[int, list[float]]] = []
         self.seen: list[str] = []  # faults met by this rank
@@ -207,18 +207,18 @@ class Run:
         if latest.exists():
             self.load(latest.read_text())
 
-    # What goes wrong
+    # Faults
 
     def pending(self, phase: str, turn: int, last: int, own_last: int) -> Fault | None:
         for i, fault in enumerate(self.schedule.faults):
             mark = self.folder / f"met-{i}-{self.rank}"
-            # A NaN in a stand-in would be nobody's; everything else happens on all ranks in the same turn.
+            # A NaN in a stand-in counts on no rank; every other fault strikes all ranks in the same micro-step.
             is_last = turn == (own_last if fault.kind == "NaN" else last)
             position = "edge" if phase == "step" else "first" if turn == 0 else "last" if is_last else "middle"
             here = (fault.update, fault.phase, fault.position) == (self.accumulator.index, phase, position)
             here = here and (fault.kind != "NaN" or turn <= own_last)
             if here and fault.rank in (-1, self.rank) and not mark.exists():
-                mark.touch()  # a fault comes once, also to a job that starts again
+                mark.touch()  # each fault strikes once, also in a restarted job
                 return fault
         return None
 
@@ -238,7 +238,7 @@ class Run:
             raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
 
     def loss(self, batch: Any, window: Any) -> torch.Tensor:
-        where = window.num_done, turns_of(window) - 1, len(window) - 1
+        where = window.num_done, num_micro_steps_of(window) - 1, len(window) - 1
         forward, backward = self.pending("forward", *where), self.pending("backward", *where)
         self.trunk.strike = None
         if forward is not None or backward is not None:
@@ -275,7 +275,7 @@ class Run:
         return make_batch(size, seed=seed)
 
     def micro_batches(self) -> list[Any]:
-        """From the current window on; empty ones, which count nothing, fill each rank's window up to 5."""
+        """Starts at the current window; empty micro-batches, which count nothing, pad each rank's window to 5."""
         batches = []
         for update in range(self.accumulator.index, UPDATES):
             sizes = self.schedule.sizes[update][self.rank]
@@ -284,7 +284,7 @@ class Run:
         return batches
 
     def train(self) -> bool:
-        """Whether it reached the end; otherwise a signal stopped it, and it saved."""
+        """True at the end of training; False if a signal stopped it after a save."""
         while self.accumulator.index < UPDATES:
             try:
                 if not (self.update() if self.schedule.by_update else self.windows()):
@@ -293,7 +293,7 @@ class Run:
                 message = str(error)
                 if isinstance(error, DistaccumError) and not re.search("not finite|failed in update", message):
                     raise
-                if not self.schedule.by_update:  # update() puts them back itself
+                if not self.schedule.by_update:  # update() restores them itself
                     torch.set_rng_state(self.random)
             self.check_flags()
         return True
@@ -350,7 +350,7 @@ class Run:
         if any(p.grad is not None and bool((p.grad != 0).any()) for p in self.model.parameters()):
             self.leaks.append("a gradient")
 
-    # Stopping and going on
+    # Stopping and resuming
 
     def agreed_to_stop(self, place: tuple[int, int]) -> bool:
         asked = torch.tensor([float(self.asked)])
@@ -398,7 +398,7 @@ class Run:
 
 
 def attempt(schedule: Schedule, folder: str) -> Any:
-    """On a rank: from the last checkpoint to the end, or until a signal stops it."""
+    """Runs on a rank, from the last checkpoint to the end or to a signal."""
     run = Run(schedule, folder)
     found = signal.signal(signal.SIGTERM, lambda *_: setattr(run, "asked", True))
     try:
@@ -422,7 +422,7 @@ def without_faults(schedule: Schedule) -> Schedule:
 
 
 def drive(ranks: Ranks, schedule: Schedule) -> Result:
-    """Starts the job again until it ends, and compares."""
+    """Restarts the job until it ends, then compares it with the run without faults."""
     problems: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         expected = ranks.run(attempt, without_faults(schedule), folder)
@@ -441,7 +441,7 @@ def drive(ranks: Ranks, schedule: Schedule) -> Result:
             if all(done for done, *_ in ended):
                 break
         else:
-            problems.append("did not come to its end")
+            problems.append("did not end")
         met = [
             fault.cell
             for i, fault in enumerate(schedule.faults)
@@ -468,7 +468,7 @@ def drive(ranks: Ranks, schedule: Schedule) -> Result:
 
 
 def schedules(number: int, seed: int) -> list[Schedule]:
-    """As many of each engine; each cell of each comes first in one after the other."""
+    """The same number of schedules for each engine; their first faults cycle through the engine's cells."""
     made = []
     for i, engine in enumerate(ENGINES):
         known = cells(engine)
@@ -478,7 +478,7 @@ def schedules(number: int, seed: int) -> list[Schedule]:
 
 
 def few_schedules(seed: int) -> list[Schedule]:
-    """Of a few hundred, those that have all cells of each engine, taking the one with most that are new each time."""
+    """A greedy cover of each engine's cells: each choice adds the most new cells."""
     made = []
     for engine in ENGINES:
         known = cells(engine)
@@ -491,17 +491,17 @@ def few_schedules(seed: int) -> list[Schedule]:
     return made
 
 
-def run_all(planned: list[Schedule], ranks: Any, tell: Any = None) -> list[Result]:
+def run_all(planned: list[Schedule], ranks: Any, show: Any = None) -> list[Result]:
     results = []
     for i, schedule in enumerate(planned):
         results.append(drive(ranks(ENGINES[schedule.engine]), schedule))
-        if tell is not None:
-            tell(i, results[-1])
+        if show is not None:
+            show(i, results[-1])
     return results
 
 
 def counts(results: list[Result]) -> dict[str, Counter[str]]:
-    """How often each engine met each fault in each place."""
+    """How often each engine met each fault at each place."""
     found: dict[str, Counter[str]] = {engine: Counter() for engine in ENGINES}
     for result in results:
         found[result.schedule.engine].update(result.met)
@@ -530,12 +530,12 @@ def report(results: list[Result], seconds: float, arguments: Any) -> str:
 at commit {commit}, torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} shared cores,
 {time.strftime("%Y-%m-%d")}; {seconds / 60:.0f} minutes.
 
-{len(results)} random schedules with {met} faults, {starts} starts of a job; {len(bad)} ended otherwise than the run
-without faults. {len(exact)} of them have no out-of-memory fault, and must end with the same bits. In the others
+{len(results)} random schedules with {met} faults, {starts} starts of a job; {len(bad)} differed at the end from the
+run without faults. {len(exact)} of them have no out-of-memory fault and must end with the same bits. In the others the
 micro-batches, and so the order of the sums, differ: the largest difference of a weight is {worst:.1e} of the largest
-(float64). Each was also looked at for hangs, flags and gradients left behind, and samples lost or repeated.
+weight (float64). Each was also checked for hangs, for leftover flags and gradients, and for lost or repeated samples.
 
-How often each fault was met, in the first, a middle or the last micro-step of a window, or in `step()`:
+Number of times each fault was met, in the first, a middle or the last micro-step of a window, or in `step()`:
 
 {table(results)}
 """
@@ -543,16 +543,14 @@ How often each fault was met, in the first, a middle or the last micro-step of a
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--schedules", type=int, default=2000, metavar="N", help="how many (2000)")
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of the first; another gives other schedules (0)"
-    )
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="the folder of faults.md")
+    parser.add_argument("--schedules", type=int, default=2000, metavar="N", help="number of schedules (2000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the schedules (0)")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help="folder for faults.md")
     arguments = parser.parse_args()
     started: dict[int, Ranks] = {}
     began = time.monotonic()
 
-    def tell(i: int, result: Result) -> None:
+    def show(i: int, result: Result) -> None:
         if result.problems:
             print(f"{result.schedule}\n  " + "\n  ".join(result.problems), flush=True)
         if i % 50 == 49:
@@ -560,7 +558,7 @@ def main() -> int:
 
     try:
         planned = schedules(arguments.schedules, arguments.seed)
-        results = run_all(planned, lambda n: started.setdefault(n, Ranks(n)), tell)
+        results = run_all(planned, lambda n: started.setdefault(n, Ranks(n)), show)
     finally:
         for one in started.values():
             one.stop()

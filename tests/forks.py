@@ -1,7 +1,7 @@
-"""One process that has imported what takes long, and forks: the ranks and the programs of all workers of a run.
+"""A process that has imported the slow libraries, and forks the ranks and programs of all workers of a run.
 
-Importing costs 12 seconds of a core, and a fork a twentieth of one. `DISTACCUM_FORKS` is the address of the process
-where one runs; else the first that needs it starts one.
+The imports cost 12 seconds of a core; a fork costs a twentieth of a second. `DISTACCUM_FORKS` is the address of that
+process. Where it is unset, the first user starts one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 ADDRESS = "DISTACCUM_FORKS"
-MOST = 1 << 16  # bytes of a message that are read at once
+MOST = 1 << 16  # bytes per read
 
 
 class Forks:
-    """Asks the process at `address` for forks, and of them how they ended. Those that are left end with this object."""
+    """Requests forks from the process at `address`, and their exit status. close() ends those that still run."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -38,20 +38,20 @@ class Forks:
         self._replies = self._socket.makefile("r")
 
     def fork(self, function: str, *arguments: Any, files: Sequence[int] = ()) -> int:
-        """The id of a process that calls `module:function` with these, and with its numbers of these open files."""
+        """The id of a process that calls `module:function` with these arguments and its descriptors of these files."""
         return self._ask({"function": function, "arguments": arguments, "path": sys.path}, files)
 
     def load(self, module: str) -> None:
-        """Processes that are forked after this have imported it."""
+        """Imports a module into all processes that are forked later."""
         self._ask({"load": module})
 
     def status(self, pid: int) -> int | None:
-        """How a process that was forked here ended; None while it runs. Once: then it is forgotten."""
+        """The exit status of a process that was forked here, or None while it runs. Can be read once."""
         status = self._ask({"wait": pid})
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
-        """Returns when all that were forked here have ended."""
+        """Returns when all processes that were forked here have ended."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
             self._replies.read()
@@ -72,14 +72,14 @@ def connect() -> Forks:
 
 
 def start() -> None:
-    """It ends when this process does, whose pipe it holds, and imports while others have something else to do."""
+    """Starts the process if none runs. It holds a pipe of this process, and so ends with it."""
     if ADDRESS in os.environ:
         return
     address = Path(tempfile.mkdtemp(prefix="distaccum-")) / "forks"
-    # Ctrl-C in the terminal is not for it.
+    # A new session, so that Ctrl-C in the terminal does not reach it.
     process = subprocess.Popen([sys.executable, __file__, address], stdin=subprocess.PIPE, start_new_session=True)
     atexit.register(shutil.rmtree, address.parent)
-    atexit.register(process.communicate)  # which goes first
+    atexit.register(process.communicate)  # runs before rmtree
     until = time.monotonic() + 60
     while not address.exists():
         assert process.poll() is None and time.monotonic() < until
@@ -89,16 +89,16 @@ def start() -> None:
 
 def serve(address: str) -> None:
     """Answers until standard input ends."""
-    sys.path.insert(0, str(Path(__file__).parent.parent))  # the library beside these tests, wherever one is installed
+    sys.path.insert(0, str(Path(__file__).parent.parent))  # the library beside these tests, not an installed one
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(f"{address}.new")
     listener.listen()
-    Path(f"{address}.new").rename(address)  # there when it listens
+    Path(f"{address}.new").rename(address)  # appears only when it listens
     _load("preloaded")
     selector = selectors.DefaultSelector()
     selector.register(sys.stdin.fileno(), selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
-    clients: dict[socket.socket, tuple[bytes, list[int], set[int]]] = {}  # what came, files, processes
+    clients: dict[socket.socket, tuple[bytes, list[int], set[int]]] = {}  # bytes read, files, processes
     while True:
         for key, _ in selector.select():
             if key.fileobj is listener:
@@ -109,12 +109,12 @@ def serve(address: str) -> None:
             if not isinstance(key.fileobj, socket.socket):  # standard input
                 for _, _, pids in clients.values():
                     _end(pids)
-                os._exit(0)  # without the seconds that so many libraries take to leave
+                os._exit(0)  # a normal exit would take seconds, with all these libraries
             client = key.fileobj
             text, files, pids = clients[client]
             try:
                 data, more, _, _ = socket.recv_fds(client, MOST, 3)
-            except ConnectionError:  # killed before it read the last reply
+            except ConnectionError:  # the client was killed before it read the last reply
                 data, more = b"", []
             text, files = text + data, files + list(more)
             if not data:
@@ -154,7 +154,7 @@ def _load(module: str) -> None:
         warnings.simplefilter("ignore")
         importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # or each fork would copy what its first collection looks at
+    gc.freeze()  # otherwise each fork's first collection would copy all pages that it visits
 
 
 def _end(pids: set[int]) -> None:

@@ -1,4 +1,4 @@
-"""Two updates of each loop of launch/bench/contenders.py against those of big batches, in float64.
+"""Compares two updates of each loop of launch/bench/contenders.py with big batches in float64.
 
 python tests/loops.py --only '^DDP|ZeRO 2' --ranks 2
 """
@@ -26,7 +26,7 @@ CHECKED_STEPS, CHECKED_UPDATES, CHECKED_LR = 3, 2, 1.0
 
 
 def errors(chosen: Sequence[Contender]) -> dict[str, float]:
-    """How far two updates of each take the weights from where two big batches do, in parts of the way, on this rank."""
+    """Error of the change of the weights after two updates, relative to that of two big batches, on this rank."""
     be_quiet()
     ranks = num_ranks()
     if ranks > 1:
@@ -73,14 +73,16 @@ def moved_by_big_batches(ranks: int) -> Tensor:
 
 
 def errors_of(names: Sequence[str]) -> dict[str, float]:
-    """By name, which travels to a rank where a loop does not."""
+    """Takes names, since a loop cannot be sent to a rank."""
     return errors([one for one in CONTENDERS if str(one) in names])
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="of the loops that need a group (2)")
-    parser.add_argument("--only", default="", metavar="REGEX", help="in 'engine, name', such as '^DDP|ZeRO 2'")
+    parser.add_argument("--ranks", type=int, default=2, metavar="N", help="ranks of the loops that need a group (2)")
+    parser.add_argument(
+        "--only", default="", metavar="REGEX", help="run the loops whose 'engine, name' matches, such as '^DDP|ZeRO 2'"
+    )
     options = parser.parse_args()
     chosen = [one for one in CONTENDERS if re.search(options.only, str(one))]
     alone = [one for one in chosen if not one.on_ranks]
@@ -91,7 +93,7 @@ def main() -> int:
         each = ranks.run(errors_of, shared, seconds=300)
         ranks.stop()
         found.append((options.ranks, {name: max(one[name] for one in each) for name in shared}))
-    print("| loop | ranks | off by |\n| --- | --: | --: |")
+    print("| loop | ranks | error |\n| --- | --: | --: |")
     print("\n".join(f"| {name} | {num} | {off:.1e} |" for num, part in found for name, off in part.items()))
     return int(not all(off <= BOUND for _, part in found for off in part.values()))
 

@@ -1,14 +1,13 @@
-"""Defects that the tests must find: each is put into a copy of the library, one at a time, and the tests are run.
+"""Puts each defect of mutants.txt into a copy of the library, one at a time, and runs the tests, which must find it.
 
-    python tests/mutants.py              # all of them: the quick tests first, the others where those pass
-    python tests/mutants.py --only ddp   # of one area, or whose name has this in it
-    python tests/mutants.py --table      # the table of what has been found so far
+    python tests/mutants.py              # all defects: the quick tests first, the others where those pass
+    python tests/mutants.py --only ddp   # the defects whose area or name contains this
+    python tests/mutants.py --table      # the table of the results so far
     python tests/mutants.py --list
 
-The defects stand in mutants.txt. Where the text of one is not found exactly once the program says so, and the mutant
-must be written anew for the code that stands there now. Answers are kept in runs/mutants.json after each mutant, and a
-run goes on where one was broken off; `--again` forgets them. This is no part of the suite: all of them take half an
-hour.
+The text of a defect must occur exactly once in the library; otherwise the program stops, and the entry must be
+rewritten for the current code. Results are saved to runs/mutants.json after each defect, and the next run continues;
+`--again` discards them. This program is not part of the suite: all defects take half an hour.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 ANSWERS = ROOT / "runs/mutants.json"
-MINUTES = 20  # for one run of the tests; a mutant that hangs is found
-# Where a defect is looked for first.
+MINUTES = 20  # per run of the tests; a defect that makes them hang counts as found
+# The files that are tested first for a defect.
 AREAS = {
     "window": ("law", "loops", "transaction", "state", "streaming", "ddp", "precision"),
     "planning": ("law", "loaders", "loops", "streaming", "transaction", "state", "ddp"),
@@ -48,7 +47,7 @@ class Mutant:
     area: str
     name: str  # the defect, in words
     file: str  # under distaccum/
-    before: str  # found once in it
+    before: str  # occurs once in the file
     after: str
 
     @property
@@ -57,7 +56,7 @@ class Mutant:
 
 
 def mutants() -> list[Mutant]:
-    """Those of mutants.txt: a heading each, `@ area: name (file)`, and the change, as a diff shows it."""
+    """The entries of mutants.txt: each is a heading, `@ area: name (file)`, and a diff."""
     found = []
     for block in (Path(__file__).parent / "mutants.txt").read_text().split("\n@ ")[1:]:
         heading, *lines = block.rstrip().splitlines()
@@ -69,7 +68,7 @@ def mutants() -> list[Mutant]:
 
 
 def broken(mutants: Sequence[Mutant]) -> list[str]:
-    """Those whose text is not in the library exactly once."""
+    """Names the defects whose text is not in the library exactly once."""
     problems = []
     for one in mutants:
         found = (ROOT / "distaccum" / one.file).read_text().count(one.before)
@@ -79,7 +78,7 @@ def broken(mutants: Sequence[Mutant]) -> list[str]:
 
 
 def copied_tree(folder: Path) -> Path:
-    """What git knows of, and what is new: the tests run there, with that library in the place of this one."""
+    """Copies tracked and new files; the tests run on that copy of the library."""
     listing = subprocess.run(
         ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
         cwd=ROOT,
@@ -95,7 +94,7 @@ def copied_tree(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, files: Sequence[str], marker: str) -> str | None:
-    """The first test that fails of those that have the marker, or None where all pass."""
+    """The first failing test among those with the marker, or None if all pass."""
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-m", marker, *files]
     log = tree / "tests.log"
     with log.open("w") as file:
@@ -110,7 +109,7 @@ def run_tests(tree: Path, files: Sequence[str], marker: str) -> str | None:
         try:
             status = running.wait(60 * MINUTES)
         except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGTERM)  # on which the tests end what they started
+            os.killpg(running.pid, signal.SIGTERM)  # on SIGTERM the tests end their processes
             running.wait()
             return f"does not end within {MINUTES} minutes"
     if status in (0, 5):  # 5: nothing was selected
@@ -120,12 +119,12 @@ def run_tests(tree: Path, files: Sequence[str], marker: str) -> str | None:
 
 
 def examine(mutant: Mutant, tree: Path, *, quick_alone: bool, known: dict[str, Any]) -> dict[str, Any]:
-    """What finds it: the quick tests of its area, all quick ones, or the others; each only where those before pass."""
+    """Runs the quick tests of the defect's area, then all quick tests, then the others, until one fails."""
     path = tree / "distaccum" / mutant.file
     whole, began = path.read_text(), time.monotonic()
     path.write_text(whole.replace(mutant.before, mutant.after))
     near = [f"tests/test_{name}.py" for name in AREAS[mutant.area]]
-    # But for what reads the source as text, and would find a line more.
+    # Without the tests that read the source as text: they would fail on any added line.
     every = [one for one in (tree / "tests").glob("test_*.py") if one.stem not in ("test_architecture", "test_suite")]
     far = sorted(str(one.relative_to(tree)) for one in every)
     far = [*(one for one in far if one not in near), "distaccum"]
@@ -157,12 +156,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0], epilog="Each takes 10 to 60 seconds, more where the quick tests pass."
     )
-    parser.add_argument("--only", default="", metavar="TEXT", help="those whose area or name has this in it")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only the defects whose area or name contains this")
     parser.add_argument("--list", action="store_true", help="print the defects and run nothing")
-    parser.add_argument("--table", action="store_true", help="print what was found so far and run nothing")
-    parser.add_argument("--again", action="store_true", help="forget earlier answers, of those that are asked for")
-    parser.add_argument("--quick", action="store_true", help="the quick tests alone; without it, later, the others")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="so many at a time (2)")
+    parser.add_argument("--table", action="store_true", help="print the results so far and run nothing")
+    parser.add_argument("--again", action="store_true", help="discard earlier results")
+    parser.add_argument(
+        "--quick", action="store_true", help="run only the quick tests; a later run without it adds the others"
+    )
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of defects tested at a time (2)")
     arguments = parser.parse_args()
     every = mutants()
     answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}

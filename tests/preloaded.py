@@ -1,7 +1,7 @@
-"""What takes long to import and what is made once, for the processes that tests fork: ranks and programs.
+"""The slow imports, and objects that are made once, for the processes that tests fork: ranks and programs.
 
-A process that has imported this is forked in the place of a start: torch takes 3 seconds, DeepSpeed with what
-`deepspeed.initialize` brings in 6 more, and so on for each rank of each file of tests.
+Forking a process that has imported this module replaces a start. For each rank of each file of tests, that saves 3
+seconds for torch and 6 for DeepSpeed with the imports of `deepspeed.initialize`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import warnings
 from contextlib import suppress
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed asks when it is imported
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
-    with suppress(ImportError):  # an optimizer that deepspeed.initialize asks for, and that compiles on import
+    with suppress(ImportError):  # deepspeed.initialize imports this optimizer, which compiles on import
         import deepspeed.runtime.zero.muon.muon_optimizer
 
 import distaccum.accumulator

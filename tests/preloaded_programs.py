@@ -1,4 +1,4 @@
-"""What the programs under launch/ import beside `preloaded`, for the process that forks them."""
+"""The imports of the programs under launch/ beyond `preloaded`, for the process that forks them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torchvision
 matplotlib.use("Agg")
 sys.path.insert(0, str(Path(__file__).parent.parent / "launch"))
 import matplotlib.pyplot
-import prove  # which is there by the line above
+import prove  # found through the line above
 import train
 
 import distaccum.tools.cli

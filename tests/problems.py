@@ -1,4 +1,4 @@
-"""Small problems with a known answer: the gradient of one big batch, in one process."""
+"""Small problems with a known answer: the gradient of one big batch in one process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Batch = dict[str, Tensor]
 
 
 def make_batch(size: int, *, seed: int, dtype: torch.dtype = torch.float64, kept: float = 0.6) -> Batch:
-    """Rows of 6 labelled tokens, some of which do not count."""
+    """Rows of 6 labelled tokens; the labels of some are ignored."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(size, 6, 5, generator=generator, dtype=torch.float64).to(dtype)
     labels = torch.randint(0, 4, (size, 6), generator=generator)
@@ -71,7 +71,7 @@ CASES: dict[str, tuple[Callable[..., Tensor], str, str, Any]] = {
 
 
 def big_batch(case: str, micro_batches: Sequence[Batch]) -> tuple[float, Tensor]:
-    """Loss and gradient of one call of the criterion on all samples, in float64."""
+    """Loss and gradient of one call of the criterion on all samples, in float64: the oracle."""
     loss_fn, how, reduction, _ = CASES[case]
     net = make_net(micro_batches[0]["x"].dtype).double()  # the same rounded weights
     batch = join(micro_batches)
@@ -82,7 +82,7 @@ def big_batch(case: str, micro_batches: Sequence[Batch]) -> tuple[float, Tensor]
 
 
 def gradient(module: nn.Module) -> Tensor:
-    """All of it in one vector; None counts as zeros."""
+    """The whole gradient in one vector; None counts as zeros."""
     return torch.cat(
         [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()]
     )
@@ -93,12 +93,12 @@ def weights(module: nn.Module) -> Tensor:
 
 
 def error(seen: Tensor, exact: Tensor) -> float:
-    """Relative, in the 2-norm."""
+    """Relative error in the 2-norm."""
     return float((seen.double() - exact.double()).norm() / exact.double().norm())
 
 
 def trunk() -> nn.Module:
-    """A net whose every parameter takes part in every loss."""
+    """A net whose parameters all take part in every loss."""
     net = make_net()
     return nn.Sequential(net.body, net.head)
 
@@ -121,7 +121,7 @@ def micro_batches_of(
 
 
 def gradient_of_trunk(micro_batches: Sequence[Batch]) -> Tensor:
-    """The one big batch's."""
+    """The gradient of the one big batch."""
     plain = trunk()
     loss_of(plain, join(micro_batches)).backward()
     return gradient(plain)
@@ -134,6 +134,6 @@ def run_window(window: Any, model: nn.Module) -> Any:
 
 
 def full_batch_gradient(net: nn.Module, micro_batches: Sequence[Batch]) -> Tensor:
-    """Of `loss_of` on all of them, by a plain net."""
+    """The gradient of `loss_of` on all micro-batches joined, by a plain net."""
     loss_of(net, join(micro_batches)).backward()
     return gradient(net)

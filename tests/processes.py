@@ -1,4 +1,4 @@
-"""The processes of a test run: all of them end with it, however it ends."""
+"""All processes of a test run end with it, however it ends."""
 
 from __future__ import annotations
 
@@ -8,30 +8,30 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-MARK = "DISTACCUM_TESTS"  # the variable that all processes of a run inherit, and their children
+MARK = "DISTACCUM_TESTS"  # all processes of a run inherit this variable
 
 
 def pytest_configure() -> None:
-    # Ctrl-C stops it, also where a shell that started it in the background lets it ignore that; so does SIGTERM.
+    # Ctrl-C and SIGTERM stop the run, even if a shell started it in the background with SIGINT ignored.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
-    os.environ[MARK] = f"{os.environ.get(MARK, '')} {os.getpid()}"  # a run within a run is both's
+    os.environ[MARK] = f"{os.environ.get(MARK, '')} {os.getpid()}"  # a run inside a run carries both marks
 
 
 def marked(run: int | None = None) -> list[int]:
-    """The ids of the programs that this test run (or that one) started and that still run; needs /proc."""
+    """The ids of the running programs that this test run (or run `run`) started; needs /proc."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
         except OSError:
-            continue  # gone, or another user's
+            continue  # ended, or owned by another user
         marks = [
             value
             for name, _, value in (one.partition(b"=") for one in environment.split(b"\0"))
             if name == MARK.encode()
         ]
-        # The helpers of multiprocessing leave by themselves when this process does.
+        # The helper processes of multiprocessing end with this process.
         if marks and str(run or os.getpid()).encode() in marks[0].split() and b"multiprocessing" not in command:
             found.append(int(folder.name))
     return found
@@ -42,7 +42,7 @@ def pytest_unconfigure() -> None:
 
 
 def end_marked(seconds: float = 10) -> None:
-    """Asks them to stop, as scripts put back what they made in the system, and then kills them."""
+    """Sends SIGTERM first, so that scripts can undo their changes to the system, and then kills."""
     until = time.monotonic() + seconds
     asked: set[int] = set()
     while left := marked():

@@ -1,4 +1,4 @@
-"""Starting the programs under launch/: real processes, forked from one that has imported what takes long."""
+"""Starts the programs under launch/ as real processes, forked from one that has done the slow imports."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pathlib import Path
 import forks
 
 ROOT = Path(__file__).parent.parent
-SECONDS = 60  # for one program; what takes longer hangs
+SECONDS = 60  # per program; a longer run counts as a hang
 
 
 @dataclass(frozen=True)
 class Done:
-    status: int  # negative: the signal that ended it
-    text: str  # what it printed, to either stream
-    errors: str = ""  # to the second, where it has a file of its own
+    status: int  # negative: killed by this signal
+    text: str  # its output on both streams
+    errors: str = ""  # its stderr, if kept separately
 
 
 class Program:
-    """A process that runs a program with these arguments."""
+    """A process that runs a program."""
 
     def __init__(self, forked: forks.Forks, pid: int, log: Path, errors: Path) -> None:
         self._forks, self.pid, self._log, self._errors = forked, pid, log, errors
@@ -36,7 +36,7 @@ class Program:
 
     @property
     def text(self) -> str:
-        return self._log.read_text() if self._log.exists() else ""  # killed before it said anything
+        return self._log.read_text() if self._log.exists() else ""  # no file: killed before it printed
 
     @property
     def errors(self) -> str:
@@ -56,7 +56,7 @@ class Program:
 
 
 def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
-    """How they ended. Where one fails the others may wait for it: they get a few seconds more."""
+    """Waits for all. After a failure the others may wait for the failed one, so they get only a few seconds more."""
     until = time.monotonic() + seconds
     statuses: dict[int, int] = {}
     while len(statuses) < len(programs):
@@ -67,7 +67,7 @@ def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
         if time.monotonic() > until:
             left = [one for i, one in enumerate(programs) if i not in statuses]
             for one in left:
-                one.send(signal.SIGABRT)  # on which it shows where it stands
+                one.send(signal.SIGABRT)  # SIGABRT prints its stack
             patience = time.monotonic() + 5
             while any(one.poll() is None for one in left) and time.monotonic() < patience:
                 time.sleep(0.02)
@@ -83,7 +83,7 @@ def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
 
 
 def wait_until(seen: Callable[[], object], program: Program, seconds: float = SECONDS) -> bool:
-    """Whether it was seen before the program ended."""
+    """Whether `seen` became true before the program ended."""
     until = time.monotonic() + seconds
     while not seen():
         if program.poll() is not None:
@@ -94,7 +94,7 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = SE
 
 
 class Programs:
-    """`programs.run("train", "--updates", "2")`; with `ranks=2` there are two, as a launcher would start them.
+    """`programs.run("train", "--updates", "2")`; `ranks=2` starts two, as a launcher would.
 
     A program is one of `preloaded_programs`, a script ("launch/bench/noise.py"), or "-c" with Python code as its first
     argument.
@@ -104,18 +104,18 @@ class Programs:
         self._folder, self._number = folder, 0
         self._forks = forks.connect()
         self._forks.load("preloaded_programs")
-        self.load = self._forks.load  # programs that start after it have imported the module
+        self.load = self._forks.load  # later programs have then imported the module
 
     def start(
-        self, program: str, *arguments: object, cwd: Path | None = None, apart: bool = False, **environment: str
+        self, program: str, *arguments: object, cwd: Path | None = None, own_stderr: bool = False, **environment: str
     ) -> Program:
-        """`apart`: what it prints to its second stream is kept by itself."""
+        """With `own_stderr`, stderr goes to a file of its own."""
         self._number += 1
         log = self._folder / f"{self._number}.log"
         errors = log.with_suffix(".errors")
         words = [str(argument) for argument in arguments]
-        cwd = cwd or self._folder  # where a run without --out may be
-        logs = [str(log), str(errors if apart else log)]
+        cwd = cwd or self._folder  # a run without --out writes here
+        logs = [str(log), str(errors if own_stderr else log)]
         pid = self._forks.fork("programs:run", program, words, logs, str(cwd), environment)
         return Program(self._forks, pid, log, errors)
 
@@ -133,7 +133,7 @@ class Programs:
         ]
 
     def run(self, program: str, *arguments: object, ranks: int = 1, **environment: str) -> Done:
-        """Rank 0's end, when all have ended alike."""
+        """Rank 0's result; all ranks must have ended with the same status."""
         if ranks == 1:
             return self.start(program, *arguments, **environment).wait()
         ended = wait_for(self.start_ranks(ranks, program, *arguments, **environment))
@@ -141,7 +141,7 @@ class Programs:
         return ended[0]
 
     def stop(self) -> None:
-        """Ends the programs that still run, as it does where this process is killed."""
+        """Ends the programs that still run; if this process is killed, they end too."""
         self._forks.close()
 
 
@@ -152,7 +152,7 @@ def free_port() -> str:
 
 
 def run(program: str, arguments: list[str], logs: list[str], cwd: str, environment: dict[str, str]) -> int | None:
-    """In a process that was forked for it: the program, and its status."""
+    """Runs the program in a process that was forked for it; returns its status."""
     for stream, log in enumerate(logs, start=1):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     faulthandler.enable(2)
@@ -160,13 +160,13 @@ def run(program: str, arguments: list[str], logs: list[str], cwd: str, environme
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[0] = program if program == "distaccum" else f"{program}.py"
     os.chdir(cwd)
-    if limit := os.environ.get("LARGEST_FILE"):  # in bytes: as on a disk that is full
+    if limit := os.environ.get("LARGEST_FILE"):  # in bytes; simulates a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     return _main_of(program)(arguments)
 
 
 def _main_of(program: str) -> Callable[[list[str]], int | None]:
-    """What runs it. A script and code run as they would under `python`."""
+    """The program's main function. Scripts and code run as under `python`."""
     import preloaded_programs
 
     def script(arguments: list[str]) -> None:

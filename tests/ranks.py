@@ -1,4 +1,4 @@
-"""Real ranks: processes with a gloo group, started once and given one function after the other."""
+"""Real ranks: processes with a gloo group, started once for many functions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from typing import Any
 
 import forks
 
-SECONDS = 60  # for one function; what takes longer hangs
+SECONDS = 60  # per function; a longer run counts as a hang
 
 
 class Ranks:
     """`Ranks(2).run(function, *args)` gives `[function(*args) on rank 0, on rank 1]`.
 
-    An error on a rank, its death or a hang is an error here, with that rank's traceback; the processes are
-    then thrown away and started anew for the next function.
+    An error, death or hang of a rank raises here, with that rank's traceback. The processes are then discarded, and
+    new ones start for the next function.
     """
 
     def __init__(self, num: int) -> None:
@@ -54,10 +54,10 @@ class Ranks:
         self._forks, self._pipes = None, []
 
     def _start(self) -> None:
-        # Forking this process is not safe once it has threads.
+        # Forking this process itself is unsafe once it has threads.
         self._forks = forks.connect()
         self._folder = Path(tempfile.mkdtemp())
-        # Where functions of the program itself are found, and its key, without which no rank could use its queues.
+        # Ranks need this program's paths to find its functions, and its key to use its queues.
         mine = {**spawn.get_preparation_data("ranks"), "authkey": bytes(multiprocessing.current_process().authkey)}
         for rank in range(self.num):
             ours, theirs = socket.socketpair()
@@ -65,7 +65,7 @@ class Ranks:
             theirs.close()
             self._pipes.append(Connection(ours.detach()))
             self._pipes[-1].send(mine)
-        self._collect(time.monotonic() + SECONDS)  # importing torch may take its time, which is no function's
+        self._collect(time.monotonic() + SECONDS)  # so that the import of torch does not count as a function's time
 
     def _collect(self, until: float) -> list[Any]:
         __tracebackhide__ = True
@@ -84,14 +84,14 @@ class Ranks:
                     results[rank] = value
                 else:
                     errors[rank] = value
-                    until = min(until, time.monotonic() + 3)  # the others may wait for it for ever
+                    until = min(until, time.monotonic() + 3)  # the others may wait for this rank forever
         for rank in range(self.num):
             if rank not in results | errors:
                 errors[rank] = f"did not end\n{self._last_words(rank)}"
         if errors:
             first, *others = sorted(errors.items(), key=_is_of_others)
             lines = [f"rank {first[0]} {first[1]}"]
-            # What comes of the first is one line each; where ranks hang, all of them say where they stand.
+            # The consequences of the first error get one line each; ranks that hang show their stacks.
             lines += [f"rank {rank} {text if _hangs(text) else text.splitlines()[-1]}" for rank, text in others]
             raise RankError("\n".join(lines))
         return [results[rank] for rank in range(self.num)]
@@ -106,7 +106,7 @@ class RankError(AssertionError):
 
 
 def _is_of_others(error: tuple[int, str]) -> tuple[bool, bool]:
-    """What comes of another rank's failure stands after it."""
+    """A sort key: the consequences of another rank's failure come after it."""
     _, text = error
     return "Connection closed by peer" in text, text.startswith("did not end")
 
@@ -116,7 +116,7 @@ def _hangs(text: str) -> bool:
 
 
 def _in_short(error: BaseException) -> str:
-    """The error, where it was raised, and of the frames between those of this repository."""
+    """The error with the frame that raised it and the frames of this repository."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     root = str(Path(__file__).parent.parent)
     own = [frame for frame in shown.stack[1:] if frame.filename.startswith(root) and ".venv" not in frame.filename]
@@ -126,18 +126,18 @@ def _in_short(error: BaseException) -> str:
 
 
 def serve(rank: int, num: int, folder: str, file: int) -> None:
-    """In a process that was forked for it."""
+    """Runs in a process that was forked for this rank."""
     import torch
     import torch.distributed as dist
 
     pipe = Connection(file)
     spawn.prepare(pipe.recv())
     log = (Path(folder) / f"{rank}.log").open("w")
-    for stream in (1, 2):  # what C++ code says before it ends the process
+    for stream in (1, 2):  # the last words of C++ code that aborts the process
         os.dup2(log.fileno(), stream)
     faulthandler.enable(log)
     torch.set_num_threads(1)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Accelerate sets it, with a warning
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/store",

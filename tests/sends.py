@@ -1,10 +1,10 @@
-"""What a window sends and keeps on every engine and policy, and how far its gradient is from one big batch's.
+"""Measures what a window sends and keeps on every engine and policy, and the error of its gradient.
 
-    python tests/sends.py --out launch/results/engines  # some minutes
-    python tests/sends.py --only FSDP2                  # those whose name has it
+    python tests/sends.py --out launch/results/engines  # a few minutes
+    python tests/sends.py --only FSDP2                  # the engines whose name contains it
 
-The wrappings are those of the tests (tests/engines.py), around a net of 1.6 million parameters in float32, on two gloo
-ranks (four where a mesh has two dimensions). The process counts, in the third of three windows.
+The wrappers are those of the tests (tests/engines.py), around a net of 1.6 million parameters in float32, on two gloo
+ranks (four where a mesh has two dimensions). Collectives are counted in the process, in the third of three windows.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from kit import CPU, Options, circumstances, header, write
 
 STEPS = 8
 NUM_WINDOWS = len(CASES) * len(LAYOUTS)
-LR = 16.0  # so that the weights' rounding does not hide the gradient
+LR = 16.0  # large, so that rounding of the weights does not hide the gradient
 MOVED = ("allgather", "reduce_scatter", "allreduce")
 
 
 class Net(nn.Module):
-    """Two layers that some wrappings wrap by themselves, and a head."""
+    """Two layers, which some kinds wrap one by one, and a head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def measure(name: str, sync: str) -> dict[str, Any]:
 
 
 def total(sent: list[list[tuple[str, int]]]) -> dict[str, dict[str, float]]:
-    """By kind: how many, and how many parameters' worth of numbers they hold on this rank."""
+    """By kind: the number of collectives, and their size on this rank in multiples of the parameters."""
     kinds: dict[str, dict[str, float]] = {}
     for name, size in (one for part in sent for one in part):
         if size >= 1000:
@@ -109,7 +109,7 @@ def total(sent: list[list[tuple[str, int]]]) -> dict[str, dict[str, float]]:
 
 
 def alive() -> int:
-    """Bytes of all tensors that Python can reach, each storage once."""
+    """Bytes of all tensors that Python can reach; each storage counts once."""
     gc.collect()
     storages: dict[int, int] = {}
     for one in gc.get_objects():
@@ -164,7 +164,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = Options(__doc__)
-    parser.add_argument("--only", default="", metavar="NAME", help="a part of the engines' names")
+    parser.add_argument("--only", default="", metavar="NAME", help="only the engines whose name contains this")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     started: dict[int, Ranks] = {}
@@ -183,14 +183,14 @@ def main() -> None:
     lines = header(
         "What each engine and policy sends and keeps",
         about,
-        f"{versions}. Windows of {STEPS} micro-steps. How many collectives, and in brackets the numbers that they hold "
-        "on a rank (sent and received), in multiples of the model's parameters. *Small* ones (under 1000 numbers) are "
-        "the window's plan, record and norm, and those that the engine adds. *Kept*: bytes alive in the middle of a "
-        "window beyond those before it, in multiples of the parameters' bytes. *Error*: of the change of the weights "
-        "in float32, against one big batch in float64. *Law*: the largest error, in float64 (ZeRO in float32), of a "
-        f"gradient or a recorded loss in {NUM_WINDOWS} windows of a small net: even, short, uneven, and with a rank "
-        "without data, for means and sums over samples and tokens. By hand each micro-step costs what `every` does, "
-        "or what `last` does for those who know the engine's switch.",
+        f"{versions}. Windows of {STEPS} micro-steps. Number of collectives, and in brackets how many numbers they "
+        "hold on a rank (sent and received), in multiples of the model's parameters. *Small* ones (under 1000 numbers) "
+        "are the plan, record and norm, and those that the engine adds. *Kept*: bytes alive in the middle of a "
+        "window beyond those before it, in multiples of the parameters' bytes. *Error*: error of the change of the "
+        "weights in float32, against one big batch in float64. *Law*: the largest error, in float64 (ZeRO in float32), "
+        f"of a gradient or a recorded loss in {NUM_WINDOWS} windows of a small net: even, short, uneven, and with a "
+        "rank without data, for means and sums over samples and tokens. Without the library each micro-step costs as "
+        "much as `every`; with the engine's own switch it costs as much as `last`.",
     )
     write(options.out, "\n".join([*lines, table(rows)]), {**about, "parameter_bytes": PARAMETER_BYTES, "rows": rows})
 

@@ -10,11 +10,11 @@ from programs import ROOT, Done, Programs
 
 
 def run(programs: Programs, program: str, *options: object) -> Done:
-    return programs.start(str(ROOT / "launch/bench" / program), *options, apart=True).wait()
+    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait()
 
 
 def test_loops_that_are_compared_give_the_gradient_of_big_batches(programs):
-    done = programs.start(str(ROOT / "tests/loops.py"), "--only", "^plain", apart=True).wait()
+    done = programs.start(str(ROOT / "tests/loops.py"), "--only", "^plain", own_stderr=True).wait()
     assert done.status == 0, done.text + done.errors
     found = [line for line in done.text.splitlines() if line.startswith("| plain")]
     assert len(found) >= 10
@@ -23,7 +23,7 @@ def test_loops_that_are_compared_give_the_gradient_of_big_batches(programs):
 
 @pytest.mark.skipif(not COALESCES, reason="this version of DeepSpeed does not coalesce")
 def test_loops_of_two_ranks_give_it_too(programs):
-    done = programs.start(str(ROOT / "tests/loops.py"), "--only", "^DDP, (by hand|distaccum)$", apart=True).wait()
+    done = programs.start(str(ROOT / "tests/loops.py"), "--only", "^DDP, (by hand|distaccum)$", own_stderr=True).wait()
     assert done.status == 0, done.text + done.errors
     assert "| DDP, distaccum | 2 |" in done.text
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import COALESCES, DEEPSPEED, UNMANAGED, UNMANAGED_IS_THERE, import_deepspeed, zero_config, zero_weights
+from engines import COALESCES, DEEPSPEED, HAS_UNMANAGED, UNMANAGED, import_deepspeed, zero_config, zero_weights
 from problems import (
     error,
     gradient,
@@ -140,7 +140,7 @@ def one_step_after_the_other(stage: int, config: dict[str, Any]) -> Any:
     return seen, engine.global_steps, schedule.last_epoch, engine._is_gradient_accumulation_boundary
 
 
-MODES = {"managed": {}, **({"unmanaged": UNMANAGED} if UNMANAGED_IS_THERE else {})}
+MODES = {"managed": {}, **({"unmanaged": UNMANAGED} if HAS_UNMANAGED else {})}
 
 
 @pytest.mark.parametrize("config", MODES.values(), ids=MODES)
@@ -217,7 +217,7 @@ REDUCTIONS = {
 
 def is_there(stage: int, sync: str, is_managed: bool) -> bool:
     """In this version of DeepSpeed."""
-    return (COALESCES or stage < 2 or sync == "every") and (UNMANAGED_IS_THERE or is_managed)
+    return (COALESCES or stage < 2 or sync == "every") and (HAS_UNMANAGED or is_managed)
 
 
 KNOWN = [key for key in REDUCTIONS if is_there(*key[:2], key[2] == "managed")]
@@ -532,7 +532,7 @@ def branches_alike() -> dict[str, float]:
     return {name: in_branches(stage, sync, ALIKE, ENDS, **config) for name, (stage, sync, config) in KEPT.items()}
 
 
-@pytest.mark.skipif(not UNMANAGED_IS_THERE, reason="needs finalize_gradient_accumulation_boundary")
+@pytest.mark.skipif(not HAS_UNMANAGED, reason="needs finalize_gradient_accumulation_boundary")
 def test_unused_module_is_not_stepped_with_an_older_gradient(ranks):
     for seen in ranks(2).run(branches_alike):
         wrong = {name: off for name, off in seen.items() if not off <= (4e-2 if "in float32" in name else 1e-5)}

@@ -47,7 +47,7 @@ def ranks_of_two(first: dict[str, str], second: dict[str, str]) -> list[dict[str
 
 def started(programs: Programs, *words: str, first: dict[str, str], second: dict[str, str]) -> list[Program]:
     environments = ranks_of_two(first, second)
-    return [programs.start("distaccum", "doctor", *words, apart=True, **one) for one in environments]
+    return [programs.start("distaccum", "doctor", *words, own_stderr=True, **one) for one in environments]
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def old_accelerate(tmp_path) -> dict[str, str]:
 
 
 def test_doctor_tries_each_engine_of_one_process(programs):
-    (done,) = ended([programs.start("distaccum", "doctor", "--json", apart=True)])
+    (done,) = ended([programs.start("distaccum", "doctor", "--json", own_stderr=True)])
     found = json.loads(done.text)
     assert found["healthy"] and found["link"] is None and found["hosts"] == [socket.gethostname()]
     seen = {one["name"]: one for one in found["findings"]}
@@ -103,8 +103,8 @@ def test_packages_that_one_rank_lacks_are_tried_on_none(programs):
     first, second = ranks_of_two({}, {})
     words = ("doctor", "--all", "--timeout", "20")
     ranks = [
-        programs.start("distaccum", *words, apart=True, **first),
-        programs.start("-c", LACKS + MAIN, *words, apart=True, **second),
+        programs.start("distaccum", *words, own_stderr=True, **first),
+        programs.start("-c", LACKS + MAIN, *words, own_stderr=True, **second),
     ]
     text = ended(ranks)[0].text
     where = " on rank 1" if find_spec("accelerate") else ""
@@ -116,8 +116,8 @@ def test_findings_are_printed_though_a_rank_dies_in_a_trial(programs):
     first, second = ranks_of_two({}, {})
     words = ("doctor", "--timeout", "3")
     ranks = [
-        programs.start("distaccum", *words, apart=True, **first),
-        programs.start("-c", DIES + MAIN, *words, apart=True, **second),
+        programs.start("distaccum", *words, own_stderr=True, **first),
+        programs.start("-c", DIES + MAIN, *words, own_stderr=True, **second),
     ]
     text = ended(ranks, 1, 3)[0].text
     assert re.search(r"ok +torch ", text) and "distaccum plan ... --link-gbit" in text

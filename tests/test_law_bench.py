@@ -8,7 +8,7 @@ from programs import ROOT, Done, Programs
 
 
 def law(programs: Programs, *options: object) -> Done:
-    return programs.start(str(ROOT / "launch/bench/law.py"), *options, cwd=ROOT, apart=True).wait(120)
+    return programs.start(str(ROOT / "launch/bench/law.py"), *options, cwd=ROOT, own_stderr=True).wait(120)
 
 
 def test_token_means_are_wrong_by_hand_and_exact_here(programs, tmp_path):

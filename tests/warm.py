@@ -1,7 +1,7 @@
-"""`python` for the launchers, without its start: what it is given runs in a fork of a process that has imported all.
+"""A `python` for launchers that starts fast: it runs its program in a fork of a process that has done the imports.
 
-Between a launcher and its ranks all is as ever: their commands, variables, streams, signals and statuses. A rank of
-`launch/train.py` would else start for 11 seconds, and torchrun's agent for 4.
+Commands, variables, streams, signals and statuses between a launcher and its ranks are unchanged. Without it a rank of
+`launch/train.py` takes 11 seconds to start, and torchrun's agent 4.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import forks
 
 
 def make(folder: Path) -> Path:
-    """A program that takes what `python` takes: options, then `script.py`, `-m module`, `-c code` or `-`."""
+    """Makes a program with the command line of `python`: options, then `script.py`, `-m module`, `-c code` or `-`."""
     forked = forks.connect()
     forked.load("preloaded_programs")
     forked.close()
@@ -31,7 +31,7 @@ def make(folder: Path) -> Path:
 
 
 def main() -> None:
-    """The program: asks for the fork, hands signals on to it, and ends as it does."""
+    """The program: requests the fork, forwards signals to it, and ends with its status."""
     forked = forks.connect()
     request = (sys.argv, str(Path.cwd()), dict(os.environ), os.getpid())
     pid = forked.fork("warm:run", *request, files=(0, 1, 2))
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def run(words: list[str], cwd: str, environment: dict[str, str], client: int, *streams: int) -> int | None:
-    """In the fork."""
+    """Runs in the fork."""
     for place, stream in enumerate(streams):
         os.dup2(stream, place)
         os.close(stream)
@@ -73,7 +73,7 @@ def run(words: list[str], cwd: str, environment: dict[str, str], client: int, *s
 
 
 def _enter_network_of(process: int) -> None:
-    """A launcher may have been started in a network namespace of its own."""
+    """Enters the network namespace of the launcher, which may have its own."""
     theirs, mine = Path(f"/proc/{process}/ns/net"), Path("/proc/self/ns/net")
     if theirs.exists() and theirs.readlink() != mine.readlink():
         with theirs.open() as file:
