@@ -1,4 +1,4 @@
-"""Accelerate: what `prepare` gave, on real ranks, with its singletons left as found."""
+"""Accelerate: objects from `prepare` on real ranks, with its singletons restored."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distaccum import Accumulator, DistaccumError
 
 @contextmanager
 def accelerators(**environment: str) -> Iterator[Any]:
-    """A maker of Accelerators on CPU, in this job's process group."""
+    """Yields a factory of Accelerators on CPU in this job's process group."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
@@ -72,7 +72,7 @@ def prepared(given: bool) -> Any:
         model, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
         found = state_of(accelerator)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that Accelerate would step the schedule more often
+            warnings.simplefilter("ignore")  # Accelerate warns that it would step the schedule more often
             accumulator = Accumulator(
                 model, optimizer, scheduler=schedule, accelerator=accelerator if given else None, max_norm=100.0
             )
@@ -98,7 +98,7 @@ def prepared(given: bool) -> Any:
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
 def test_prepared_model_trains_exactly_on_two_ranks(ranks, given):
     for seen in ranks(2).run(prepared, given):
-        assert [lr for _, lr in seen] == [0.5, 0.25, 0.5 / 3]  # not one step per process
+        assert [lr for _, lr in seen] == [0.5, 0.25, 0.5 / 3]  # one step per update, not one per process
         assert max(wrong for wrong, _ in seen) <= 1e-10
 
 
@@ -204,7 +204,7 @@ def test_accumulators_on_one_accelerator_do_not_disturb_each_other():
         exact = big_batch("samples mean", loader)[1]
         before = weights(nets[0])
         (first, second) = (next(accumulator.windows(loader)) for accumulator in (one, two))
-        for batch, same in zip(first, second, strict=True):  # interleaved, as in a GAN
+        for batch, same in zip(first, second, strict=True):  # windows alternate, as in a GAN
             first.backward(sample_loss(nets[0], batch))
             second.backward(sample_loss(nets[1], same))
         first.step()
@@ -276,7 +276,7 @@ def a_loop_that_is_left(steps: int) -> Any:
 
 def test_evaluation_and_break_leave_the_state_of_accelerate_as_found(ranks):
     for counts in ranks(2).run(a_loop_that_is_left, 3):
-        # 14 samples in batches of 2 on 2 ranks, made even by samples of the beginning: 4 each.
+        # 14 samples in batches of 2 on 2 ranks; Accelerate repeats the first samples, so each rank has 4 batches.
         assert counts == [12, 12, 4]
 
 
@@ -301,7 +301,7 @@ def saved_by_accelerate(folder: str) -> Any:
         net, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=1.0))
         accumulator = Accumulator(net, optimizer, steps=2, accelerator=accelerator)
         accelerator.register_for_checkpointing(accumulator)
-        said = [refused(accelerator.save_state)]  # nothing of a rank's own
+        said = [refused(accelerator.save_state)]  # no rank has a part of its own
         for loader in (batches(dist.get_rank(), [1, 2, 3, 4]), Loader(batches(dist.get_rank(), [1, 2]))):
             for window in accumulator.windows(loader):
                 before = weights(net)
@@ -327,12 +327,12 @@ def test_save_state_is_refused_where_each_rank_has_its_own_part(ranks):
     with tempfile.TemporaryDirectory() as folder:
         for said, wrong, index, hooks in ranks(2).run(saved_by_accelerate, folder):
             free, alone = "nothing was raised", "save accumulator.state_dict() on each rank, to a file of its own"
-            # Before all; in each window and after it; and the same of a loader that says where it stands.
+            # Before all; in each window and after it; the same with a stateful loader.
             assert [alone in one for one in said] == [False, True, False, True, False, True, True]
             assert said[0] == free
-            assert wrong <= 1e-10, "the window went on"
-            assert index == 2, "what was saved last"
-            assert hooks == 0, "nothing is left of an Accumulator that is gone"
+            assert wrong <= 1e-10, "the window continued"
+            assert index == 2, "the state saved last"
+            assert hooks == 0, "no hook of a deleted Accumulator is left"
 
 
 def fsdp2_of_accelerate() -> Any:
@@ -380,10 +380,10 @@ def deepspeed_of_accelerate(stage: int) -> Any:
 
     class Plugin(DeepSpeedPlugin):
         def set_deepspeed_weakref(self) -> None:
-            """For transformers, which is not here."""
+            """Only transformers needs it."""
 
     import_deepspeed()
-    # The driver of the plugin chooses its own group; it finds that of this job.
+    # The plugin would create a process group; here it finds this job's.
     with accelerators(DS_ACCELERATOR="cpu") as make:
         config = {**zero_config(stage), "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
         accelerator = make(
@@ -395,7 +395,7 @@ def deepspeed_of_accelerate(stage: int) -> Any:
         optimizer = SGD(net.parameters(), lr=1.0)
         schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
         engine, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
-        with warnings.catch_warnings(record=True) as said:  # Accelerate steps a schedule of torch itself
+        with warnings.catch_warnings(record=True) as said:  # Accelerate itself steps a prepared schedule of torch
             warnings.simplefilter("always")
             accumulator = Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
         assert [str(one.message)[:30] for one in said] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)

@@ -1,7 +1,7 @@
-"""`accumulate_dtype`: low-precision gradients add up in float32 and are rounded once.
+"""`accumulate_dtype`: low-precision gradients are summed in float32 and rounded once.
 
-Gradients here are the data themselves, multiples of 1/16 that bfloat16 and float16 hold: in float32 they add up without
-any rounding, so what is expected is known to the last bit.
+The gradients are the data themselves: multiples of 1/16 that bfloat16 and float16 represent. Their float32 sum has no
+rounding, so the expected result is known to the last bit.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
 
 class Linear(nn.Module):
-    """`always` is used by each micro-batch, `sometimes` by those of more than one row."""
+    """Each micro-batch uses `always`; micro-batches of more than one row also use `sometimes`."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -41,7 +41,7 @@ class Linear(nn.Module):
 
 
 class Alone(nn.Module):
-    """One weight, used always."""
+    """One weight, which every micro-batch uses."""
 
     def __init__(self, dtype=torch.bfloat16):
         super().__init__()
@@ -74,7 +74,7 @@ def run(window, model):
 
 
 def sums(batches):
-    """Exact, of `always` and of `sometimes`."""
+    """The exact sums for `always` and `sometimes`."""
     first = torch.stack([rows[0] for rows in batches]).double().sum(0)
     others = [rows[1] for rows in batches if len(rows) > 1]
     return first, torch.stack(others).double().sum(0) if others else None
@@ -96,7 +96,7 @@ def test_float32_sum_is_rounded_once(dtype):
     naive = Linear(dtype)
     for rows in batches:
         naive(rows).backward()
-    assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "else this test shows nothing"
+    assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "a naive sum must be wrong, or this test shows nothing"
 
 
 def test_gradients_add_up_in_the_parameters_dtype_by_default():
@@ -155,7 +155,7 @@ def test_backward_outside_of_windows_gives_plain_gradients():
 
 
 def test_zero_grad_in_mid_window_loses_nothing():
-    """They are not there to be cleared."""
+    """Between micro-steps there are no gradients to clear."""
     model, batches = Linear(), data(4)
     _, window = accumulate(model, batches)
     for rows in window:
@@ -355,19 +355,19 @@ FORMS = {
 
 
 def rounded(parts):
-    """Of each rank's exact sum: how DDP averages, in the parameters' dtype."""
+    """The average of the ranks' exact sums as DDP forms it, in the parameters' dtype."""
     return sum(part.to(torch.bfloat16).float() for part in parts).to(torch.bfloat16)
 
 
 def ddp_windows(form, lengths, windows, with_unused):
-    """What each window gave on this rank, whether it was what was expected, and how many reductions it took."""
+    """For each window on this rank: whether the gradient is right, the number of reductions, and its dtype."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model = Linear() if with_unused else Alone()
     ddp = DistributedDataParallel(model, **FORMS[form])
     accumulator, _ = accumulate(ddp, [])
     seen = []
     for index in range(windows):
-        # `sometimes` is not used by the last micro-batches, and on rank 1 not at all.
+        # The last micro-batches do not use `sometimes`, and rank 1 never uses it.
         rows = (lambda r: lambda i: 1 + (i < 2 and r == 0)) if with_unused else (lambda r: lambda i: 1)
         everyone = [data(lengths[r], rank=10 * index + r, rows=rows(r)) for r in range(world)]
         with Counting() as count:
@@ -388,14 +388,14 @@ def ddp_windows(form, lengths, windows, with_unused):
 @pytest.mark.parametrize("lengths", [(50, 50), (50, 30)], ids=["even", "uneven"])
 def test_ddp_reduces_the_rounded_sum_once(ranks, form, lengths):
     for seen in ranks(2).run(ddp_windows, form, lengths, 3, False):
-        first = 1 if form == "static" else 0  # whose first backward is reduced by itself, and rounded there
+        first = 1 if form == "static" else 0  # a static graph's first backward is reduced and rounded alone
         assert [right for right, *_ in seen[first:]] == [True] * (3 - first)
         assert [large for _, large, _ in seen[1:]] == [1, 1]
         assert seen[0][2] == torch.bfloat16
 
 
 def reductions_of_each_backward(form):
-    """Those of the window's second run, and what its end adds."""
+    """The reductions of each backward of the second window, and of its end."""
     ddp = DistributedDataParallel(Alone(), **FORMS[form])
     accumulator, _ = accumulate(ddp, [])
     run(accumulator.window(data(3)), ddp).step()
@@ -427,7 +427,7 @@ def test_window_with_a_dry_rank_averages_the_sums(ranks, form):
 
 
 class GivesNone(torch.autograd.Function):
-    """What a custom backward may do: no gradient for a weight that took part."""
+    """A custom backward that returns no gradient for a weight that took part."""
 
     @staticmethod
     def forward(ctx, weight, row, gives):
@@ -445,14 +445,14 @@ class Undefined(Linear):
 
 
 def without_gradients(form, silent, sync):
-    """Of windows in which `always` gets no gradient in the last backward of the ranks in `silent`."""
+    """Runs windows in which `always` gets no gradient in the last backward of the ranks in `silent`."""
     rank = dist.get_rank()
     model = Undefined()
     ddp = DistributedDataParallel(model, **FORMS[form])
     accumulator, _ = accumulate(ddp, [], sync=sync)
     right = []
     for _ in range(3):
-        # Small whole numbers: bfloat16 holds their sums.
+        # Small whole numbers: their sums are exact in bfloat16.
         everyone = [[torch.full((1, SIZE), float(n)) for n in numbers] for numbers in ((1, 2, 4), (8, 3, 5))]
         for i, rows in enumerate(window := accumulator.window(everyone[rank])):
             window.backward(ddp(rows, gives=i < 2 or rank not in silent))
@@ -479,7 +479,7 @@ LAYOUTS = [
 
 
 def law(form, case, layouts, sync):
-    """Errors of the gradient, float32 added up in float64, by window."""
+    """Error of each window's gradient: float32 gradients summed in float64."""
     loss_fn, how, reduction, count = CASES[case]
     rank, world = dist.get_rank(), dist.get_world_size()
     ddp = DistributedDataParallel(make_net(torch.float32), find_unused_parameters=True, **FORMS[form])
@@ -507,15 +507,13 @@ def test_window_summed_in_float64_equals_one_big_batch(ranks, form, case, sync):
 
 
 def every(form):
-    """Each micro-step's gradient is reduced by itself and added up in float32: without any error where both ranks'
-    gradients have an exact mean.
-    """
+    """Each micro-step's gradient is reduced alone and summed in float32: exact if the ranks' mean is exact."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(Alone(), **FORMS[form])
     accumulator, _ = accumulate(ddp, [], sync="every")
     right = []
     for index in range(2):
-        everyone = [data(50, rank=7 * index) for r in range(2)]  # the same: reduced without rounding
+        everyone = [data(50, rank=7 * index) for r in range(2)]  # equal on both ranks, so reduced without rounding
         window = run(accumulator.window(everyone[rank]), ddp)
         exact = sum(sums(one)[0] for one in everyone)
         right.append(error(ddp.module.always.grad, exact))
@@ -530,7 +528,7 @@ def test_reductions_of_each_micro_step_add_up_in_float32(ranks, form):
 
 
 def in_another_order(kind):
-    """Error of gradients that DDP keeps in another order of dimensions than the parameter's."""
+    """Error of gradients whose memory format under DDP differs from the parameter's."""
     rank = dist.get_rank()
     torch.manual_seed(0)
     net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).bfloat16()
@@ -556,7 +554,7 @@ def test_parameters_in_another_memory_format_add_up_in_float32(ranks, kind):
 
 
 def resumed(form):
-    """`sometimes` is used before the pause alone."""
+    """`sometimes` is used only before the pause."""
     rank = dist.get_rank()
     everyone = [data(6, rank=r, rows=lambda i: 1 + (i < 2)) for r in range(2)]
     state = None
@@ -583,7 +581,7 @@ def test_parameter_used_only_before_a_pause_is_reduced_at_the_end(ranks, form):
 
 
 def resumed_under(sync, then, lengths):
-    """After each possible pause, with micro-batches of which bfloat16 holds all sums."""
+    """Resumes after each possible pause; all sums of the micro-batches are exact in bfloat16."""
     rank, right = dist.get_rank(), []
     everyone = [[torch.full((1, SIZE), 1.0 + i + 4 * r) for i in range(lengths[r])] for r in range(2)]
     for pause in range(1, min(lengths)):
@@ -610,7 +608,7 @@ def test_resumed_window_on_uneven_ranks_reduces_the_whole_sum(ranks, sync, then)
 
 
 def in_float32(_, bucket):
-    """Averages in float32: what a user registers who wants wide reductions."""
+    """A communication hook that averages in float32, as a user may register it."""
     buffer = bucket.buffer()
     wide = buffer.float().div_(dist.get_world_size())
     work = dist.all_reduce(wide, async_op=True)
@@ -621,7 +619,7 @@ HOOKS = {"float32": in_float32, "bf16": bf16_compress_hook, "fp16": fp16_compres
 
 
 def with_hook(name, dtype, sync):
-    """The gradient of windows with 5 micro-batches a rank, and with 3 and 2; how often each reduced."""
+    """The gradients of windows with 5 micro-batches per rank, and with 3 and 2; the number of reductions of each."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(Alone(dtype))
     ddp.register_comm_hook(None, HOOKS[name])
@@ -650,7 +648,7 @@ def with_hook(name, dtype, sync):
     ("name", "dtype"), [("float32", torch.bfloat16), ("bf16", torch.float32), ("fp16", torch.float32)]
 )
 def test_communication_hook_reduces_in_its_own_dtype(ranks, name, dtype, sync):
-    # Multiples of 1/32 below 16: exact in float16, and in bfloat16 to 8 bits.
+    # Multiples of 1/32 below 16: exact in float16, and exact to 8 bits in bfloat16.
     for seen in ranks(2).run(with_hook, name, dtype, sync):
         assert max(wrong for wrong, _ in seen) <= (0 if name == "fp16" else 2.0**-8)
         assert [large for _, large in seen] == ([1, 1, 1] if sync == "last" else [5, 5, 2])
@@ -662,7 +660,7 @@ def fsdp2(policy, sync, model_dtype=torch.float32, accumulate_dtype=torch.float3
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(model_dtype)
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
-    warnings.simplefilter("ignore")  # that it adds up in half precision
+    warnings.simplefilter("ignore")  # the warning about sums in half precision
     try:
         Accumulator(model, steps=4, sync=sync, accumulate_dtype=accumulate_dtype)
     except ValueError as refused:

@@ -1,4 +1,4 @@
-"""Cutting batches, and counting what is in them."""
+"""Cutting batches, and counting their samples and tokens."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ class WholeAlone:
 
     def __post_init__(self) -> None:
         if len(self.x) != 5:
-            raise ValueError("five are wanted")
+            raise ValueError("expected five rows")
 
 
 @dataclasses.dataclass

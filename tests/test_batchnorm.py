@@ -1,4 +1,4 @@
-"""Running statistics of a whole window (batchnorm="pool"), frozen ones, and GroupNorm in their place."""
+"""Running statistics pooled over a window (batchnorm="pool"), frozen statistics, and GroupNorm instead."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def samples(size: int, seed: int, shape: tuple[int, ...] = (4,)) -> Tensor:
 
 
 class Normalised(nn.Module):
-    """The layer comes first: it sees the same inputs whatever they are cut into."""
+    """The layer is first, so its inputs do not depend on how the batch is cut."""
 
     def __init__(self, kind: Any = nn.BatchNorm1d, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def buffers(model: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
-def apart(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+def difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     assert one.keys() == other.keys()
     return max(float((one[name] - other[name]).double().abs().max()) for name in one)
 
@@ -71,34 +71,34 @@ def test_pooled_statistics_equal_one_forward_of_all_samples(kind, momentum):
         batch = samples(sum(sizes), i, SHAPES[kind])
         run(accumulator, model, list(batch.split(sizes)))
         whole(batch)
-    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert difference(buffers(model), buffers(whole)) <= 1e-14
     assert int(model.layer.num_batches_tracked) == 2 and model.layer.momentum == momentum
     assert not model.layer._forward_hooks and not model.layer._forward_pre_hooks
 
 
-def test_unstepped_window_leaves_the_statistics_alone():
+def test_unstepped_window_leaves_the_statistics_unchanged():
     model = Normalised()
     accumulator = pooled(model, on_nonfinite="skip", micro_batch_size=3)
     before = buffers(model)
     for x in (window := accumulator.window([samples(3, 1), samples(3, 2)])):
         window.backward(model(x))
         break
-    assert apart(buffers(model), before) == 0
+    assert difference(buffers(model), before) == 0
     assert not run(accumulator, model, [samples(3, 1), samples(3, 2) * float("nan")]).stepped
-    assert apart(buffers(model), before) == 0
+    assert difference(buffers(model), before) == 0
     with pytest.raises(KeyError):
         accumulator.update(samples(5, 1), lambda x: model(x) + {}["a bug"])
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         run(accumulator, model, [samples(3, 1), samples(1, 1)])
-    assert apart(buffers(model), before) == 0 and model.layer.momentum == 0.1
+    assert difference(buffers(model), before) == 0 and model.layer.momentum == 0.1
     run(accumulator, model, [samples(3, 1), samples(4, 2)])
     whole = Normalised()
     whole(torch.cat([samples(3, 1), samples(4, 2)]))
-    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert difference(buffers(model), buffers(whole)) <= 1e-14
 
 
 def test_statistics_count_each_training_forward_once():
-    """Neither recomputed activations nor forwards after backward, in eval mode or outside the loop count."""
+    """Recomputed activations do not count, nor do forwards after backward, in eval mode or outside the loop."""
     model, whole = Normalised(), Normalised()
     accumulator = pooled(model)
     window = accumulator.window(micro_batches := [samples(3, 1), samples(4, 2)])
@@ -111,10 +111,10 @@ def test_statistics_count_each_training_forward_once():
             model(x)
     window.step()
     whole(torch.cat(micro_batches))
-    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert difference(buffers(model), buffers(whole)) <= 1e-14
     outside = buffers(model)
     model(samples(3, 3))
-    assert apart(buffers(model), outside) > 1e-3  # as torch does
+    assert difference(buffers(model), outside) > 1e-3  # as in torch
 
 
 def test_layer_used_twice_pools_both_inputs():
@@ -127,7 +127,7 @@ def test_layer_used_twice_pools_both_inputs():
         window.backward(model(one) + model(other))
     window.step()
     whole(torch.cat([*first, *second]))
-    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert difference(buffers(model), buffers(whole)) <= 1e-14
 
 
 def test_update_and_contrast_count_each_sample_once():
@@ -146,7 +146,7 @@ def test_update_and_contrast_count_each_sample_once():
     accumulator.contrast(samples(8, 2), lambda x: model.out(model.layer(x)), lambda r: (r @ r.T).square().mean())
     whole(samples(8, 1))
     whole(samples(8, 2))
-    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert difference(buffers(model), buffers(whole)) <= 1e-14
 
 
 def test_resumed_window_keeps_its_statistics():
@@ -170,7 +170,7 @@ def test_resumed_window_keeps_its_statistics():
                 window.backward(model(x))
         window.step()
         ends.append(buffers(model))
-    assert apart(*ends) == 0
+    assert difference(*ends) == 0
 
 
 class Outer(nn.Module):
@@ -215,7 +215,7 @@ def calls(model: nn.Module, x: Tensor) -> Tensor:
     return model(x)
 
 
-@pytest.mark.filterwarnings("ignore")  # of what torch meets as it traces a window
+@pytest.mark.filterwarnings("ignore")  # torch's own, from tracing a window
 @pytest.mark.parametrize("is_warm", [False, True])
 def test_compiled_function_that_calls_the_model_is_exact_or_refused(is_warm):
     torch._dynamo.reset()
@@ -227,11 +227,11 @@ def test_compiled_function_that_calls_the_model_is_exact_or_refused(is_warm):
         model.load_state_dict({**model.state_dict(), **before})
         with pytest.raises(DistaccumError, match=r"was not seen: a compiled function called it, which does not run"):
             accumulator.update(batch, call)
-        assert apart(buffers(model), before) == 0 and accumulator.index == 0
+        assert difference(buffers(model), before) == 0 and accumulator.index == 0
     else:
         accumulator.update(batch, call)
         whole(batch)
-        assert apart(buffers(model), buffers(whole)) <= 1e-14
+        assert difference(buffers(model), buffers(whole)) <= 1e-14
 
 
 def test_copy_of_the_model_in_mid_window_has_its_own_statistics():
@@ -245,10 +245,10 @@ def test_copy_of_the_model_in_mid_window_has_its_own_statistics():
     window.step()
     whole(batch)
     expected(batch)
-    assert apart(buffers(model), buffers(whole)) <= 1e-14
+    assert difference(buffers(model), buffers(whole)) <= 1e-14
     for one in copies:
         one(batch)
-        assert apart(buffers(one), buffers(expected)) == 0
+        assert difference(buffers(one), buffers(expected)) == 0
 
 
 def test_model_without_running_statistics_is_accepted():
@@ -267,7 +267,7 @@ def test_ctrl_c_in_a_forward_restores_the_statistics():
         for x in accumulator.split(samples(4, 1)):
             model.layer.register_forward_pre_hook(interrupt)
             model(x)
-    assert model.layer.momentum == 0.1 and apart(buffers(model), before) == 0
+    assert model.layer.momentum == 0.1 and difference(buffers(model), before) == 0
     assert model.layer._buffers["running_mean"] is model.layer.running_mean
 
 
@@ -282,7 +282,7 @@ def test_accumulators_on_one_model_restore_its_statistics():
             model(x)
             break
         break
-    assert model.layer.momentum == 0.1 and apart(buffers(model), before) == 0
+    assert model.layer.momentum == 0.1 and difference(buffers(model), before) == 0
 
 
 class Renorm(nn.BatchNorm1d):
@@ -313,7 +313,7 @@ def test_layer_in_a_loss_over_pairs_sees_the_whole_batch():
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=3, batchnorm=how)
         accumulator.contrast(samples(8, 1), model.out, lambda r, m=model: m.layer(r.repeat(1, 2)).square().sum())
         whole.layer(whole.out(samples(8, 1)).repeat(1, 2))
-        assert apart(buffers(model), buffers(whole)) <= 1e-14
+        assert difference(buffers(model), buffers(whole)) <= 1e-14
 
 
 def test_frozen_batchnorm_is_exact():
@@ -322,13 +322,13 @@ def test_frozen_batchnorm_is_exact():
     model.zero_grad()
     assert freeze(model) == ["layer"] and model.training
     whole, batch = copy.deepcopy(model), samples(7, 2)
-    accumulator = Accumulator(model, steps=3)  # and no warning
+    accumulator = Accumulator(model, steps=3)  # must not warn
     window = accumulator.split(batch)
     for x in window:
         window.backward(model(x))
     whole(batch).backward()
     assert error(gradient(model), gradient(whole)) <= 1e-12
-    assert apart(buffers(model), buffers(whole)) == 0
+    assert difference(buffers(model), buffers(whole)) == 0
     window.step()
 
 
@@ -353,11 +353,11 @@ def test_groupnorm_in_place_of_batchnorm_is_exact():
 
 # Ranks
 
-LAYOUTS = [[(3, 4), (2,)], [(2, 2), (5, 3, 2)], [(), (4, 2)]]  # of a window, by rank
+LAYOUTS = [[(3, 4), (2,)], [(2, 2), (5, 3, 2)], [(), (4, 2)]]  # windows: sizes by rank
 
 
 class Synchronised:
-    """As torch's, which runs on accelerators alone: normalises by the statistics of all ranks' inputs."""
+    """Stands for torch's, which needs an accelerator: normalises by the statistics of all ranks' inputs."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         sums = torch.stack([x.detach().sum(0), x.detach().square().sum(0), x.new_full((x.shape[1],), len(x))])
@@ -380,7 +380,7 @@ def pooled_over_ranks(wrapper: str, layouts: Any) -> float:
         wrapped = fully_shard(model)
     else:
         wrapped = DistributedDataParallel(model)
-        if wrapper == "SyncBatchNorm":  # with which DDP wants a GPU
+        if wrapper == "SyncBatchNorm":  # DDP accepts it only on a GPU
             nn.SyncBatchNorm.forward = Synchronised.forward
             model.layer.__class__ = nn.SyncBatchNorm
     accumulator = pooled(wrapped)
@@ -388,7 +388,7 @@ def pooled_over_ranks(wrapper: str, layouts: Any) -> float:
         everyone = [[samples(n, 10 * i + 3 * r + j) for j, n in enumerate(sizes)] for r, sizes in enumerate(layout)]
         run(accumulator, wrapped, everyone[rank])
         whole(torch.cat([x for of_rank in everyone for x in of_rank]))
-    return apart(buffers(model), buffers(whole))
+    return difference(buffers(model), buffers(whole))
 
 
 @pytest.mark.parametrize(

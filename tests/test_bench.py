@@ -1,4 +1,4 @@
-"""The programs of launch/bench: what they compare is right, and a mistake gets one line."""
+"""The programs of launch/bench: the compared loops are correct, and a mistake prints one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def run(programs: Programs, program: str, *options: object) -> Done:
     return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait()
 
 
-def test_loops_that_are_compared_give_the_gradient_of_big_batches(programs):
+def test_compared_loops_give_the_gradient_of_big_batches(programs):
     done = programs.start(str(ROOT / "tests/loops.py"), "--only", "^plain", own_stderr=True).wait()
     assert done.status == 0, done.text + done.errors
     found = [line for line in done.text.splitlines() if line.startswith("| plain")]
@@ -22,13 +22,13 @@ def test_loops_that_are_compared_give_the_gradient_of_big_batches(programs):
 
 
 @pytest.mark.skipif(not COALESCES, reason="this version of DeepSpeed does not coalesce")
-def test_loops_of_two_ranks_give_it_too(programs):
+def test_loops_of_two_ranks_give_the_gradient_of_big_batches(programs):
     done = programs.start(str(ROOT / "tests/loops.py"), "--only", "^DDP, (by hand|distaccum)$", own_stderr=True).wait()
     assert done.status == 0, done.text + done.errors
     assert "| DDP, distaccum | 2 |" in done.text
 
 
-def test_overhead_takes_ratios_of_one_round(programs, tmp_path):
+def test_overhead_takes_ratios_within_one_round(programs, tmp_path):
     out = tmp_path / "overhead"
     done = run(programs, "overhead.py", "--rounds", 2, "--steps", 1, 4, "--ranks", 1, "--out", out)
     assert done.status == 0, done.errors
@@ -38,7 +38,7 @@ def test_overhead_takes_ratios_of_one_round(programs, tmp_path):
     assert by_loop["distaccum"]["steps"]["4"]["microseconds"] > 0
 
 
-def test_noise_comes_near_the_true_value(programs, tmp_path):
+def test_measured_noise_scale_is_close_to_the_true_value(programs, tmp_path):
     out = tmp_path / "noise"
     done = run(programs, "noise.py", "--rounds", 1, "--runs", 1, "--after", 100, "--out", out)
     assert done.status == 0, done.errors
@@ -59,7 +59,7 @@ def test_noise_comes_near_the_true_value(programs, tmp_path):
         ("forecast.py", ["--settings", "2x1"]),
     ],
 )
-def test_mistakes_get_one_line_and_status_2(programs, program, options):
+def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, options):
     done = run(programs, program, *options)
     assert done.status == 2
     last = done.errors.splitlines()[-1]

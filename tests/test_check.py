@@ -1,4 +1,4 @@
-"""check(): the one big batch against the accumulated one, on the model itself, and why they differ."""
+"""check(): compares the accumulated gradient with the one big batch's on the user's model, and names the causes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 
 
 def make_batch(size: int = 11, seed: int = 1) -> Batch:
-    """Rows of 5 tokens with labels, of which few are kept in some rows; the first label of a row counts or not."""
+    """Rows of 5 tokens; the number of labels that count differs between rows, and a row's first label may count."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(0, 4, (size, 5), generator=generator)
     labels[torch.rand(size, 5, generator=generator) < 0.4] = -100
@@ -40,7 +40,7 @@ def make_batch(size: int = 11, seed: int = 1) -> Batch:
 
 
 class Centred(nn.Module):
-    """Batch normalisation that nobody would know by its name."""
+    """Batch normalisation whose class name does not show it."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0) if self.training else x
@@ -52,7 +52,7 @@ class Shuffled(nn.Module):
 
 
 class Counting(nn.Module):
-    """Its output depends on how often it was called, by a buffer or by an attribute."""
+    """Its output depends on the number of calls so far, kept in a buffer or an attribute."""
 
     def __init__(self, by_buffer: bool) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def shifted(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def in_float32(model: nn.Module, batch: Batch) -> Tensor:
-    """As Hugging Face's language models do, whatever the model's dtype."""
+    """A loss in float32 for every dtype of the model, as in Hugging Face's language models."""
     return cross_entropy(model(batch["x"]).float().flatten(0, 1), batch["labels"].flatten())
 
 
@@ -228,7 +228,7 @@ def test_report_names_each_cause(model, loss, options, causes):
 def test_loss_in_float32_widens_the_bound(dtype):
     model = token_net().to(dtype)
     labels = torch.full((7, 12), -100)
-    for row, number in enumerate([2, 3, 8, 4, 11, 6, 3]):  # shares of 37 that float32 rounds
+    for row, number in enumerate([2, 3, 8, 4, 11, 6, 3]):  # 37 in all: float32 rounds these shares
         labels[row, :number] = 1
     batch = {"x": torch.randn(7, 12, 3, dtype=dtype), "labels": labels}
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
@@ -267,7 +267,7 @@ def test_micro_batch_without_labels_is_named():
     assert not report.equivalent
     assert cause.startswith("count: the loss of a micro-batch is nan: its labels in 'labels' are all -100, ")
     assert cause.endswith("count=count_tokens('labels')")
-    batch["labels"][4:8, 0] = 1  # which no loss on the next token keeps
+    batch["labels"][4:8, 0] = 1  # a loss on the next token ignores the first label
     report = Accumulator(model, micro_batch_size=4, count=TOKENS).check(batch, lambda b: shifted(model, b))
     (cause,) = report.causes
     assert "its labels in 'labels' are all -100 but the first of each row" in cause
@@ -317,7 +317,7 @@ def test_check_restores_model_gradients_and_random_numbers():
     assert torch.equal(torch.get_rng_state(), state) and random.getstate() == drawn
     assert all(torch.equal(batch[key], given[key]) for key in given)
     assert accumulator.index == 0 and not model[2]._forward_pre_hooks
-    with pytest.warns(UserWarning, match="2 normalise each micro-batch"):  # the check did not use it up
+    with pytest.warns(UserWarning, match="2 normalise each micro-batch"):  # check() has not used up the warning
         accumulator.split(batch)
     with pytest.raises(KeyError):
         accumulator.check(batch, lambda part: of_samples(model, part) + {}["a bug"])
@@ -347,7 +347,7 @@ def test_report_lists_the_worst_parameters_first(monkeypatch):
 def test_loss_that_cannot_be_cast_is_checked_in_its_own_dtype():
     weight = torch.arange(1.0, 5.0)
     report = check(net(), lambda m, b: cross_entropy(m(b["x"]), b["y"], weight))
-    assert not report.equivalent and report.dtype == "float32"  # a mean, weighted by class
+    assert not report.equivalent and report.dtype == "float32"  # a mean weighted by class
     assert "count: the criterion weighs parts" in report.causes[0]
     assert "not in float64: RuntimeError" in report.notes[0]
     half = torch.full((4,), 0.5)
@@ -430,7 +430,7 @@ def test_ranks_report_the_same_verdict(ranks, kind, what):
 
 
 def ranks_whose_count_is_right_alone() -> Report:
-    """Tokens are even within each rank and uneven between them: only the whole job's big batch shows it."""
+    """Token counts are even within each rank and differ between ranks: only the job's big batch shows the error."""
     batch = make_batch(6, seed=dist.get_rank())
     batch["labels"] = torch.full((6, 5), 1)
     if dist.get_rank():

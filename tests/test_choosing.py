@@ -1,4 +1,4 @@
-"""Which engine is chosen, what is refused, and an engine from outside the package."""
+"""Choice of the engine, refused wrappers, and an engine from outside the package."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_choice_of_an_engine_imports_no_other_library():
 import sys, torch
 from distaccum import Accumulator
 net = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # which imports a good deal
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # imports many modules itself
 before = set(sys.modules)
 accumulator = Accumulator(net, optimizer, steps=2)
 new = set(sys.modules) - before
@@ -91,7 +91,7 @@ def unknown_policy() -> str:
 
 
 class LightningModule(nn.Linear):
-    """By its name, as Lightning's own."""
+    """Recognised by the name of its class, as Lightning's own."""
 
 
 def plain_for_a_reason() -> list[str]:
@@ -129,7 +129,7 @@ def test_plain_module_mixed_wrappers_and_unknown_sync_are_refused(ranks):
 
 
 class Summing(nn.Module):
-    """A wrapper of nobody's: gradients are summed over ranks when it is asked to."""
+    """A wrapper that no library has: it sums gradients over ranks on request."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class Summing(nn.Module):
         return self.module(x)
 
 
-# The README's, word for word.
+# The README's example, word for word.
 
 
 @final
@@ -203,7 +203,7 @@ def test_engine_from_outside_the_package_is_exact(ranks):
             assert norm <= 1e-12
 
 
-# torch.compile over each
+# torch.compile over each wrapper
 
 
 def compiled(name: str) -> Any:

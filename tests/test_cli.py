@@ -1,4 +1,4 @@
-"""The command `distaccum`: in a process of its own, as a user starts it."""
+"""The command `distaccum`, run in its own process as by a user."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ COUNT = ("--count", "tokens:labels")
         (("factories:good", *COUNT, "--reduction", "sum"), 1, "reduction: the criterion averages"),
     ],
 )
-def test_check_prints_the_report_and_ends_with_its_status(folder, capsys, words, status, text):
+def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, words, status, text):
     assert main(["check", *words]) == status
     assert text in capsys.readouterr().out
 
@@ -120,7 +120,7 @@ def test_check_prints_the_report_and_ends_with_its_status(folder, capsys, words,
         (("factories:good", "--steps", "2", "--micro-batch-size", "3"), "give one or the other"),
     ],
 )
-def test_mistakes_are_one_line_and_status_2(folder, capsys, words, text):
+def test_mistakes_print_one_line_and_exit_with_status_2(folder, capsys, words, text):
     assert main(["check", *words]) == 2
     seen = capsys.readouterr()
     lines = [line for line in seen.err.splitlines() if line != "noise"]
@@ -135,7 +135,7 @@ def test_check_prints_a_traceback_or_json_on_request(folder, capsys):
     assert report["equivalent"] and report["samples"] == 12 and len(report["parameters"]) == 4
 
 
-def test_help_carries_an_example(capsys):
+def test_help_shows_an_example(capsys):
     for words in (["--help"], ["check", "--help"]):
         with pytest.raises(SystemExit) as ended:
             main(words)
@@ -160,14 +160,14 @@ MISSPELT = {
 
 
 @pytest.mark.parametrize("words", MISSPELT)
-def test_wrong_option_is_one_line_with_the_nearest_one(capsys, words):
+def test_wrong_option_prints_one_line_with_the_nearest_one(capsys, words):
     with pytest.raises(SystemExit) as ended:
         main(words.split())
     seen = capsys.readouterr()
     assert ended.value.code == 2 and MISSPELT[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
 
 
-def test_options_may_be_shortened_and_have_negative_values(capsys):
+def test_options_may_be_abbreviated_and_have_negative_values(capsys):
     assert main(["plan", "--batch-s", "64", "--micro-b=8"]) == 0
     assert main(["plan", "--lr", "-0.1"]) == 2
     assert "lr=-0.1, expected a number above 0" in capsys.readouterr().err
@@ -198,7 +198,7 @@ print("none of them")
 """
 
 
-def test_help_mistakes_and_plan_do_without_torch():
+def test_help_mistakes_and_plan_do_not_import_torch():
     answer = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
     assert answer.stdout.endswith("none of them\n"), answer.stderr
     answer = subprocess.run([sys.executable, "-m", "distaccum", "--version"], capture_output=True, text=True)

@@ -34,10 +34,10 @@ class Towers(nn.Module):
     def __init__(self, dtype: torch.dtype = torch.float64, dropout: nn.Module | None = None) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))  # where tests/engines.py shards
+        self.body = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8))  # tests/engines.py shards these layers
         self.images = nn.Sequential(self.body, dropout or nn.Identity(), nn.Linear(8, 4))
         self.texts = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 4))
-        self.scale = nn.Parameter(torch.tensor([0.7]))  # one-dimensional, as FSDP2 wants
+        self.scale = nn.Parameter(torch.tensor([0.7]))  # one-dimensional, since FSDP2 shards no scalar
         self.bias = nn.Parameter(torch.tensor([-0.3]))
         self.to(dtype)
 
@@ -76,7 +76,7 @@ def siglip(model: Towers, images: Tensor, texts: Tensor) -> Tensor:
 
 
 def triplet(model: Towers, images: Tensor, texts: Tensor) -> Tensor:
-    """With the hardest negative of each."""
+    """Takes the hardest negative of each sample."""
     distances = torch.cdist(images, texts)
     hardest = (distances + 9 * torch.eye(len(distances))).min(1).values
     return relu(distances.diagonal() - hardest + 0.5).mean()
@@ -117,7 +117,7 @@ def test_gradient_is_exact_for_a_loss_over_all_pairs(loss, options):
 
 
 class Drawn(nn.Module):
-    """Dropout that tells what it dropped."""
+    """Dropout that records its masks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -194,7 +194,7 @@ def test_running_statistics_move_once_per_micro_batch():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_contrast_under_autocast_is_as_exact_as_one_batch(dtype):
-    """Autocast keeps the weights that it cast; those of the pass without a graph must not be used in the other."""
+    """Autocast caches cast weights; the second pass must not use those of the pass without a graph."""
     batch, ends = pairs(12, seed=1, dtype=torch.float32), []
     for cut in (12, 3):
         model = Towers(torch.float32)
@@ -249,7 +249,7 @@ def test_micro_batch_that_does_not_fit_is_cut_smaller():
 
 
 def test_labels_are_gathered_without_a_gradient():
-    """Supervised contrast: pairs of the same class attract each other."""
+    """Supervised contrast: samples of the same class attract each other."""
 
     def loss_fn(images: Tensor, labels: Tensor) -> Tensor:
         same = labels[:, None] == labels[None]
@@ -266,7 +266,7 @@ def test_labels_are_gathered_without_a_gradient():
 
 
 def complex_representations(order: tuple[int, ...]) -> float:
-    """The gradient's error; representations are real, complex and conjugate views, in this order."""
+    """The gradient's error for representations that are real, complex or conjugate views, in this order."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     torch.manual_seed(3)
     model = nn.Linear(3, 4, dtype=torch.float64)
@@ -303,7 +303,7 @@ def test_contrast_keeps_no_representation_alive():
     def encode(part: Pair) -> tuple[Tensor, Tensor]:
         both = model(part)
         alive.append(weakref.ref(both[0]))
-        if len(alive) == 10:  # of the second call, in the second pass
+        if len(alive) == 10:  # in the second pass of the second call
             raise KeyError("a bug")
         return both
 
@@ -350,7 +350,12 @@ def test_encoders_with_an_optimizer_each_are_exact():
         (lambda m, b: m(b), lambda m, *both: 1.0, TypeError, "loss_fn gave 1.0, a float, expected the loss"),
         (lambda m, b: m(b), lambda m, a, b: a @ b.T, ValueError, "loss_fn gave a loss of shape"),
         (lambda m, b: m(b), lambda m, a, b: (a.detach() @ b.detach().T).sum(), ValueError, "without a graph"),
-        (lambda m, b: tuple(torch.rand(()) * one for one in m(b)), clip, None, ""),  # torch's numbers are replayed
+        (
+            lambda m, b: tuple(torch.rand(()) * one for one in m(b)),
+            clip,
+            None,
+            "",
+        ),  # torch's numbers are replayed
         (lambda m, b: tuple(next(COUNT) * one for one in m(b)), clip, DistaccumError, "other representations the sec"),
         (
             lambda m, b: m(b),
@@ -445,7 +450,7 @@ def test_gradient_is_exact_on_three_ranks(ranks):
 
 
 def drawing_loss() -> tuple[list[float], list[float], float]:
-    """The loss draws; each rank's own numbers go on as if it had not."""
+    """The loss draws random numbers, which must not advance a rank's own."""
     model, optimizer, weights_of = wrapped("DDP")
     rank, drawn, after = dist.get_rank(), [], []
     accumulator = Accumulator(model, optimizer, micro_batch_size=2)
@@ -520,13 +525,13 @@ def test_losses_that_differ_between_ranks_are_refused(ranks):
 
 
 class Images(nn.Module):
-    """What has no parameter that only the loss uses, for wrappers that hide them outside of forward."""
+    """Has no parameter that only the loss uses: some wrappers hide parameters outside of forward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body = Towers(torch.float32).body
         self.head = nn.Linear(8, 4)
-        self.router = nn.Linear(1, 1)  # as tests/engines.py has it, and no loss uses
+        self.router = nn.Linear(1, 1)  # tests/engines.py expects it; no loss uses it
 
     def forward(self, batch: Pair) -> Tensor:
         return normalize(self.head(self.body(batch["image"])), dim=1)
@@ -659,7 +664,7 @@ def test_in_place_change_of_the_loss_stays_out_of_the_record():
     def loss_fn(representations):
         loss = (representations @ representations.T).square().mean()
         kept.append(loss.detach())
-        # A hook runs in backward, when the record has its number.
+        # The hook runs in backward, when the record already has the loss.
         loss.register_hook(lambda _: kept[-1].zero_())
         return loss
 

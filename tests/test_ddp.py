@@ -1,4 +1,4 @@
-"""DDP on real gloo ranks: the law, and what reducing costs."""
+"""DDP on real gloo ranks: the law, and the cost of reductions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
 
-# A window is a list of micro-batch sizes for each rank.
+# A window lists the micro-batch sizes of each rank.
 LAYOUTS = {
     "even": [[[3, 3, 3]] * 3, [[2, 2]] * 3],
     "short tail": [[[4, 4, 4]] * 3, [[4], [4], [4]]],
@@ -48,10 +48,10 @@ LAYOUTS = {
 
 
 def law(case: str, layouts: list[Any], dtype: torch.dtype, **options: Any) -> list[tuple[float, float]]:
-    """Errors of gradient and loss, by window, on this rank."""
+    """Errors of gradient and loss for each window on this rank."""
     loss_fn, how, reduction, count = CASES[case]
     rank, world = dist.get_rank(), dist.get_world_size()
-    ddp = DistributedDataParallel(make_net(dtype), find_unused_parameters=True, **options)  # the router is not used
+    ddp = DistributedDataParallel(make_net(dtype), find_unused_parameters=True, **options)  # no loss uses the router
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), reduction=reduction, count=count)
     errors = []
     for index, layout in enumerate(layouts):
@@ -90,7 +90,7 @@ def a_loader_that_ends_early(lengths):
     loaders = [[make_batch(2 + i, seed=10 * r + i) for i in range(length)] for r, length in enumerate(lengths)]
     seen = []
     for epoch in range(2):
-        for index, window in enumerate(accumulator.windows(iter(loaders[rank]))):  # not sized
+        for index, window in enumerate(accumulator.windows(iter(loaders[rank]))):  # has no length
             for micro_batch in window:
                 window.backward(sample_loss(ddp, micro_batch))
             everything = [batch for loader in loaders for batch in loader[3 * index : 3 * index + 3]]
@@ -105,7 +105,7 @@ def test_epoch_ends_when_all_ranks_have_run_out(ranks):
     assert one == [(epoch, n, c, True) for epoch in range(2) for n, c in [(3, 18), (0, 18), (0, 8)]]
 
 
-# The wrappings that people use. Each must be exact, and reduce once.
+# Common ways to wrap a model: each must be exact and reduce once.
 
 
 class Checkpointed(nn.Module):
@@ -120,7 +120,7 @@ class Checkpointed(nn.Module):
 
 
 class Buffered(nn.Module):
-    """Frozen normalisation has buffers, which DDP broadcasts."""
+    """Frozen normalisation: its buffers are broadcast by DDP."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ UNEVEN = [[[2, 3], [1, 4, 2]], [[1], [3, 2]], [[2, 2], []], [[2, 2], [1, 1]]]
 
 
 def wrapped(name, *, sync="last"):
-    """Errors, flags and collectives of windows with uneven ranks."""
+    """Errors, flags and collectives of windows on uneven ranks."""
     make, wrap = WRAPPINGS[name]
     torch.manual_seed(1)
     model = wrap(make())
@@ -204,7 +204,7 @@ def wrapped(name, *, sync="last"):
         everything = [batch for r in range(2) for batch in micro_batches_of(layout, index, r)]
         loss = loss_of(plain, {"x": torch.cat([batch["x"] for batch in everything])})
         plain.zero_grad()
-        loss.backward()  # not autograd.grad, which re-entrant checkpoints refuse
+        loss.backward()  # re-entrant checkpoints do not support autograd.grad
         wrong = error(gradient(model), gradient(plain))
         update = window.step()
         seen.append((wrong, abs(update.loss - loss.item()) / loss.item(), plan, steps, after))
@@ -236,7 +236,7 @@ def wrapped_with_policy(name, sync):
 
 
 def reductions(collectives, num_elements):
-    """Collectives that move gradients: all that carry at least `num_elements` together."""
+    """The collectives that carry gradients, together at least `num_elements`."""
     return [name for name, size in collectives if name == "allreduce_" and size >= num_elements]
 
 
@@ -250,8 +250,8 @@ def test_window_is_reduced_once(ranks, name):
             if dry:
                 assert sum(map(len, backwards)) == 0
                 assert len(reductions(after, 50)) == 1
-                after = [one for one in after if one[0] != "broadcast_"]  # a rank that runs no forward has those here
-                assert len(after) == 2, "what each rank has, and the reduction"
+                after = [one for one in after if one[0] != "broadcast_"]  # a rank without a forward broadcasts here
+                assert len(after) == 2, "the ranks' counts, and the reduction"
             else:
                 assert backwards == [[]] * (len(steps) - 1) + [["allreduce_"]]
                 assert after == []
@@ -298,9 +298,7 @@ def test_reductions_per_bucket_do_not_grow_with_the_window(ranks):
 
 
 def old_buckets():
-    """Storages that are kept and are no gradient's, in the middle of each window; DDP lays out its buckets anew in the
-    second.
-    """
+    """The storages kept in mid-window that hold no gradient; DDP rebuilds its buckets in the second window."""
     net = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4))).double()
     ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
@@ -322,7 +320,7 @@ def test_rebuilt_buckets_leave_no_old_ones_behind(ranks):
         assert layouts[1] == layouts[2] > 1, "several buckets"
 
 
-# What breaks in silence elsewhere
+# Cases that fail silently elsewhere
 
 
 class Branching(nn.Module):
@@ -355,14 +353,14 @@ def a_parameter_left_out(kwargs):
     assert torch.equal(weights(ddp), before)
     together = gradient(ddp).clone()
     dist.all_reduce(together)
-    apart = error(2 * gradient(ddp), together) if message is None else 0.0
+    difference = error(2 * gradient(ddp), together) if message is None else 0.0
     if message is None:
         accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
         ddp.zero_grad()
     run([True, True])
     together = gradient(ddp).clone()
     dist.all_reduce(together)
-    return message, apart, error(2 * gradient(ddp), together)
+    return message, difference, error(2 * gradient(ddp), together)
 
 
 def test_parameter_left_out_of_the_last_backward_is_named(ranks):
@@ -373,9 +371,9 @@ def test_parameter_left_out_of_the_last_backward_is_named(ranks):
 
 
 def test_find_unused_parameters_makes_left_out_parameters_exact(ranks):
-    for message, apart, after in ranks(2).run(a_parameter_left_out, {"find_unused_parameters": True}):
+    for message, difference, after in ranks(2).run(a_parameter_left_out, {"find_unused_parameters": True}):
         assert message is None
-        assert max(apart, after) <= 1e-12
+        assert max(difference, after) <= 1e-12
 
 
 def only_one_rank_uses_a_parameter(gradient_as_bucket_view):
@@ -405,7 +403,7 @@ def only_one_rank_uses_a_parameter(gradient_as_bucket_view):
 def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, view):
     for outcomes in ranks(2).run(only_one_rank_uses_a_parameter, view):
         assert all(wrong <= 1e-12 for wrong, _ in outcomes)
-        assert [unchanged for _, unchanged in outcomes] == [False, False, True, False], "weight decay leaves it alone"
+        assert [unchanged for _, unchanged in outcomes] == [False, False, True, False], "no weight decay on it"
 
 
 def unused_after_a_window_that_ddp_did_not_reduce(kind, view):
@@ -443,7 +441,7 @@ def unused_after_a_window_that_ddp_did_not_reduce(kind, view):
 @pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
 @pytest.mark.parametrize("kind", ["left", "dry"])
 def test_parameter_unused_after_an_unreduced_window_is_exact(ranks, kind, view):
-    """DDP remembers who took part until it reduces, and would fail on the missing gradient."""
+    """DDP remembers which parameters took part until it reduces, and would fail on the missing gradient."""
     for outcomes in ranks(2).run(unused_after_a_window_that_ddp_did_not_reduce, kind, view):
         assert all(wrong <= 1e-12 for wrong, _ in outcomes)
         assert [unchanged for _, unchanged in outcomes] == [True, False, True, False]
@@ -456,7 +454,7 @@ def a_head_that_only_one_loss_reaches():
         ddp, SGD(ddp.parameters(), lr=0.0), count={"tokens": count_tokens("labels"), "samples": count_samples}
     )
     wrongs = []
-    for index in range(3):  # in the second window the last micro-batch of rank 1 has no token
+    for index in range(3):  # in the second window rank 1's last micro-batch has no token
         batches = [[make_batch(2, seed=10 * r + i) for i in range(2)] for r in range(2)]
         if index == 1:
             batches[1][1] = make_batch(3, seed=5, kept=0.0)
@@ -497,7 +495,7 @@ def a_part_left_out_of_the_last_micro_batch(find_unused, sync, empty_on):
     count = {"tokens": count_tokens("labels"), "samples": count_samples}
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), count=count, sync=sync)
     wrongs = []
-    for position in [2, 0]:  # of the micro-batch without tokens
+    for position in [2, 0]:  # place of the micro-batch without tokens
         batches = [[make_batch(2, seed=10 * r + i) for i in range(3)] for r in range(2)]
         for r in empty_on:
             batches[r][position] = make_batch(3, seed=5, kept=0.0)
@@ -505,7 +503,7 @@ def a_part_left_out_of_the_last_micro_batch(find_unused, sync, empty_on):
         for batch in window:
             for task in window.parts(["samples", "tokens"]):
                 logits, router = ddp(batch["x"])
-                if find_unused:  # only this task's head takes part
+                if find_unused:  # only one task's head takes part
                     loss = cross_entropy(logits, batch) if task == "tokens" else router.square().mean()
                 else:
                     loss = (

@@ -1,4 +1,4 @@
-"""DDP in other forms: compiled, of a sub-group, of one rank, several of them; and what a window may not be there."""
+"""Other forms of DDP: compiled, on a sub-group, on one rank, several at once; and the windows that each refuses."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compiled(how):
         wrongs.append(error(gradient(model), gradient_of_trunk(everything(LAYOUT, index))))
         window.step()
     group = dist.group.WORLD._get_backend(torch.device("cpu"))
-    before = group._get_sequence_number_for_group()  # an active dispatch mode would switch the compiler off
+    before = group._get_sequence_number_for_group()  # an active dispatch mode would disable the compiler
     window = run_window(accumulator.window(micro_batches_of([[1] * 5] * 2, 0, dist.get_rank())), model)
     return wrongs, group._get_sequence_number_for_group() - before
 
@@ -63,7 +63,7 @@ def of_a_sub_group():
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     if rank == 1:
-        return None  # asked for nothing, and does nothing
+        return None  # this rank is not in the sub-group
     ddp = DistributedDataParallel(trunk(), process_group=group)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
     mine = {0: 0, 2: 1}[rank]
@@ -82,7 +82,7 @@ def test_sub_group_divides_by_its_own_size(ranks):
 
 
 def plan_group_of_a_sub_group():
-    """A group whose collectives run on a device only, as NCCL's."""
+    """A group whose collectives run only on a device, as NCCL's do."""
     group = dist.new_group([0, 2], backend="cuda:gloo")
     if dist.get_rank() == 1:
         return None
@@ -139,7 +139,7 @@ def test_one_process_that_torchrun_started_trains_as_several_do(programs, tmp_pa
 
 
 def models_in_parts(options):
-    """Two models, a part each: the first is not in the backward that reduces."""
+    """Two models, one per part: the first takes no part in the backward that reduces."""
     rank = dist.get_rank()
     one, two = DistributedDataParallel(trunk(), **options), DistributedDataParallel(trunk(), **options)
     optimizers = [SGD(one.parameters(), lr=0.0), SGD(two.parameters(), lr=0.0)]
@@ -175,7 +175,7 @@ def a_model_all_frozen():
     return wrongs
 
 
-def test_frozen_model_beside_a_trained_one_is_left_alone(ranks):
+def test_frozen_model_beside_a_trained_one_stays_unchanged(ranks):
     for wrongs in ranks(2).run(a_model_all_frozen):
         assert max(wrongs) <= 1e-12
 
@@ -262,7 +262,7 @@ def test_bucket_views_are_cleared_in_place(ranks):
 def refusal(what):
     if what == "SyncBatchNorm":
         ddp = DistributedDataParallel(trunk())
-        ddp.module.append(nn.SyncBatchNorm(4))  # DDP wraps it on GPUs only; enough to plan
+        ddp.module.append(nn.SyncBatchNorm(4))  # DDP wraps it only on GPUs; planning needs no forward
         ddp.module[-1].requires_grad_(False)
         accumulator = Accumulator(
             ddp, SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1), batchnorm="ignore"

@@ -1,4 +1,4 @@
-"""DDP that is not the window's alone: other accumulators, copies, forwards that some ranks do not run."""
+"""DDP shared with others: several accumulators, copies, and forwards that only some ranks run."""
 
 from __future__ import annotations
 
@@ -39,20 +39,20 @@ def inputs(number: int, rank: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(2, 3, generator=generator, dtype=F64) for _ in range(number)]
 
 
-def apart(tensor: Tensor) -> float:
-    """How far the ranks' are from each other."""
+def spread(tensor: Tensor) -> float:
+    """The largest difference of the tensor between ranks."""
     both = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
     dist.all_gather(both, tensor.contiguous())
     return max(float((one - both[0]).abs().max()) for one in both)
 
 
-# Forwards that some ranks do not run
+# Forwards that only some ranks run
 
 
 def static_windows(lengths: tuple[int, int], sync: Any) -> list[float]:
     rank, net = dist.get_rank(), Buffered()
     whole = copy.deepcopy(net)
-    net.factor.mul_(1 + rank)  # rank 0's goes to all
+    net.factor.mul_(1 + rank)  # DDP broadcasts rank 0's
     ddp = DistributedDataParallel(net, static_graph=True)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), sync=sync)
     errors = []
@@ -75,7 +75,7 @@ def test_static_graph_with_a_buffer_is_exact_on_uneven_ranks(ranks, sync):
 
 
 def parts_of_some_ranks(users: tuple[int, ...], is_first: bool, sync: Any) -> list[float]:
-    """Two DDP models with a buffer each; the second is used by some ranks, before the first one or after."""
+    """Two DDP models with a buffer each; only some ranks use the second, before or after the first."""
     rank, nets = dist.get_rank(), [Buffered(0), Buffered(1)]
     whole = copy.deepcopy(nets)
     one, other = models = [DistributedDataParallel(net, find_unused_parameters=True) for net in nets]
@@ -112,7 +112,7 @@ def test_model_with_a_buffer_used_by_one_rank_is_exact(ranks, is_first):
 
 
 def forwards_of_rank_0() -> list[float]:
-    """Between windows; no_grad() was forgotten. DDP rebuilds its buckets before that, on all ranks."""
+    """Rank 0 runs forwards between windows without no_grad(). Before, DDP has rebuilt its buckets on all ranks."""
     rank, net = dist.get_rank(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
     ddp = DistributedDataParallel(net)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
@@ -149,7 +149,7 @@ def crossing(unused: bool) -> tuple[float, list[bool], float]:
     flags = []
     for i, x in enumerate(second):
         if i == 0:
-            first.discard()  # while the other is at work
+            first.discard()  # while the other window is open
             flags.append(ddp.require_backward_grad_sync)
         second.backward(ddp(x).square().mean())
     del iter_first
@@ -160,7 +160,7 @@ def crossing(unused: bool) -> tuple[float, list[bool], float]:
     second.step()
     flags.append(ddp.require_backward_grad_sync)
     ddp(everyone[rank][0]).square().mean().backward()
-    return wrong, flags, apart(net.weight.grad)
+    return wrong, flags, spread(net.weight.grad)
 
 
 @pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
@@ -172,7 +172,7 @@ def test_crossing_windows_leave_ddp_as_found(ranks, unused):
 
 
 def one_in_another() -> list[Any]:
-    """A critic's windows within a generator's: what the generator's used of the critic is not the critic's window's."""
+    """A critic's windows inside a generator's: the generator's gradients in the critic must not count there."""
     rank = dist.get_rank()
     generator = nn.Linear(3, 3).double()
     critic = nn.ModuleDict({"judges": nn.Linear(3, 1), "rarely": nn.Linear(3, 1)}).double()
@@ -210,7 +210,7 @@ def test_critics_window_clears_the_generators_gradients_silently():
     models = generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
     outer = Accumulator(models, SGD(generator.parameters(), lr=0.1), steps=2)
     another = nn.Linear(3, 3)
-    other = Accumulator([another, critic], SGD(another.parameters(), lr=0.1), steps=2)  # a second generator's
+    other = Accumulator([another, critic], SGD(another.parameters(), lr=0.1), steps=2)  # of a second generator
     inner = Accumulator(critic, SGD(critic.parameters(), lr=0.1), steps=2)
     batches = [torch.randn(2, 3) for _ in range(4)]
     for window in outer.windows(batches):
@@ -225,7 +225,7 @@ def test_critics_window_clears_the_generators_gradients_silently():
                 within.step()
         window.step()
     assert other.index == 0
-    critic(batches[0]).sum().backward()  # the caller's own
+    critic(batches[0]).sum().backward()  # outside of any window
     with pytest.warns(UserWarning, match="gradients that stood before the window were cleared"):
         for _ in inner.window(batches):
             break
@@ -239,7 +239,7 @@ def test_optimizer_or_scheduler_given_twice_is_refused(name):
     options = {"optimizer": [optimizer] * 2} if name == "optimizer" else {"scheduler": [schedule, schedule]}
     with pytest.raises(ValueError, match=f"{name} holds the same .* twice, which would step twice per update"):
         Accumulator(model, **{"optimizer": optimizer, **options})
-    Accumulator([model, model], optimizer, steps=1)  # is trained together with itself: once
+    Accumulator([model, model], optimizer, steps=1)  # a model given twice is trained once
 
 
 # Settings of DDP that a window cannot accept
@@ -249,7 +249,10 @@ def refused_by_ddp_settings(what: str) -> str:
     net = Buffered()
     if what == "ignored":
         net.other = nn.Parameter(torch.ones(3, dtype=F64))
-        net._ddp_params_and_buffers_to_ignore = [".other", "weight"]  # of which DDP knows the first: it has no module
+        net._ddp_params_and_buffers_to_ignore = [
+            ".other",
+            "weight",
+        ]  # DDP knows only the first, which has no module
     ddp = DistributedDataParallel(net)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
 
@@ -270,7 +273,7 @@ def refused_by_ddp_settings(what: str) -> str:
                 pass
         else:
             net.other.requires_grad_(False)
-        windows()  # the cure that the error names
+        windows()  # the cure in the error
         return str(error)
     return "nothing"
 
@@ -300,7 +303,7 @@ def trained_on_one_rank() -> float:
         (whole(torch.cat(one)) * (exact if r else exact.detach())).square().mean().div(2).backward()
     errors = [error(net.weight.grad, whole.weight.grad), error(scale.grad, exact.grad)]
     window.step()
-    return max(*errors, apart(scale.detach()))
+    return max(*errors, spread(scale.detach()))
 
 
 def test_loss_parameter_trained_on_one_rank_is_exact(ranks):
@@ -311,7 +314,7 @@ def test_loss_parameter_trained_on_one_rank_is_exact(ranks):
 
 
 def copies() -> list[Any]:
-    """DDP, an optimizer and a scaler before, in and after a window; what copies of DDP then do."""
+    """Copies of DDP, an optimizer and a scaler, made before, in and after a window."""
     rank, seen = dist.get_rank(), []
     ddp = DistributedDataParallel(nn.Linear(3, 1).double())
     optimizer = SGD(ddp.parameters(), lr=0.1)
@@ -326,10 +329,10 @@ def copies() -> list[Any]:
     def reduces(one: Any) -> bool:
         one.zero_grad()
         one(inputs(1, rank)[0]).square().mean().backward()
-        return apart(one.module.weight.grad) == 0
+        return spread(one.module.weight.grad) == 0
 
     def steps_alone(one: Any, copied_scaler: Any) -> bool:
-        """Whether a copied scaler knows nothing of the open window of its original, else the step is refused."""
+        """A copied scaler must not know its original's open window: the step would be refused."""
         one.zero_grad()
         twin = Accumulator(one, SGD(one.parameters(), lr=0.1), scaler=copied_scaler)
         for x in (inner := twin.window(inputs(1, rank))):
@@ -353,7 +356,7 @@ def copies() -> list[Any]:
     for window in other.windows(inputs(4, rank)):
         for x in window:
             window.backward(again(x).square().mean())
-        seen.append(apart(again.module.weight.grad) == 0)
+        seen.append(spread(again.module.weight.grad) == 0)
         window.step()
     return seen
 
@@ -364,7 +367,7 @@ def test_copies_of_ddp_optimizers_and_scalers_are_whole(ranks):
 
 
 def a_copy_that_is_armed() -> float:
-    """A forward of a copy, outside of windows, is none of the original's."""
+    """A copy's forward outside of windows must not affect the original."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(nn.Linear(3, 1).double())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
@@ -374,7 +377,7 @@ def a_copy_that_is_armed() -> float:
         window.backward(ddp(x).square().mean())
     window.step()
     loss.backward()
-    return apart(other.module.weight.grad)
+    return spread(other.module.weight.grad)
 
 
 def test_copy_of_ddp_reduces_after_a_window_of_the_original(ranks):
@@ -382,7 +385,7 @@ def test_copy_of_ddp_reduces_after_a_window_of_the_original(ranks):
 
 
 def after_it_is_gone() -> list[float]:
-    """Hooks that an accumulator leaves behind do nothing when it is gone, also in mid-window."""
+    """The hooks of an accumulator do nothing once it is deleted, also in mid-window."""
     rank, seen = dist.get_rank(), []
     net = nn.Linear(3, 1, dtype=torch.bfloat16)
     ddp = DistributedDataParallel(net)
@@ -397,9 +400,9 @@ def after_it_is_gone() -> list[float]:
         gc.collect()
         optimizer.zero_grad()
         ddp(inputs(1, rank)[0].bfloat16()).float().square().mean().backward()
-        seen.append(apart(net.weight.grad.float()))
+        seen.append(spread(net.weight.grad.float()))
         optimizer.step()
-        seen.append(apart(net.weight.detach().float()))
+        seen.append(spread(net.weight.detach().float()))
     return seen
 
 

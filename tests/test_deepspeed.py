@@ -1,4 +1,4 @@
-"""DeepSpeed: its known traps, what each stage sends, and what it is refused for."""
+"""DeepSpeed: its known traps, the collectives of each stage, and the refused uses."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def run(window: Any, engine: Any) -> Any:
 
 
 def moved(engine: Any, before: torch.Tensor, layout: Any, index: int, loss_fn: Any = loss_of) -> float:
-    """The error of the change of the weights, against the one big batch."""
+    """The error of the change of the weights, compared with the one big batch."""
     plain = type(engine.module)() if type(engine.module) is not nn.Sequential else None
     plain = make_net_without_router() if plain is None or not hasattr(engine.module, "router") else make_net()
     nn.utils.vector_to_parameters(before.double(), plain.parameters())
@@ -72,7 +72,7 @@ def refused(function: Any, *args: Any) -> str:
 
 
 def only_the_last_backward(stage: int) -> Any:
-    """By hand, as one would with PyTorch; then a window."""
+    """A plain loop as for a PyTorch module, then a window."""
     engine, _, _ = initialize(make_net_without_router().float(), stage)
     before, batches = zero_weights(engine), mine(EVEN, 0)
     for batch in batches:
@@ -88,7 +88,7 @@ def only_the_last_backward(stage: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_window_counts_all_backwards_and_not_the_last_alone(ranks, stage):
     for by_hand, ours in ranks(2).run(only_the_last_backward, stage):
-        assert ours < by_hand or by_hand <= 1e-5  # 0.19.8 by hand: 0.9; 0.16.9: exact
+        assert ours < by_hand or by_hand <= 1e-5  # the plain loop: 0.9 in 0.19.8, exact in 0.16.9
         assert ours <= 1e-5
 
 
@@ -114,7 +114,7 @@ def test_named_losses_go_backward_together(ranks, stage):
 
 
 def one_step_after_the_other(stage: int, config: dict[str, Any]) -> Any:
-    """Each window steps, short ones too, and the engine's schedule counts updates."""
+    """Every window steps, also a short one, and the engine's schedule counts updates."""
     schedule = None
     engine, _, schedule = initialize(make_net_without_router().float(), stage, scheduler=lambda update: 1.0, **config)
     with warnings.catch_warnings():
@@ -149,7 +149,7 @@ def test_full_and_short_windows_step_the_engine_exactly(ranks, stage, config):
     for seen, steps, epochs, boundary in ranks(2).run(one_step_after_the_other, stage, config):
         assert len(seen) == steps == epochs == 2
         assert max(seen) <= 1e-5
-        assert boundary is None, "a later loop of the caller's own finds the engine as it was"
+        assert boundary is None, "the engine is restored for a later loop of the caller"
 
 
 def overlapped(stage: int, bucket: int, **config: Any) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def refused_overlap() -> str:
     return refused(one_step_after_the_other, 1, overlapped(1, 10**6))
 
 
-@pytest.mark.skipif(COALESCES, reason="this version can be kept from it")
+@pytest.mark.skipif(COALESCES, reason="this version lets the library avoid it")
 def test_overlap_comm_at_stage_1_is_refused_with_older_deepspeed(ranks):
     for message in ranks(2).run(refused_overlap):
         assert 'put "overlap_comm": false' in message
@@ -201,7 +201,7 @@ def reductions(seen: list[tuple[str, int]]) -> int:
     return sum(size > 30 and ("reduce" in name) for name, size in seen)
 
 
-# Reductions of gradients in each of three micro-steps, after the loop, and in step.
+# Gradient reductions in each of three micro-steps, after the loop, and in step.
 REDUCTIONS = {
     (0, "last", "managed"): ([0, 0, 0, 1], 0),
     (1, "last", "managed"): ([0, 0, 0, 1], 0),
@@ -215,12 +215,12 @@ REDUCTIONS = {
 }
 
 
-def is_there(stage: int, sync: str, is_managed: bool) -> bool:
-    """In this version of DeepSpeed."""
+def is_supported(stage: int, sync: str, is_managed: bool) -> bool:
+    """Whether this version of DeepSpeed has it."""
     return (COALESCES or stage < 2 or sync == "every") and (HAS_UNMANAGED or is_managed)
 
 
-KNOWN = [key for key in REDUCTIONS if is_there(*key[:2], key[2] == "managed")]
+KNOWN = [key for key in REDUCTIONS if is_supported(*key[:2], key[2] == "managed")]
 
 
 @pytest.mark.parametrize(("stage", "sync", "managed"), KNOWN)
@@ -230,7 +230,7 @@ def test_stages_reduce_as_often_as_expected(ranks, stage, sync, managed):
 
 
 def in_bf16(stage: int, accumulate: str | None, sync: str) -> Any:
-    """64 micro-batches, whose sum in bf16 would be off by several times what bf16 itself is; then a dry rank."""
+    """64 micro-batches: a sum in bf16 would have several times the error of bf16 gradients. Then a dry rank."""
     config: dict[str, Any] = {"bf16": {"enabled": True, "immediate_grad_update": False}}
     if accumulate:
         config["data_types"] = {"grad_accum_dtype": accumulate}
@@ -264,7 +264,7 @@ def read_masters(engine: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize(("stage", "sync"), [(1, "last"), (2, "last"), (2, "every"), (3, "every")])
 def test_bf16_adds_up_in_float32_with_grad_accum_dtype(ranks, stage, sync):
-    bound = 8e-3  # what bf16 gradients are off by themselves; added up in bf16 it is more
+    bound = 8e-3  # the error of bf16 gradients; a sum in bf16 has more
     (wrong, warned), (other, _) = ranks(2).run(in_bf16, stage, "fp32", sync)
     assert wrong <= bound and other <= bound
     if (stage, sync) == (2, "last") and COALESCES:
@@ -354,7 +354,7 @@ MISUSE = {
     **{f"optimizer.step() at stage {stage}": "the DeepSpeed engine is stepped in the window" for stage in (1, 2, 3)},
     **{
         f"zero_grad() at stage {stage}": "gradients were cleared or changed in mid-window"
-        for stage in range(4 if COALESCES else 2)  # where each micro-step reduces it clears nothing
+        for stage in range(4 if COALESCES else 2)  # where each micro-step reduces, it clears nothing
     },
 }
 
@@ -434,7 +434,7 @@ TEARS = [(0, "last", {}), (1, "last", {}), (2, "last", {}), (3, "last", {}), (2,
 TEARS += [(1, "last", UNMANAGED), (2, "every", UNMANAGED)]
 
 
-@pytest.mark.parametrize(("stage", "sync", "config"), [tear for tear in TEARS if is_there(*tear[:2], not tear[2])])
+@pytest.mark.parametrize(("stage", "sync", "config"), [tear for tear in TEARS if is_supported(*tear[:2], not tear[2])])
 def test_error_in_backward_leaves_nothing_behind(ranks, stage, sync, config):
     assert max(ranks(2).run(torn, stage, sync, config)) <= 1e-5
 
@@ -453,7 +453,7 @@ def test_engine_that_sums_over_ranks_is_exact(ranks, stage):
 
 
 class Branches(nn.Module):
-    """`two` and `three` are for some micro-batches."""
+    """Only some micro-batches use `two` and `three`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -465,7 +465,7 @@ class Branches(nn.Module):
         return hidden + self.three(hidden) if "3" in used else hidden
 
 
-# What each micro-batch uses, by rank, and how a window that is not stepped ends.
+# The modules that each micro-batch uses, by rank, and how a window without a step ends.
 USES = [["23", ""], ["", "2"], ["3", "23", ""], ["", ""], ["23"], ["", "3"], ["2", "23"], ["", ""], ["2", "23"], [""]]
 ALIKE = [[used, used] for used in USES]
 ENDS = {4: "skip", 6: "break", 8: "discard"}
@@ -477,7 +477,7 @@ IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}
 def in_branches(
     stage: int, sync: str, layouts: Any, ends: dict[int, str], *, max_norm: float | None = None, **config: Any
 ) -> float:
-    """The worst error of the windows that are stepped."""
+    """The largest error of the stepped windows."""
     zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 10**4, **config.pop("zero", {})}
     torch.manual_seed(0)
     engine, _, _ = initialize(
@@ -485,7 +485,7 @@ def in_branches(
         zero_optimization=zero, **config,
     )  # fmt: skip
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what adds up in float32 is not coalesced
+        warnings.simplefilter("ignore")  # sums in float32 are not coalesced
         accumulator = Accumulator(engine, sync=sync, max_norm=max_norm, on_nonfinite="skip")
     worst, dtype = 0.0, next(engine.module.parameters()).dtype
     for index, layout in enumerate(layouts):
@@ -550,7 +550,7 @@ BY_ONE: dict[str, Any] = {
 
 
 def branches_alone() -> dict[Any, float]:
-    """A module that one rank uses alone, and a rank without a micro-batch; clipped too."""
+    """A module that only one rank uses, and a rank without a micro-batch; also clipped."""
     return {
         (name, max_norm): in_branches(stage, "last", ALONE, {}, max_norm=max_norm, **dict(config))
         for name, (stage, config) in BY_ONE.items()
@@ -569,7 +569,7 @@ def test_module_used_by_one_rank_is_exact_with_sync_last(ranks):
 def alone_in_each_micro_step() -> list[str]:
     return [
         refused(in_branches, 2, "every", ALONE[i : i + 1], {}) for i in (0, 2)
-    ]  # buckets of other sizes, and as large
+    ]  # buckets of other sizes, and of the same size
 
 
 def test_module_used_by_one_rank_is_refused_with_sync_every(ranks):
@@ -584,7 +584,7 @@ def sparse_embedding(stage: int) -> Any:
         torch.manual_seed(0)
         return nn.Sequential(nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4))
 
-    warnings.filterwarnings("ignore", message="Sparse invariant checks")  # of DeepSpeed's own
+    warnings.filterwarnings("ignore", message="Sparse invariant checks")  # DeepSpeed's own
     engine, _, _ = initialize(make(), stage)
     accumulator = Accumulator(engine)
     wrong = []
@@ -609,10 +609,10 @@ def test_sparse_embedding_is_exact_at_stage_0_and_refused_at_stage_1(ranks):
 
 
 def moved_in_fp16(stage: int) -> float:
-    """By one window, against what the gradient of the same weights says."""
+    """The error of one window's step, compared with the gradient at the same weights."""
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed says no of CPUs
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
     engine, _, _ = initialize(nn.Linear(4, 4), stage, fp16={"enabled": True, "initial_scale_power": 8})
     before, reference, batch = zero_weights(engine).double(), nn.Linear(4, 4).double(), torch.ones(4, 4)
     nn.utils.vector_to_parameters(before, reference.parameters())
