@@ -350,12 +350,7 @@ def test_encoders_with_an_optimizer_each_are_exact():
         (lambda m, b: m(b), lambda m, *both: 1.0, TypeError, "loss_fn gave 1.0, a float, expected the loss"),
         (lambda m, b: m(b), lambda m, a, b: a @ b.T, ValueError, "loss_fn gave a loss of shape"),
         (lambda m, b: m(b), lambda m, a, b: (a.detach() @ b.detach().T).sum(), ValueError, "without a graph"),
-        (
-            lambda m, b: tuple(torch.rand(()) * one for one in m(b)),
-            clip,
-            None,
-            "",
-        ),  # torch's numbers are replayed
+        (lambda m, b: tuple(torch.rand(()) * one for one in m(b)), clip, None, ""),  # torch's numbers are replayed
         (lambda m, b: tuple(next(COUNT) * one for one in m(b)), clip, DistaccumError, "other representations the sec"),
         (
             lambda m, b: m(b),

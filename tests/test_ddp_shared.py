@@ -249,10 +249,7 @@ def refused_by_ddp_settings(what: str) -> str:
     net = Buffered()
     if what == "ignored":
         net.other = nn.Parameter(torch.ones(3, dtype=F64))
-        net._ddp_params_and_buffers_to_ignore = [
-            ".other",
-            "weight",
-        ]  # DDP knows only the first, which has no module
+        net._ddp_params_and_buffers_to_ignore = [".other", "weight"]  # DDP knows only the first, without a module
     ddp = DistributedDataParallel(net)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
 

@@ -1,4 +1,4 @@
-"""`distaccum doctor`: what it finds here is here, what is planted is found, and a link of known rate is measured so."""
+"""`distaccum doctor`: it reports this machine correctly, finds planted faults, and measures a known link rate."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS = {"COLUMNS": "120"}
 
 
 def ended(programs: list[Program], *statuses: int) -> list[Done]:
-    """How they ended; each has a status of its own, or all of them one."""
+    """Waits for all; checks each exit status, or one status for all."""
     done = [one.wait(120) for one in programs]
     expected = [*statuses] * (1 if len(statuses) > 1 else len(done)) or [0] * len(done)
     assert [one.status for one in done] == expected, done
@@ -52,7 +52,7 @@ def started(programs: Programs, *words: str, first: dict[str, str], second: dict
 
 @pytest.fixture
 def old_accelerate(tmp_path) -> dict[str, str]:
-    """An environment whose Accelerate says that it is of a version before the supported ones."""
+    """An environment whose Accelerate reports an unsupported, older version."""
     about = tmp_path / "accelerate-1.7.3.dist-info"
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.7.3\n")
@@ -99,7 +99,7 @@ DIES = "import os; from distaccum.tools import wrap; wrap.ddp = lambda *_: os._e
 MAIN = "import sys; from distaccum.tools import cli; sys.exit(cli.main())"
 
 
-def test_packages_that_one_rank_lacks_are_tried_on_none(programs):
+def test_packages_that_one_rank_lacks_are_tried_on_no_rank(programs):
     first, second = ranks_of_two({}, {})
     words = ("doctor", "--all", "--timeout", "20")
     ranks = [
@@ -112,7 +112,7 @@ def test_packages_that_one_rank_lacks_are_tried_on_none(programs):
     assert re.search(r"ok +DistributedDataParallel", text)
 
 
-def test_findings_are_printed_though_a_rank_dies_in_a_trial(programs):
+def test_findings_are_printed_even_if_a_rank_dies_in_a_trial(programs):
     first, second = ranks_of_two({}, {})
     words = ("doctor", "--timeout", "3")
     ranks = [
@@ -126,14 +126,14 @@ def test_findings_are_printed_though_a_rank_dies_in_a_trial(programs):
     )
 
 
-def test_ranks_that_disagree_on_their_number_say_so(programs):
+def test_ranks_that_disagree_on_the_world_size_are_named(programs):
     done = ended(started(programs, "--timeout", "20", first={}, second={"WORLD_SIZE": "3"}), 2)
     errors = [one.errors for one in done]
     assert all(len(one.splitlines()) == 1 for one in errors)
     assert any("WORLD_SIZE=2 on rank 0" in one and "WORLD_SIZE=3 on rank 1" in one for one in errors)
 
 
-def test_rank_that_does_not_come_is_one_sentence_and_status_2(programs):
+def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
     nobody = {"MASTER_PORT": free_port()}
     alone, lost = ended(started(programs, "--timeout", "1", first={}, second=nobody), 2)
     assert not alone.text and "rank 1 of 2 did not come within 1 seconds" in alone.errors
@@ -161,7 +161,7 @@ def test_rank_that_does_not_come_is_one_sentence_and_status_2(programs):
 )
 def test_contradictions_of_the_launcher_are_named(environment, said):
     launch = Launch.from_environment(environment)
-    assert launch.world == 1  # so that the rest is still looked at
+    assert launch.world == 1  # one process, so that the other checks still run
     assert all(one.state == "wrong" and one.cure for one in launch.findings)
     assert any(said in one.seen for one in launch.findings)
 
@@ -171,7 +171,7 @@ def test_batch_script_of_slurm_is_no_contradiction():
     assert finding.state == "ok"
 
 
-def test_line_for_plan_gives_back_the_rates_that_were_measured():
+def test_line_for_plan_repeats_the_measured_rates():
     pairs = tuple(Pair((i, i + 1), gbit, 115.0) for i, gbit in enumerate([(7.56, 8.2), (0.9, 0.956), (20.0, 19.12)]))
     two = Examination((), ("a", "a"), Link(pairs[:1], 519.0, {}), 0)
     assert two.plan == "--link-gbit 7.91 --latency-us 260 --backend gloo"
@@ -201,7 +201,7 @@ def test_bounds_are_those_of_the_installed_package():
     assert ("torch", "2.6", "") in list(requirements())
 
 
-def test_cure_is_the_extra_that_brings_the_least(monkeypatch):
+def test_cure_names_the_smallest_extra(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -223,7 +223,7 @@ def test_optional_packages_that_are_missing_are_not_wrong(monkeypatch):
     assert absent == Finding("", "", "deepspeed is not installed", "absent", "pip install 'distaccum[deepspeed]'")
 
 
-def test_bad_seconds_are_one_line(capsys):
+def test_wrong_timeout_prints_one_line(capsys):
     assert main(["doctor", "--timeout", "0"]) == 2
     assert "--timeout 0, expected seconds above 0" in capsys.readouterr().err
 
@@ -232,7 +232,7 @@ def test_bad_seconds_are_one_line(capsys):
     not hasattr(os, "geteuid") or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
     reason="network namespaces need root and iproute2",
 )
-def test_link_of_1_gbit_is_measured_as_such(monkeypatch):
+def test_link_of_1_gbit_is_measured_correctly(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "launch/bench")
     from nodes import DEVICE, address, two_nodes
 

@@ -1,4 +1,4 @@
-"""When a loader is drawn from, and what is still under way after a step."""
+"""When the library draws from a loader, and that no collective is pending after a step."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ class Indexed(torch.utils.data.Dataset):
 
 
 def loader_of(length, workers=1):
-    multiprocessing.current_process()._config["daemon"] = False  # ranks are daemons, which may have no workers
+    multiprocessing.current_process()._config["daemon"] = False  # ranks are daemons, and daemons may have no workers
     return torch.utils.data.DataLoader(
         Indexed(length), batch_size=2, num_workers=workers, multiprocessing_context="fork" if workers else None
     )
 
 
 def planned(lengths, workers):
-    """What each window and step sent, and the error of each window's gradient."""
+    """The collectives of each window and step, and the error of each window's gradient."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
@@ -65,7 +65,7 @@ def test_loader_is_drawn_when_its_window_is_requested(ranks, workers):
 
 
 def dry_after_a_skip():
-    """It could have stood in with a micro-batch of a window that was then skipped."""
+    """Rank 1 is dry after a skipped window, whose micro-batches must not serve as stand-ins."""
     rank = dist.get_rank()
     model = trunk()
     torch.distributed.fsdp.fully_shard(model)
@@ -99,7 +99,7 @@ def test_ramp_counts_updates_made_outside_of_its_loop():
 
 
 def left_with_a_late_rank():
-    """What was under way on rank 0 after each step, and when the loop was left, while rank 1 comes late."""
+    """Collectives pending on rank 0 after each step and at a break, while rank 1 is late."""
     ddp = DistributedDataParallel(trunk())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
     started, under_way = [], []
@@ -123,7 +123,7 @@ def left_with_a_late_rank():
                 window.backward(loss_of(ddp, micro_batch))
             if dist.get_rank() and window.index == 1:
                 time.sleep(0.2)
-            window.step()  # whose loss nobody reads
+            window.step()  # no one reads its loss
             if window.index == 1:
                 break
         look()

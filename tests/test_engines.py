@@ -1,7 +1,7 @@
-"""The law on every engine, in the same words: windows of every kind against one big batch.
+"""The law on every engine, with the same tests: windows of every kind, compared with one big batch.
 
-Six wrappers meet all of it. What is left of the grid meets a part each, in turn, so that every pair of wrapper and
-policy, of policy and loss, and of policy and fault is there. All of it: sends.py.
+Six wrappers run every test. The others run a part each, in turn, so that every pair of wrapper and policy, of policy
+and loss, and of policy and fault is tested. sends.py runs the whole grid.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1",
 
 
 def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1) -> list[Any]:
-    """Wrapper, policy and value: all values of the six wrappers, so many of them of each other pair."""
+    """Wrapper, policy and value: all values for the six wrappers, `quick` + `slow` values for each other pair."""
     found = []
     for place, (name, sync) in enumerate(GRID):
         is_whole = (name, sync) in WHOLE
@@ -64,7 +64,7 @@ def abandoned(name: str, sync: str, how: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "error", "complete")))
-def test_window_that_is_abandoned_leaves_nothing_behind(ranks, name, sync, how):
+def test_abandoned_window_leaves_nothing_behind(ranks, name, sync, how):
     kind = KINDS[name]
     for seen in ranks(kind.world).run(abandoned, name, sync, how):
         assert max(window.gradient for window in seen) <= kind.bound
@@ -81,7 +81,7 @@ def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, name, sync, max_no
     for seen in ranks(kind.world).run(clipped, name, sync, max_norm):
         for window in seen:
             assert window.norm is not None and window.norm <= kind.bound
-            assert window.gradient <= max(1e-4, kind.bound)  # torch adds 1e-6 to the norm
+            assert window.gradient <= max(1e-4, kind.bound)  # torch adds 1e-6 to the norm before dividing
 
 
 def not_finite(name: str, sync: str, on_nonfinite: str) -> Any:
@@ -102,7 +102,7 @@ def not_finite(name: str, sync: str, on_nonfinite: str) -> Any:
 
 
 @pytest.mark.parametrize(("name", "sync", "on_nonfinite"), in_turn(("raise", "skip")))
-def test_ranks_decide_alike_on_a_gradient_that_is_not_finite(ranks, name, sync, on_nonfinite):
+def test_ranks_treat_a_nonfinite_gradient_the_same(ranks, name, sync, on_nonfinite):
     kind = KINDS[name]
     for (stepped, said), seen in ranks(kind.world).run(not_finite, name, sync, on_nonfinite):
         assert not stepped
@@ -111,7 +111,7 @@ def test_ranks_decide_alike_on_a_gradient_that_is_not_finite(ranks, name, sync, 
 
 
 def evaluated(name: str, sync: str) -> Any:
-    """Evaluation in the loop, after its last backward, between the loop and step, and after it."""
+    """Evaluates in the loop, after its last backward, between the loop and step(), and after step()."""
     run = Run(name, sync=sync)
     seen = []
 

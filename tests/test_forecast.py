@@ -1,4 +1,4 @@
-"""`plan`: cuts against the library's own windows, bytes against counted collectives, rules against their papers."""
+"""`plan`: its cuts are those of real windows, its bytes those of counted collectives, its rules those of papers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distaccum.tools.plan.learning_rate import scaled_learning_rate
 from distaccum.tools.plan.measure import measure_micro_step
 from distaccum.tools.plan.network import beneath
 
-LAYERS, WIDTH = 4, 24  # a layer's weight can be halved
+LAYERS, WIDTH = 4, 24  # even, so that two ranks halve a layer's weight
 NUMBERS = LAYERS * WIDTH * WIDTH
 KNOWN = {"parameters": "11.7M", "link_gbit": 1, "backend": "gloo", "latency_us": 0, "efficiency": 1}
 
@@ -35,7 +35,7 @@ def policy(forecast, name):
 
 
 @pytest.mark.parametrize(("batch", "micro", "ranks"), [(1000, 32, 8), (101, 50, 1), (3, 1, 8), (64, 64, 1), (97, 7, 5)])
-def test_cut_is_that_of_the_library(batch, micro, ranks):
+def test_planned_cut_equals_the_librarys(batch, micro, ranks):
     forecast = plan(batch_size=batch, micro_batch_size=micro, ranks=ranks)
     assert forecast.steps == steps_for(batch, micro, ranks)
     assert forecast.windows.samples == forecast.steps * micro * ranks >= batch
@@ -56,7 +56,7 @@ def test_large_numbers_are_exact_and_quick():
 @pytest.mark.parametrize(
     ("samples", "steps", "micro", "ranks"), [(50, 3, 4, 3), (97, 2, 5, 4), (25, 3, 4, 2), (24, 3, 4, 2), (5, 2, 3, 4)]
 )
-def test_last_window_is_that_of_loaders_dealt_out(samples, steps, micro, ranks):
+def test_last_window_equals_that_of_split_loaders(samples, steps, micro, ranks):
     tail = plan(batch_size=steps * micro * ranks, micro_batch_size=micro, ranks=ranks, samples=samples).windows_tail
     loaders = [torch.arange(samples)[rank::ranks].split(micro) for rank in range(ranks)]
     updates = max(-(-len(loader) // steps) for loader in loaders)
@@ -70,7 +70,7 @@ def test_last_window_is_that_of_loaders_dealt_out(samples, steps, micro, ranks):
     assert tail.ranks_with_fewer_micro_batches == sum(len(one) < max(map(len, last)) for one in last)
 
 
-def test_updates_of_an_epoch_are_those_of_an_accumulator():
+def test_updates_of_an_epoch_equal_those_of_an_accumulator():
     model = nn.Linear(1, 1)
     accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), batch_size=12, micro_batch_size=4)
     counts = []
@@ -86,7 +86,7 @@ def test_updates_of_an_epoch_are_those_of_an_accumulator():
 
 
 def sent_here(engine, sync, steps):
-    """Bytes that a ring on gloo sends of the large collectives of one update, as counted."""
+    """Bytes that a ring on gloo sends for the large collectives that one update makes."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     if engine == "DDP":
         net = DistributedDataParallel(net)
@@ -96,7 +96,7 @@ def sent_here(engine, sync, steps):
         fully_shard(net)
     accumulator = Accumulator(net, torch.optim.SGD(net.parameters(), lr=0.1), steps=steps, sync=sync)
     num, sent = dist.get_world_size(), []
-    for _ in range(2):  # DDP lays out its buckets anew after the first
+    for _ in range(2):  # DDP rebuilds its buckets after the first window
         window = accumulator.window(torch.randn(steps, 2, WIDTH))
         with Counting() as counting:
             for inputs in window:
@@ -106,7 +106,7 @@ def sent_here(engine, sync, steps):
         for name, numbers in counting.take():
             if numbers < WIDTH * WIDTH // 2:
                 continue  # the plan and the record
-            whole = numbers if "allreduce" in name else numbers * num / (num + 1)  # beside it the part of a rank
+            whole = numbers if "allreduce" in name else numbers * num / (num + 1)  # all ranks, and one part more
             rounds = 1 if "gather" in name else 2
             sent[-1] += 4 * rounds * (num - 1) / num * whole
     return sent[-1]
@@ -117,7 +117,7 @@ def all_sent_here(cases):
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_bytes_are_those_of_counted_collectives(ranks, world):
+def test_planned_bytes_equal_those_of_counted_collectives(ranks, world):
     cases = [("DDP", "last", 3), ("DDP", "every", 3)]
     cases += [("FSDP2", sync, 3) for sync in ("last", "every", "gathered")]
     for found in ranks(world).run(all_sent_here, cases):
@@ -135,7 +135,7 @@ def test_bytes_of_each_policy_add_up():
     assert sent("nccl", "DDP, last")["bytes_once"] == 2 * 3 * 8000 // 4
     assert sent("nccl", "ZeRO 1 and 2, last")["bytes_once"] == 3 * 3 * 8000 // 4
     assert sent("nccl", "FSDP2, last")["bytes_once"] == 3 * 8000 // 4
-    assert sent("gloo", "FSDP2, last")["bytes_once"] == 2 * 3 * 8000 // 4  # its reduce-scatter is an all-reduce
+    assert sent("gloo", "FSDP2, last")["bytes_once"] == 2 * 3 * 8000 // 4  # its reduce-scatter runs as an all-reduce
     assert sent("nccl", "FSDP2, last")["bytes_per_micro_step"] == 2 * 3 * 8000 // 4
     hybrid = sent("nccl", "FSDP2 hybrid, replicas")
     assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
@@ -145,12 +145,12 @@ def test_seconds_add_up_from_known_parts():
     forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=1000, **KNOWN)
     wire = 4 * 11_700_000 / 125e6
     timing = policy(forecast, "DDP, last")["timing"]
-    assert timing["update"] == pytest.approx(8 * 0.084 + wire)  # one bucket hides nothing
+    assert timing["update"] == pytest.approx(8 * 0.084 + wire)  # one bucket overlaps nothing
     assert timing["compute"] == pytest.approx(8 * 0.084) and timing["exposed"] == pytest.approx(wire)
     assert timing["hidden"] == timing["latency"] == 0
     forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=0.001, **KNOWN)
     timing = policy(forecast, "DDP, last")["timing"]
-    assert timing["update"] == pytest.approx(7 * 0.084 + 0.028 + wire, rel=1e-4)  # many hide the last backward
+    assert timing["update"] == pytest.approx(7 * 0.084 + 0.028 + wire, rel=1e-4)  # many overlap the last backward
     assert timing["hidden"] == pytest.approx(0.056, rel=1e-3)
     assert timing["exposed"] + timing["hidden"] == pytest.approx(wire)
     every = policy(forecast, "DDP, every")["timing"]
@@ -160,7 +160,7 @@ def test_seconds_add_up_from_known_parts():
 def test_buckets_overlap_as_a_pipeline_does():
     for compute, sent, buckets in [(3.0, 1.0, 4), (1.0, 3.0, 4), (2.0, 2.0, 5)]:
         free = 0.0
-        for bucket in range(1, buckets + 1):  # sent when it is computed and the link is free
+        for bucket in range(1, buckets + 1):  # sent once it is computed and the link is free
             free = max(free, compute * bucket / buckets) + sent / buckets
         assert beneath(compute, sent, buckets) == pytest.approx(free)
 
@@ -206,8 +206,8 @@ def test_learning_rates_follow_their_rules():
     assert adam["betas"] == pytest.approx([0.6, 0.996]) and "2205.10287" in adam["advice"][0]
 
 
-def test_sum_needs_no_other_learning_rate():
-    """An SGD step on the sum at the same rate is one on the mean at the linearly scaled rate."""
+def test_sum_needs_no_scaled_learning_rate():
+    """An SGD step on the sum at a fixed rate equals one on the mean at the linearly scaled rate."""
     sgd = scaled_learning_rate(1024, 256, 0.1, "sgd", (0.9, 0.999), "sum")
     assert sgd["lr"] == pytest.approx(0.1) and "do not scale the rate again" in sgd["advice"][0]
     adam = scaled_learning_rate(1024, 256, 1e-3, "adam", (0.9, 0.999), "sum")
@@ -219,10 +219,10 @@ def test_adams_rule_ends_where_a_beta_would_fall_below_0():
     assert found["betas"] is None and any("at 2,560 or below" in one for one in found["advice"])
 
 
-# What is given
+# Arguments
 
 
-def test_missing_arguments_are_left_out_and_asked_for():
+def test_missing_arguments_leave_parts_out_and_are_requested():
     forecast = plan(ranks=8, nodes=2, parameters="350M")
     assert forecast.steps is None and policy(forecast, "DDP, last")["bytes_once"] == 2 * 7 * 1_400_000_000 // 8
     assert policy(forecast, "DDP, last")["timing"] is None
@@ -238,8 +238,8 @@ def test_missing_arguments_are_left_out_and_asked_for():
         assert flag in asked
     assert "--parameters" not in asked and "--batch-size and --micro-batch-size for the steps" in str(forecast)
     without = plan(ranks=8, nodes=2, parameters="350M", link_gbit=10, micro_step_seconds=1)
-    assert policy(without, "DDP, last")["window_for"]["10%"] >= 1  # needs no batch
-    assert policy(without, "FSDP2 hybrid, last")["window_for"] is None  # but the rate within a node
+    assert policy(without, "DDP, last")["window_for"]["10%"] >= 1  # needs no batch size
+    assert policy(without, "FSDP2 hybrid, last")["window_for"] is None  # needs the rate within a node
 
 
 @pytest.mark.parametrize(
@@ -270,12 +270,12 @@ def test_amounts_are_read_with_their_units(text, number):
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
     ],
 )
-def test_mistakes_are_one_clear_sentence(options, message):
+def test_mistakes_raise_one_clear_sentence(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(**options)
 
 
-def test_backend_that_is_assumed_is_named_with_the_reason(monkeypatch):
+def test_assumed_backend_is_named_with_the_reason(monkeypatch):
     known = {"ranks": 2, "parameters": "7b"}
     for is_here, backend, other in ((False, "gloo", "nccl"), (True, "nccl", "gloo")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda is_here=is_here: is_here)
@@ -292,7 +292,7 @@ def test_report_fits_the_terminal(monkeypatch, columns):
     known = {"batch_size": 1000, "micro_batch_size": 32, "samples": 50000, "base_batch_size": 256, "ranks": 8}
     text = str(plan(**known, nodes=2, node_gbit=10, micro_step_seconds=0.1, **KNOWN))
     assert max(map(len, text.splitlines())) <= min(columns, 120)
-    assert text.count("FSDP2 hybrid, replicas") == {40: 11, 80: 3}.get(columns, 2)  # in each part of a table
+    assert text.count("FSDP2 hybrid, replicas") == {40: 11, 80: 3}.get(columns, 2)  # once per part of a split table
     for header in ("each micro-step", "per update", "s per update", "exposed", "< 10% from", "2x wins"):
         assert header in " ".join(text.split())
 
@@ -312,7 +312,7 @@ class Net(nn.Module):
         return self.norm(torch.dropout(self.layer(x), 0.5, True)).square().mean()
 
 
-def test_model_is_measured_and_left_as_it_was():
+def test_model_is_measured_and_left_unchanged():
     net, batch = Net(), {"x": torch.randn(16, 6)}
     net.layer.weight.grad = torch.ones(4, 6)
     mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
@@ -377,20 +377,20 @@ def test_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
         (f"{RUN} --plot a.txt", "expected .png, .svg or .pdf"),
     ],
 )
-def test_mistakes_at_the_command_are_one_line_and_status_2(capsys, words, text):
+def test_mistakes_at_the_command_print_one_line_and_exit_with_status_2(capsys, words, text):
     assert main(["plan", *words.split()]) == 2
     seen = capsys.readouterr()
     assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
 
 
-def test_missing_matplotlib_is_one_sentence_with_the_cure(monkeypatch, capsys):
-    for name in ("matplotlib", "matplotlib.figure"):  # which another test may have imported
+def test_missing_matplotlib_prints_one_sentence_with_the_cure(monkeypatch, capsys):
+    for name in ("matplotlib", "matplotlib.figure"):  # another test may have imported them
         monkeypatch.setitem(sys.modules, name, None)
     assert main(["plan", *RUN.split(), "--plot", "a.png"]) == 2
     assert "pip install distaccum[plot]" in capsys.readouterr().err
 
 
-def test_help_carries_an_example(capsys):
+def test_help_shows_an_example(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["plan", "--help"])
     text = capsys.readouterr().out

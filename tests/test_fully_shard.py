@@ -1,4 +1,4 @@
-"""FSDP2: what its policies cost, and what breaks in silence elsewhere."""
+"""FSDP2: the cost of its policies, and cases that fail silently elsewhere."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def everything(layout: Any, index: int) -> Any:
 def collectives_by_micro_step(sync: str, shape: tuple[int, ...] | None) -> Any:
     model, optimizer = fully_sharded(shape=shape)(make_net_without_router(), 0.0)
     accumulator = Accumulator(model, optimizer, sync=sync)
-    for index in range(3):  # the first forward decides which module is the root
+    for index in range(3):  # FSDP2 chooses the root module in the first forward
         batches = micro_batches_of(EVEN, index, dist.get_rank())
         with Counting() as count:
             window = accumulator.window(batches)
@@ -58,7 +58,7 @@ def collectives_by_micro_step(sync: str, shape: tuple[int, ...] | None) -> Any:
 
 
 def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
-    """By kind; what holds no more than a few numbers is "small"."""
+    """Counts by kind; a collective of a few numbers is "small"."""
     kinds: dict[str, int] = {}
     for name, size in collectives:
         kind = "small" if size <= 16 else name.strip("_").replace("_base", "").replace("_single", "")
@@ -67,8 +67,8 @@ def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
 
 
 GATHER, REDUCE, ALL = "allgather", "reduce_scatter", "allreduce"
-STEP = {"small": 3}  # who used which parameter, the record, and the flag of on_nonfinite over all shards
-# Three groups: the root's parameters stay gathered from forward to backward, those of two layers do not.
+STEP = {"small": 3}  # the used parameters, the record, and on_nonfinite's flag over all shards
+# Three groups: only the root's parameters stay gathered from forward to backward.
 COSTS = {
     ("last", None): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3}, STEP],
     ("every", None): [{GATHER: 5, REDUCE: 3}] * 4 + [STEP],
@@ -87,7 +87,7 @@ def test_policies_send_the_expected_collectives(ranks, sync, shape):
 
 
 class Choosing(nn.Module):
-    """One of two layers is used, or both."""
+    """Uses one of two layers, or both."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +101,7 @@ class Choosing(nn.Module):
 
 
 def chosen(turns: list[list[list[str]]], sync: str) -> Any:
-    """By window and rank, which layers are used in each micro-batch."""
+    """`turns` names the layers that each micro-batch uses, by window and rank."""
     rank = dist.get_rank()
     model = fully_shard(Choosing())
     accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
@@ -151,7 +151,7 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, uses, sync):
     reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
 )
 def test_stand_in_of_an_earlier_window_makes_no_parameter_used(ranks, sync):
-    turns = [[["12", "12"], ["12"]], [["1", "1"], []]]  # where the second rank has none, it uses both layers
+    turns = [[["12", "12"], ["12"]], [["1", "1"], []]]  # the stand-in of rank 1 in the second uses both layers
     for seen in ranks(2).run(chosen, turns, sync):
         assert all(wrong <= 1e-10 and same_nones for wrong, same_nones in seen)
 
@@ -177,7 +177,7 @@ def test_stand_in_moves_no_running_statistics(ranks):
 
 
 def clipped_beyond_float32() -> tuple[float, float]:
-    """Squares of gradients overflow, and the largest are on one rank."""
+    """The squares of the gradients overflow, and one rank has the largest."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4, bias=False))  # two rows on each rank
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
@@ -186,7 +186,7 @@ def clipped_beyond_float32() -> tuple[float, float]:
     for x in window:
         window.backward((model(x) * factors).mean())
     update = window.step()
-    exact = float((factors.double() / 4).norm()) * 2  # each row has four elements alike
+    exact = float((factors.double() / 4).norm()) * 2  # a row has four equal elements
     return update.grad_norm / exact - 1, float((full_weights(model) - before).norm())
 
 
@@ -200,7 +200,7 @@ def divided_by(factors: list[float]) -> Any:
     modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
     for module, factor in zip(modules, factors, strict=False):
         module.set_gradient_divide_factor(factor)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
     accumulator = Accumulator(model, optimizer)
     window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
     for batch in window:
@@ -253,32 +253,32 @@ def with_policy(param_dtype: str | None, reduce_dtype: str | None, sync: str, dt
     return error(full_gradient(model), gradient(plain)), [str(w.message) for w in warned], dtypes
 
 
-CASTS_UP = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # from torch 2.15: bf16 gradients are added in float32
+CASTS_UP = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # from torch 2.15: bf16 gradients add up in float32
 
 
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
 def test_mixed_precision_adds_up_in_reduce_dtype(ranks, sync):
     for wrong, warned, dtypes in ranks(2).run(with_policy, "bfloat16", "float32", sync):
-        assert wrong <= 6e-3  # what bfloat16 computes; added up in bfloat16 it is several times that
+        assert wrong <= 6e-3  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
         assert warned == []
         assert dtypes == {torch.float32}
 
 
 def test_sum_in_half_precision_raises_a_warning(ranks):
-    for arguments, is_told in {
+    for arguments, warns in {
         ("bfloat16", None, "last"): not CASTS_UP,
         (None, None, "last", "bfloat16"): True,
     }.items():
         (wrong, warned, _), (_, elsewhere, _) = ranks(2).run(with_policy, *arguments)
         assert elsewhere == []
-        if is_told:
+        if warns:
             assert "add up in half precision" in warned[0] and "reduce_dtype=torch.float32" in warned[0]
         else:
             assert warned == [] and wrong <= 6e-3
 
 
 def tensor_parallel(max_norm: float) -> Any:
-    """Two data-parallel ranks of two tensor-parallel ranks; the router is on no mesh."""
+    """Two data-parallel ranks of two tensor-parallel ranks each; the router is on no mesh."""
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
@@ -323,7 +323,7 @@ def test_window_beside_tensor_parallel_ranks_is_exact(ranks, max_norm):
 
 
 def leaves_out_a_name(wrap: str, sync: str, empty: int) -> Any:
-    """Rank 0's micro-batch number `empty` has no token."""
+    """Micro-batch `empty` of rank 0 has no tokens."""
     rank = dist.get_rank()
     model = make_net()
     if wrap == "layers":
@@ -400,26 +400,26 @@ def flags_put_back(sync: str) -> Any:
         seen.append(flags_of(model))
     batch = make_batch(2, seed=dist.get_rank())
     with Counting() as count:
-        loss_of(model, batch).backward()  # the caller's own, outside of any window
+        loss_of(model, batch).backward()  # by the caller, outside of windows
     return seen, tally(count.take())
 
 
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_flags_of_fsdp2_are_put_back(ranks, sync):
+def test_flags_of_fsdp2_are_restored(ranks, sync):
     ours = [(True, True, True, True), (True, True, True, False), (True, True, True, False)]
     for seen, after in ranks(2).run(flags_put_back, sync):
-        assert seen == [ours, ours]  # FSDP2 keeps the root gathered after forward
+        assert seen == [ours, ours]  # by default FSDP2 keeps the root gathered after forward
         assert after == {GATHER: 5, REDUCE: 3}
 
 
 def stale(how: str) -> Any:
-    """The caller's own gradients, reduced or kept unsharded, stood before the window."""
+    """Before the window the caller's gradients exist, reduced or kept unsharded."""
     model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
     accumulator = Accumulator(model, optimizer)
     model.set_requires_gradient_sync(how == "reduced")
     loss_of(model, make_batch(2, seed=1)).backward()
     if how == "cleared":
-        optimizer.zero_grad()  # which does not reach them
+        optimizer.zero_grad()  # it does not reach unsharded gradients
     model.set_requires_gradient_sync(True)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -445,7 +445,7 @@ def torn(where: str, sync: str) -> Any:
     def fail(*_: Any) -> None:
         raise KeyError(where)
 
-    for turn in (1, 3):  # in the middle of a window, and in its last micro-step
+    for turn in (1, 3):  # a middle and the last micro-step
         window = accumulator.window(micro_batches_of(EVEN, turn, dist.get_rank()))
         try:
             for i, batch in enumerate(window):
@@ -503,18 +503,18 @@ def scaled(root: bool, overflow: bool) -> Any:
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root", "parts"])
-def test_scaler_overflows_on_all_ranks_alike(ranks, root):
+def test_scaler_overflows_on_all_ranks_together(ranks, root):
     for stepped, _, scale, wrong in ranks(2).run(scaled, root, False):
         assert stepped and scale == 8.0
         assert wrong <= 1e-5
     for stepped, reason, scale, wrong in ranks(2).run(scaled, root, True):
         assert not stepped and "overflow" in reason
         assert scale == 4.0
-        assert wrong == 1.0  # not moved at all
+        assert wrong == 1.0  # the weights have not moved
 
 
 def few_rows(on_nonfinite: str) -> Any:
-    """A head of one row: rank 1 has nothing of it."""
+    """A head of one row: rank 1's shard of it is empty."""
     torch.manual_seed(2)
     net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double()
     model = fully_shard(net)
@@ -558,7 +558,7 @@ def the_last_part_has_no_count(sync: str, world: int) -> float:
         sync=sync,
         count={"samples": count_samples, "tokens": count_tokens("labels")},
     )
-    for turn in range(2):  # what a left-out backward leaves gathered would show in the next
+    for turn in range(2):  # parameters that a skipped backward leaves gathered would show in the next window
         kept = {r: [0.0 if (r, i) == (0, 1) else 0.6 for i in range(2)] for r in range(world)}
         batches = {r: [make_batch(2, seed=10 * r + i, kept=kept[r][i]) for i in range(2)] for r in range(world)}
         window = accumulator.window(batches[rank])
@@ -591,7 +591,7 @@ def tampered(how: str, sync: str) -> str:
             if how == "zero_grad":
                 model.zero_grad()
             else:
-                next(model.parameters()).grad.mul_(0.5)  # foreach functions on DTensors leave no trace, clipping's too
+                next(model.parameters()).grad.mul_(0.5)  # foreach functions on DTensors change no version counter
 
     return refused(loop)
 
@@ -605,7 +605,7 @@ def test_change_of_gradients_in_mid_window_is_refused(ranks, how, sync):
 def unused_first(sync: str) -> float:
     net = make_net_without_router()
     first = nn.Module()
-    first.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))  # the first of the optimizer's
+    first.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))  # the optimizer's first parameter
     first.body, first.head = net.body, net.head
     first.forward = lambda x: first.head(first.body(x))  # type: ignore[method-assign]
     model, optimizer = fully_sharded()(first, 1.0)
@@ -647,7 +647,7 @@ class Twice(nn.Module):
 
 def entered_twice(kind: str, stream: bool) -> Any:
     model = Twice()
-    if kind == "no zeros":  # FSDP2 then makes none for what is unused; nor does torch before 2.15
+    if kind == "no zeros":  # FSDP2 then makes no zeros for unused parameters, as before torch 2.15
         for parameter in model.parameters():
             parameter.grad_dtype = None
     for layer in (model.one, model.two):

@@ -1,4 +1,4 @@
-"""heads(): a trunk that runs once, and heads that go backward one at a time."""
+"""heads(): the trunk runs once, and the heads run their backwards one at a time."""
 
 from __future__ import annotations
 

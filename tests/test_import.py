@@ -15,12 +15,12 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_import_brings_in_nothing_optional():
+def test_import_loads_no_optional_library():
     seen = run(f"import sys; from distaccum import *; {SHOW}; import matplotlib; {SHOW}").splitlines()
     assert seen == ["[]", "['matplotlib']"], "the second shows that this test can fail"
 
 
-def test_names_and_modules_bring_torch_when_they_are_used():
+def test_names_and_modules_import_torch_when_they_are_used():
     seen = "'torch' in sys.modules"
     first = f"import sys, distaccum; print(sorted(set(distaccum.__all__) - set(dir(distaccum))), {seen})"
     found = run(

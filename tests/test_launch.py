@@ -1,4 +1,4 @@
-"""The launchers, for real: each runs the default configuration and ends with the weights of the big batch."""
+"""Real launchers: each runs the default configuration and ends with the weights of the big batch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def warm_python() -> Path:
 
 
 def run(*command: object, status: int = 0, seconds: float = 400, cwd: Path = ROOT, **environment: str) -> str:
-    """What a command prints, to either stream."""
+    """A command's output on both streams."""
     mine = {"PYTHON": str(warm_python()), "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
     words = [str(word) for word in command]
     done = subprocess.run(
@@ -53,7 +53,7 @@ def weights_of(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def big_batch(programs, tmp_path_factory) -> Callable[..., torch.Tensor]:
-    """The weights of one process with all samples of an update in one batch, by hand, and these options."""
+    """The weights of a plain loop in one process with one batch per update, with these options."""
 
     @cache
     def of(*options: object) -> torch.Tensor:
@@ -67,7 +67,7 @@ def big_batch(programs, tmp_path_factory) -> Callable[..., torch.Tensor]:
 
 
 def launch(*command: object, **environment: str) -> Callable[[Path], str]:
-    """Starts `command` with a small model; gives what it prints."""
+    """A job that runs `command` with a small model and returns its output."""
 
     def job(folder: Path) -> str:
         words = [
@@ -79,7 +79,7 @@ def launch(*command: object, **environment: str) -> Callable[[Path], str]:
 
 
 def through_slurm(folder: Path) -> str:
-    """Two agents of torchrun on this machine, with the variables and the two commands of Slurm that are used."""
+    """Two torchrun agents on this machine, with the used variables and stand-ins for two Slurm commands."""
     slurm = folder / "bin"
     slurm.mkdir()
     (slurm / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames localhost" ] && echo 127.0.0.1\n')
@@ -105,7 +105,7 @@ def demo(folder: Path) -> str:
     return run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(folder / "run"))
 
 
-# How many ranks, and how they are started. The demo goes through torchrun, and so does the test that kills a rank.
+# The number of ranks, and how they start. torchrun is tested by the demo and by the test that kills a rank.
 LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
     "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
     "accelerate, one rank": (1, launch("bash", "launch/accelerate.sh", "configs/accelerate/one.yaml")),
@@ -122,7 +122,7 @@ JOBS = {**{name: job for name, (_, job) in LAUNCHERS.items()}, "two namespaces":
 
 @pytest.fixture(scope="module")
 def launched(request, tmp_path_factory) -> Iterator[Callable[[str], tuple[str, Path]]]:
-    """What a job printed, and its folder. Three run at a time: most of a start is imports, on one core."""
+    """A job's output and folder. Three jobs run at a time: a start is mostly imports on one core."""
     wanted = [
         item.callspec.params["job"] for item in request.session.items if "job" in getattr(item, "fixturenames", ())
     ]
@@ -130,7 +130,7 @@ def launched(request, tmp_path_factory) -> Iterator[Callable[[str], tuple[str, P
     folders = {name: tmp_path_factory.mktemp("job") for name in wanted if runs_here(name)}
     started = {name: pool.submit(JOBS[name], folder) for name, folder in folders.items()}
     yield lambda name: (started[name].result(), folders[name])
-    pool.shutdown(wait=False, cancel_futures=True)  # interrupted, those that run end with the session
+    pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, running jobs end with the session
 
 
 def error(folder: Path, exact: torch.Tensor) -> float:
@@ -144,11 +144,11 @@ def test_launchers_end_with_the_weights_of_the_big_batch(launched, big_batch, jo
     assert f"{ranks} rank" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
-    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "which always has --resume"
+    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "that script always passes --resume"
     assert error(folder / "run", big_batch(*SMALL)) <= 1e-5
 
 
-ALONE = {  # the variables that each launcher sets for one process
+ALONE = {  # each launcher's variables for one process
     "torchrun": {
         "RANK": "0",
         "LOCAL_RANK": "0",
@@ -185,7 +185,7 @@ def test_srun_may_start_the_ranks_itself(programs, tmp_path):
 
 
 def no_namespaces() -> str:
-    """Why network namespaces cannot be made here, if so."""
+    """The reason why network namespaces cannot be made here, or an empty string."""
     if os.geteuid():
         return "needs root"
     if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
@@ -214,10 +214,10 @@ def test_nodes_reduce_once_per_update_over_the_link(launched, big_batch, job):
     for sync in ("last", "every"):
         assert error(folder / sync, big_batch("--updates", 3)) <= 1e-5
         sent[sync] = int((folder / sync / "sent").read_text()) / 3 / 44.7e6
-    assert 1 <= sent["last"] < 1.1, "the gradients, once, and little else"
+    assert 1 <= sent["last"] < 1.1, "the gradients once, and little else"
     assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
     assert re.search(r"once per update +4\d\.\d", text) and re.search(r"in each micro-step +1[78]\d\.\d", text)
-    assert goes(lambda: "distaccum" in listed_nodes()), "another test may have nodes of its own, for seconds"
+    assert goes(lambda: "distaccum" in listed_nodes()), "another test may have nodes for some seconds"
 
 
 def listed_nodes() -> str:
@@ -236,7 +236,7 @@ def goes(seen: Callable[[], bool], seconds: float = 60) -> bool:
 @pytest.mark.parametrize("job", ["demo"])
 def test_demo_trains_and_proves_itself(launched, job):
     text, folder = launched(job)
-    *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # after each evaluation, and at the end
+    *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # printed after each evaluation and at the end
     assert float(accuracy) >= 95
     assert "2 x 4 micro-batches of 8" in text
     assert re.search(r"equal \(float64, bound 1e-10\)", text) and "NOT" not in text
@@ -252,7 +252,7 @@ def command_of(path: Path) -> list[str]:
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_start(programs, tmp_path, path):
-    """As its first line says; those that need GPUs as far as the plan."""
+    """Runs the command in the first line; where GPUs are needed, only --plan."""
     command = command_of(path)
     assert command[-2:] == ["--config", str(path.relative_to(ROOT))]
     ranks = int(command[command.index("--nproc-per-node") + 1]) if command[0] == "torchrun" else 1
@@ -274,7 +274,7 @@ def test_configs_start(programs, tmp_path, path):
 
 
 def images(folder: Path) -> Path:
-    """A text and a folder of images by class in one."""
+    """A folder with a text and with images sorted by class."""
     from torchvision.transforms.functional import to_pil_image
 
     for part in ("train", "val"):
@@ -294,7 +294,7 @@ def test_accelerate_reads_its_files(path):
     assert command[:3] == ["bash", "launch/accelerate.sh", str(path.relative_to(ROOT))]
     config = load_config_from_file(str(path))
     assert config.num_processes in (1, 2, 8)
-    assert ("--device" in command) == (config.num_processes == 8), "those that need GPUs say so"
+    assert ("--device" in command) == (config.num_processes == 8), "only files for GPUs leave out --device"
 
 
 def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs, tmp_path):
@@ -334,7 +334,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("command", WRONG, ids=" ".join)
-def test_wrong_calls_of_scripts_get_one_line_and_status_2(command):
+def test_wrong_calls_of_scripts_print_one_line_and_exit_with_status_2(command):
     text = run("bash", *command, status=2)
     assert WRONG[command] in text
     assert len(text.splitlines()) == 1
@@ -347,7 +347,7 @@ def test_interpreter_without_torch_is_named_with_the_cure(tmp_path):
 
 
 def processes_of(out: str, rank: int) -> list[int]:
-    """The ids of this rank's processes of the run with that folder."""
+    """The ids of the processes of this rank in the run that writes to `out`."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -361,13 +361,13 @@ def processes_of(out: str, rank: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp_path):
-    """From a checkpoint in mid-window, to the bits of the run that nobody killed."""
+    """From a checkpoint in mid-window to the same bits as the uninterrupted run."""
     (tmp_path / "my folder").mkdir()
     config = tmp_path / "my folder" / "my.toml"
     config.write_text('model = "cnn"\nbatch_size = 128\nmicro_batch_size = 1\nupdates = 5\n')
     assert programs.run("train", "--config", config, "--out", tmp_path / "whole", ranks=2).status == 0
     out = tmp_path / "run"
-    # Paths are those of the folder that the script is called in.
+    # The script resolves paths in its working directory.
     words = ["bash", ROOT / "launch/torchrun.sh", 2, "--config", "my.toml", "--out", "../run", "--resume"]
     words += ["--checkpoint-every", "0.005m", "--keep", 3, "--device", "cpu"]
     environment = {**os.environ, "PYTHON": str(warm_python()), "OMP_NUM_THREADS": "1", "RESTARTS": "2"}

@@ -1,4 +1,4 @@
-"""The law, against one big batch: on a plain module here, on gloo ranks in test_ddp.py."""
+"""The law: windows equal one big batch. Here on a plain module; test_ddp.py has gloo ranks."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ def test_micro_batch_whose_labels_are_all_masked_is_left_out():
     window = accumulator.window(micro_batches)
     for micro_batch in window:
         assert (micro_batch["labels"] != IGNORED).any()
-        window.backward(token_loss(net, micro_batch))  # the mean over nothing is NaN
+        window.backward(token_loss(net, micro_batch))  # a mean over no tokens is NaN
     assert len(window) == 2
     assert error(gradient(net), big_batch("tokens mean", micro_batches)[1]) <= 1e-12
 
 
-def test_window_in_which_nothing_counts_makes_no_update_and_says_why():
+def test_window_without_counts_makes_no_update_and_names_the_reason():
     net = make_net()
     optimizer = SGD(net.parameters(), lr=1.0, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -86,7 +86,7 @@ def test_window_in_which_nothing_counts_makes_no_update_and_says_why():
 
 
 def two_losses(net, batch):
-    """A token loss over the head, and a router's loss over the samples: different parameters, different means."""
+    """A token loss through the head and a sample loss through the router: different parameters and means."""
     hidden = net.body(batch["x"])
     tokens = torch.nn.functional.cross_entropy(
         net.head(hidden).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
@@ -125,7 +125,7 @@ def test_named_denominators_give_each_loss_its_own_mean(together):
     assert update.loss == pytest.approx(tokens + samples, rel=1e-12)
 
 
-def test_named_losses_may_have_different_reductions_and_leave_out_what_has_no_count():
+def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_count():
     batches = [make_batch(3, seed=0), make_batch(2, seed=1, kept=0.0), make_batch(1, seed=2)]
     net = make_net()
     accumulator = Accumulator(
@@ -137,7 +137,7 @@ def test_named_losses_may_have_different_reductions_and_leave_out_what_has_no_co
     window = accumulator.window(batches)
     for batch in window:
         hidden = net(batch["x"])
-        window.backward(tokens=token_loss(net, batch), samples=hidden.square().sum())  # one of them is NaN
+        window.backward(tokens=token_loss(net, batch), samples=hidden.square().sum())  # one loss is NaN
     reference = make_net()
     joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
     (token_loss(reference, joined) + reference(joined["x"]).square().sum()).backward()
@@ -170,7 +170,7 @@ def test_loss_in_half_precision_rounds_its_share_and_warns():
             window.backward(scaled_by(model["weight"], micro_batch, torch.bfloat16))
     assert model["weight"].grad.item() == pytest.approx(1.5, rel=2e-3)  # a third in bf16 is 0.33398
     assert window.step().loss == pytest.approx(1.5, rel=1e-6), "the record has the share itself"
-    for dtype, num in [(torch.float32, 3), (torch.bfloat16, 2)]:  # a half is exact, and no warning comes
+    for dtype, num in [(torch.float32, 3), (torch.bfloat16, 2)]:  # a half is exact, so no warning
         window = accumulator.window(x[:num].split(1))
         for micro_batch in window:
             window.backward(scaled_by(model["weight"], micro_batch, dtype))
@@ -239,7 +239,7 @@ windows = st.lists(
 @settings(max_examples=int(os.environ.get("WINDOWS", "300")), deadline=None, derandomize="WINDOWS" not in os.environ)
 @given(drawn=windows, case=st.sampled_from(sorted(CASES)), dtype=st.sampled_from(list(BOUNDS)))
 def test_random_window_equals_one_big_batch(drawn, case, dtype):
-    """Any sizes, empty ones too, any masking, one window after the other on the same accumulator."""
+    """Random sizes (some empty) and masks, in consecutive windows of one accumulator."""
     loss_fn, how, reduction, count = CASES[case]
     net = make_net(dtype)
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)

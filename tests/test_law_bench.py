@@ -1,4 +1,4 @@
-"""launch/bench/law.py finds the loop by hand wrong where it is, and this library exact, in real processes."""
+"""launch/bench/law.py reports the plain loop's wrong cases and this library's exact ones, in real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def law(programs: Programs, *options: object) -> Done:
     return programs.start(str(ROOT / "launch/bench/law.py"), *options, cwd=ROOT, own_stderr=True).wait(120)
 
 
-def test_token_means_are_wrong_by_hand_and_exact_here(programs, tmp_path):
+def test_token_means_are_wrong_in_the_plain_loop_and_exact_here(programs, tmp_path):
     out = tmp_path / "law"
     done = law(programs, "--libraries", "hand", "distaccum", "--cases", "tokens2", "schedule", "--out", out)
     assert done.status == 0, done.errors
@@ -24,7 +24,7 @@ def test_token_means_are_wrong_by_hand_and_exact_here(programs, tmp_path):
     assert "| by hand (plain, DDP) | **wrong**, " in out.with_suffix(".md").read_text()
 
 
-def test_mistakes_get_one_line_and_status_2(programs):
+def test_mistakes_print_one_line_and_exit_with_status_2(programs):
     done = law(programs, "--timeout", 90)
     assert done.status == 2
     assert done.errors.splitlines()[-1].startswith("law.py: error: ")

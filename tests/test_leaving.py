@@ -1,4 +1,4 @@
-"""What accumulators put on models and optimizers goes with them."""
+"""Accumulators remove their hooks from models and optimizers when they are deleted."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def num_hooks(model: nn.Module, optimizer: Any) -> int:
 
 
 def hooks_after(kind: str, accumulators: int, options: dict[str, Any]) -> list[int]:
-    """How many hooks there are before the first accumulator, with them, and when all are gone."""
+    """The number of hooks before the first accumulator, with all of them, and after their deletion."""
     model, optimizer = KINDS[kind].wrap(make_net_without_router().float(), 0.1)
     found = [num_hooks(model, optimizer)]
-    gc.disable()  # they go at once: a collection might come while torch goes through its hooks
+    gc.disable()  # reference counts must suffice: a collection might run while torch iterates over its hooks
     for _ in range(accumulators):
         accumulator = Accumulator(model, optimizer, steps=2, **options)
         for window in accumulator.windows(micro_batches_of([[2, 1]], 0, 0, torch.float32)):
@@ -62,12 +62,12 @@ def test_hundred_accumulators_leave_no_hook(ranks, kind, options):
     if kind not in KINDS:
         pytest.skip("FSDP2 does not run on CPU in torch 2.6")
     for before, most, after in ranks(KINDS[kind].world).run(hooks_after, kind, 100, options):
-        assert most > before, "a test that sees no hook sees none that stays"
+        assert most > before, "the accumulators must add hooks, or this test shows nothing"
         assert after == before
 
 
 def lines_of_warnings(run: Callable[[], object]) -> list[str]:
-    """The lines of this file that its warnings name."""
+    """The lines of this file that the warnings name."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -80,7 +80,7 @@ def test_warning_names_the_callers_line_at_any_depth(tmp_path):
     optimizer, batch = SGD(model.parameters(), lr=0.1), torch.randn(4, 2)
 
     def loop() -> None:
-        model(batch).sum().backward()  # which is no part of the window that follows
+        model(batch).sum().backward()  # before the window, so not part of it
         for window in Accumulator(model, optimizer, steps=2).windows([batch, batch]):
             for inputs in window:
                 window.backward(model(inputs).square().mean())
@@ -96,7 +96,7 @@ def test_warning_names_the_callers_line_at_any_depth(tmp_path):
 
 
 @pytest.mark.slow
-def test_doctor_puts_back_the_environment(programs):
+def test_doctor_restores_the_environment(programs):
     code = """
 import os
 from distaccum.tools.cli import main

@@ -1,4 +1,4 @@
-"""Where accumulation cannot equal the one big batch: that it does not, why by check(), and that the cure does."""
+"""The limits of accumulation: it differs from the one big batch, check() names the cause, and the cure is exact."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_batch_normalisation_differs_more_with_each_layer_and_less_with_larger_m
         assert limits.of_batchnorm(8, 4, sorted_by_class=sorted_by_class, cure=cure) <= EXACT
 
 
-def test_running_statistics_are_right_where_they_are_pooled():
+def test_running_statistics_are_exact_if_pooled():
     off = {how: limits.of_running_statistics(how, 8) for how in ("ignore", "momentum", "pool")}
     assert max(off["pool"]) <= EXACT and min(off["ignore"]) > 0.1 and off["momentum"][1] > 0.1
 
 
-def one_mask_is_drawn_as_several() -> bool:
+def one_draw_equals_several() -> bool:
     drop, x = torch.nn.Dropout(0.3), torch.ones(64, 12, dtype=torch.float64)
     torch.manual_seed(0)
     at_once = drop(x)
@@ -42,24 +42,24 @@ def one_mask_is_drawn_as_several() -> bool:
     return torch.equal(at_once, torch.cat([drop(part) for part in x.split(8)]))
 
 
-def test_dropout_over_more_than_one_layer_draws_other_masks_and_is_no_error():
-    if one_mask_is_drawn_as_several():  # by torch 2.15 on a CPU, not by 2.6
+def test_dropout_in_several_layers_draws_other_masks_without_bias():
+    if one_draw_equals_several():  # true on CPU with torch 2.15, not with 2.6
         assert limits.of_dropout(1, 8) <= EXACT
     assert limits.of_dropout(4, 8) > 0.1 and limits.of_two_draws(4) > 0.1
     few, many = (limits.of_mean_over_draws(2, 8, draws) for draws in (10, 160))
-    assert many[0] < few[0] / 2 and many[0] < 2 * many[1]  # the mean closes in, as that of big batches does
+    assert many[0] < few[0] / 2 and many[0] < 2 * many[1]  # the mean converges, as the mean of big batches does
     model = limits.network(2, lambda: limits.nn.Dropout(0.3))
     assert causes(model, limits.of_classes(model), limits.make_batch()) == ["dropout"]
 
 
-def test_loss_with_state_differs_unless_it_moves_after_the_window():
+def test_loss_with_state_differs_unless_the_state_moves_after_the_window():
     assert limits.of_state(8, moves=True) > 0.01
     assert limits.of_state(8, moves=False) <= EXACT
     model = limits.network(2, limits.nn.Identity)
     assert causes(model, limits.Scaled(model, moves=True), limits.make_batch()) == ["state"]
 
 
-def test_penalty_on_the_gradient_is_exact_by_sample_and_not_across():
+def test_gradient_penalty_is_exact_per_sample_but_not_across_samples():
     assert limits.of_penalty(8, across=False) <= EXACT < 0.1 < limits.of_penalty(8, across=True)
     model = limits.network(2, limits.nn.Identity)
     assert causes(model, limits.penalty_across_samples(model), limits.make_batch()) == ["loss"]

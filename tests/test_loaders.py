@@ -1,4 +1,4 @@
-"""Loaders of every habit: each of their micro-batches comes once, in order, and the epoch ends."""
+"""Loaders of many kinds: each micro-batch is used once, in order, and the epoch ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def batches():
 
 
 class Restarting:
-    """`iter()` starts anew and returns the loader itself, as DeepSpeed's own does."""
+    """`iter()` restarts it and returns the loader itself, as with DeepSpeed's loader."""
 
     def __iter__(self):
         self.rest = iter(batches())
@@ -37,7 +37,7 @@ class SizedRestarting(Restarting):
 
 
 class OneShot:
-    """Its own iterator, and used up after one epoch."""
+    """Is its own iterator, and exhausted after one epoch."""
 
     def __init__(self):
         self.rest = iter(batches())
@@ -50,7 +50,7 @@ class OneShot:
 
 
 class Indexed:
-    """`__getitem__` alone."""
+    """Has only `__getitem__`."""
 
     def __getitem__(self, i):
         return batches()[i]
@@ -62,7 +62,7 @@ class SizedIndexed(Indexed):
 
 
 class Wrapping:
-    """Hands out another's iterator, as many wrappers do."""
+    """Returns another loader's iterator, as many wrappers do."""
 
     def __init__(self, loader):
         self.loader = loader
@@ -92,7 +92,7 @@ def with_workers(dataset):
     return DataLoader(dataset, batch_size=1, num_workers=1, persistent_workers=True, multiprocessing_context="fork")
 
 
-# How it is made, and whether it has another epoch.
+# How the loader is made, and whether it has a second epoch.
 LOADERS = {
     "list": (batches, True),
     "restarting, returns itself": (Restarting, True),
@@ -114,7 +114,7 @@ def accumulator_of(model, lookahead=True):
 
 
 def seen_in(windows, model):
-    """What each window yielded; its gradient is the mean of that."""
+    """The micro-batches of each window; the gradient must be their mean."""
     epoch = []
     for window in windows:
         seen = []
@@ -129,17 +129,17 @@ def seen_in(windows, model):
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_micro_batches_come_once_and_the_epoch_ends(name, lookahead):
+def test_micro_batches_are_used_once_and_the_epoch_ends(name, lookahead):
     make, has_another_epoch = LOADERS[name]
     loader, model = make(), nn.Linear(1, 1, bias=False)
     accumulator = accumulator_of(model, lookahead)
     for expected in (WINDOWS, WINDOWS if has_another_epoch else []):
-        # One window more than there are: the fault that this is for went on for ever.
+        # One window more than expected: the tested fault repeated windows forever.
         assert seen_in(islice(accumulator.windows(loader), len(WINDOWS) + 1), model) == expected
 
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
-def test_endless_loader_goes_on_until_the_caller_leaves(lookahead):
+def test_endless_loader_continues_until_the_caller_leaves(lookahead):
     class Endless(Restarting):
         def __iter__(self):
             self.rest = (torch.tensor([[float(number)]]) for number in count(1))

@@ -1,6 +1,6 @@
-"""The loops that people write: each one's wrong number beside the right one, from this library.
+"""Common accumulation loops: the wrong result of each beside the right one from this library.
 
-One weight, its gradient the mean (or sum) of what it saw: for samples 1 to 5 the mean is 3, the sum 15.
+The gradient of the one weight is the mean (or sum) of its samples: for 1 to 5 the mean is 3, the sum 15.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_steps_as_a_float_are_refused():
     steps, updates = 100 / 30, 0
     for i, sample in enumerate(SAMPLES.split(1) * 4):
         (mean_of(model, sample) / steps).backward()
-        if (i + 1) % steps == 0:  # 3.33: never in these 20
+        if (i + 1) % steps == 0:  # 3.33 divides none of the 20
             updates += 1
     assert updates == 0
     with pytest.raises(TypeError, match="100 // 50"):
@@ -62,7 +62,7 @@ def test_tail_of_an_epoch_is_stepped():
         if (i + 1) % 2 == 0:
             gradients.append(model.weight.grad.item())
             model.zero_grad()
-    assert gradients == [1.5, 3.5]  # the 5 is lost, or leaks into the next epoch
+    assert gradients == [1.5, 3.5]  # sample 5 is lost, or leaks into the next epoch
     assert right(*one_weight(), SAMPLES.split(1), steps=2) == [1.5, 3.5, 5.0]
 
 
@@ -106,7 +106,7 @@ def test_window_sees_all_parts_where_a_loop_replays_one():
     batch = SAMPLES[:2]
     for _ in range(4):
         (mean_of(model, batch) / 4).backward()
-    assert model.weight.grad.item() == 1.5  # that of the one batch, at four times the price
+    assert model.weight.grad.item() == 1.5  # the gradient of one part, at four times its cost
     assert right(*one_weight(), SAMPLES.split(2)) == pytest.approx([3.0])
 
 
@@ -114,7 +114,7 @@ def test_loss_of_inputs_instead_of_outputs_is_refused():
     model, optimizer = one_weight()
     inputs = torch.ones(2, 1, requires_grad=True)
     (nn.functional.mse_loss(inputs, torch.zeros(2, 1)) / 4).backward()
-    assert model.weight.grad is None  # and torch says nothing
+    assert model.weight.grad is None  # torch raises nothing
     accumulator = Accumulator(model, optimizer)
     window = accumulator.window([torch.ones(2, 1)])
     with pytest.raises(ValueError, match="from the model's outputs"):
@@ -143,12 +143,12 @@ def forward_outside_no_sync():
     model, optimizer = one_weight()
     ddp = DistributedDataParallel(model)
     parts = SAMPLES[:4].split(1)
-    for _ in range(2):  # the first window also rebuilds DDP's buckets
+    for _ in range(2):  # DDP rebuilds its buckets in the first window
         with Counting() as wrong:
             for i, part in enumerate(parts):
                 loss = mean_of(ddp, part) / len(parts)
                 if i < len(parts) - 1:
-                    with ddp.no_sync():  # too late: DDP decided in forward
+                    with ddp.no_sync():  # too late: DDP decides in forward
                         loss.backward()
                 else:
                     loss.backward()
@@ -171,7 +171,7 @@ def sum_of(model, samples):
 
 
 def world_size_forgotten():
-    mine = SAMPLES[dist.get_rank() :: 2]  # 1 3 5 and 2 4
+    mine = SAMPLES[dist.get_rank() :: 2]  # 1 3 5 on rank 0, 2 4 on rank 1
     model, _ = one_weight()
     ddp = DistributedDataParallel(model)
     sum_of(ddp, mine).backward()
@@ -190,7 +190,7 @@ def test_sum_is_not_divided_by_the_number_of_ranks(ranks):
     assert ranks(2).run(world_size_forgotten) == [(7.5, 15.0)] * 2
 
 
-# The right forms
+# Correct loops
 
 
 def test_batch_of_100_in_halves_is_exact():
