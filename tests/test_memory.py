@@ -1,4 +1,4 @@
-"""update(): a micro-batch that does not fit, or an error in the loss, undoes the window on all ranks."""
+"""update(): a micro-batch that does not fit or an error in the loss undoes the window on all ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distaccum.law.sizes import FIRST_WAIT, MicroBatchSize
 
 
 class Limited:
-    """A loss that runs out of memory above `limit` samples, at the place that is asked for."""
+    """A loss that runs out of memory above `limit` samples, at the given place."""
 
     def __init__(self, model: nn.Module, limit: float, where: str = "forward") -> None:
         self.model, self.limit, self.where = model, limit, where
@@ -79,7 +79,7 @@ def test_micro_batch_that_does_not_fit_is_cut_smaller(where, micro_batch_size):
     assert error(weights(model), big_batch(make_net_without_router(), [batch])) <= 1e-12
     loss_fn.sizes.clear()
     accumulator.update(make_batch(12, seed=2), loss_fn)
-    assert loss_fn.sizes == [4, 4, 4]  # it is remembered
+    assert loss_fn.sizes == [4, 4, 4]  # the size is remembered
 
 
 def test_single_sample_that_does_not_fit_is_an_error():
@@ -94,7 +94,7 @@ def test_single_sample_that_does_not_fit_is_an_error():
 
 
 class Random(nn.Module):
-    """Dropout, running statistics, and numbers from `random`."""
+    """Uses dropout, running statistics and numbers from `random`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class Random(nn.Module):
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
 def test_batchnorm_counts_only_micro_batches_that_succeeded():
     ends = []
-    for first_size in (4, 12):  # what fits at once, and what is found to fit
+    for first_size in (4, 12):  # a size that fits at once, and one that is halved
         model = Random()
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=first_size)
         torch.manual_seed(5)
@@ -117,7 +117,7 @@ def test_batchnorm_counts_only_micro_batches_that_succeeded():
             accumulator.update(make_batch(12, seed=i), Limited(model, 5, "backward" if i else "forward"))
         ends.append(model.state_dict())
     for name, tensor in ends[0].items():
-        # 12 is halved to 6 and to 3: other micro-batches than those of 4, so only the number of them is the same.
+        # 12 is halved to 6 and to 3. These micro-batches differ from those of 4; only their number is the same.
         assert tensor.shape == ends[1][name].shape
     assert ends[0]["layers.1.num_batches_tracked"] == 9 and ends[1]["layers.1.num_batches_tracked"] == 12
 
@@ -176,7 +176,7 @@ def test_failed_attempt_frees_its_tensors():
             activations = torch.ones(1000)
             held.append(weakref.ref(activations))
             raise torch.OutOfMemoryError("CUDA out of memory.")
-        assert all(one() is None for one in held)  # before the smaller one is tried
+        assert all(one() is None for one in held)  # before the smaller size is tried
         return loss_of(model, batch)
 
     gc.disable()
@@ -187,7 +187,7 @@ def test_failed_attempt_frees_its_tensors():
     assert held
 
 
-def test_larger_sizes_are_tried_now_and_then():
+def test_larger_sizes_are_retried_occasionally():
     fit = MicroBatchSize(most=None)
     limit, sizes = 53, []
     for _ in range(40 * FIRST_WAIT):
@@ -196,12 +196,12 @@ def test_larger_sizes_are_tried_now_and_then():
             assert fit.ran_out(largest)
         sizes.append(largest)
         fit.succeeded(largest, -(-length // largest))
-    assert sizes[0] == 32 and max(sizes) == 52  # 256 in 5 parts; in 4 of 64 it does not fit
+    assert sizes[0] == 32 and max(sizes) == 52  # 256 fits in 5 parts, not in 4 of 64
 
 
-def test_size_comes_back_to_the_given_number_and_no_further():
+def test_size_recovers_up_to_the_given_number():
     fit = MicroBatchSize(most=10)
-    assert fit.ran_out(10) and fit.size == 5  # another program took the memory for a while
+    assert fit.ran_out(10) and fit.size == 5  # another program used the memory for a while
     seen = set()
     for _ in range(20 * FIRST_WAIT):
         seen.add(fit.size)
@@ -223,7 +223,7 @@ def test_nan_in_a_backward_is_found_by_a_second_run():
     model = make_net_without_router()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
     batch = make_batch(8, seed=0)
-    batch["x"][5] = 0.0  # the root of 0 has an infinite slope
+    batch["x"][5] = 0.0  # the square root has an infinite slope at 0
 
     def loss_fn(micro_batch: Any) -> torch.Tensor:
         return (
@@ -255,7 +255,7 @@ def whole_weights(model: nn.Module) -> torch.Tensor:
 
 
 def error_that_sounds_like_a_lost_rank(where: str) -> list[str]:
-    """Of the caller's own, on rank 0, in a loss or in a backward that does not reduce."""
+    """Raises the caller's own errors on rank 0, in a loss or in a backward that does not reduce."""
     model = wrap("DDP")
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=3)
     messages = []
@@ -287,8 +287,8 @@ def test_error_that_sounds_like_a_lost_rank_reaches_the_other_ranks(ranks, where
     assert all(text.startswith("DistaccumError: rank 0 failed in update 0") for text in one)
 
 
-def waits_in_vain(where: str) -> str:
-    """On rank 0, where rank 1 leaves; in a group of its own, which cannot be used after that."""
+def waits_for_a_lost_rank(where: str) -> str:
+    """Rank 0's error after rank 1 has left, in a group that is unusable afterwards."""
     group = dist.new_group(timeout=timedelta(seconds=1))
     model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
@@ -309,7 +309,7 @@ def waits_in_vain(where: str) -> str:
 
 @pytest.mark.parametrize("where", ["planning", "reducing backward"])
 def test_lost_rank_is_recognised_by_a_failed_collective(ranks, where):
-    zero, _ = ranks(2).run(waits_in_vain, where)
+    zero, _ = ranks(2).run(waits_for_a_lost_rank, where)
     assert zero.startswith("rank 0 lost contact with the other ranks")
 
 
@@ -317,7 +317,7 @@ EVERY_RANK = -1
 
 
 def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dict[str, Any]) -> Any:
-    """Updates of which one meets the fault in a micro-batch on one rank; then errors, and error against big batches."""
+    """Runs updates with one fault in one rank's micro-batch; returns the message, the largest error and the leaks."""
     rank = dist.get_rank()
     model = wrap(kind)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
@@ -392,7 +392,7 @@ KINDS = {
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
-    """Before a size is proven, at any micro-batch: nothing is reduced until all ranks came through."""
+    """Before a size is proven, at any micro-batch: no reduction starts before all ranks have succeeded."""
     ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [7, 5], KINDS[kind])
     for rank, (message, wrong, trace) in enumerate(ends):
         assert wrong <= 1e-10 and not trace
@@ -407,7 +407,7 @@ def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, number):
-    """A size that was asked for is believed under sync='last'; the last micro-batch's backward reduces at once."""
+    """Under sync='last' a given size counts as proven: the last micro-batch's backward reduces at once."""
     ends = ranks(2).run(updates, "FSDP2", fault, [EVERY_RANK, number], [7, 7], {"micro_batch_size": 3})
     assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
     assert [message for message, *_ in ends] == ["KeyError: 'a bug'" if "bug" in fault else ""] * 2
@@ -443,8 +443,8 @@ def counted(kind: str, options: dict[str, Any]) -> Any:
     return seen
 
 
-def test_update_costs_one_small_collective_more(ranks):
-    """Two windows whose size is not proven (reduced by hand, after what each rank has was asked), then proven ones."""
+def test_update_adds_one_small_collective(ranks):
+    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
     seen, other = ranks(2).run(counted, "DDP", {"micro_batch_size": 2})
     assert seen == other
     gathers = [names.count("allgather_") for names in seen]
@@ -614,7 +614,7 @@ def test_update_within_an_update_is_refused():
 
 
 class Expanded(nn.Module):
-    """Buffers whose elements share memory."""
+    """Has buffers whose elements share memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -627,7 +627,7 @@ class Expanded(nn.Module):
 
 
 @pytest.mark.parametrize("call", ["update", "check", "contrast"])
-def test_expanded_buffers_are_put_back(call):
+def test_expanded_buffers_are_restored(call):
     torch.manual_seed(0)
     model = Expanded()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=4)
@@ -707,7 +707,7 @@ def test_error_in_the_step_discards_the_window():
 
 
 @pytest.mark.parametrize("owner", ["optimizer", "caller"])
-def test_nan_is_named_whoever_steps(owner):
+def test_nan_is_named_for_each_owner_of_the_step(owner):
     model = make_net_without_router()
     optimizer = SGD(model.parameters(), lr=0.1) if owner == "optimizer" else None
     accumulator = Accumulator(model, optimizer, micro_batch_size=2)
@@ -716,15 +716,15 @@ def test_nan_is_named_whoever_steps(owner):
     def loss_fn(batch: Any) -> torch.Tensor:
         calls.append(0)
         outputs = model(batch["x"])
-        return (outputs * (outputs - outputs.detach()).sqrt()).sum()  # 0, of an infinite slope
+        return (outputs * (outputs - outputs.detach()).sqrt()).sum()  # 0, with an infinite slope
 
     with pytest.raises(DistaccumError, match="backward of micro-batch 0 on rank 0"):
         accumulator.update(make_batch(4, seed=0), loss_fn)
-    assert len(calls) == 4  # twice, and no more
+    assert len(calls) == 4  # two runs, no more
 
 
 def test_overflow_of_the_rounded_sum_is_an_error_after_a_second_run():
-    """Each backward is finite, and so is the sum in float32; its rounding to float16 at the window's end is not."""
+    """Each backward and the sum in float32 are finite; the sum's rounding to float16 at the window's end is not."""
     model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
     accumulator = Accumulator(
         model,
@@ -745,7 +745,7 @@ def test_overflow_of_the_rounded_sum_is_an_error_after_a_second_run():
 
 
 def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
-    """As `updates`, on engines that own the step, in float32."""
+    """Like `updates`, on engines that own the step, in float32."""
     from engines import KINDS as ALL
 
     kind, rank = ALL[name], dist.get_rank()
@@ -797,7 +797,7 @@ def test_fault_on_one_rank_is_undone_under_deepspeed(ranks, name, fault, at):
 
 
 def as_a_loop(kind: str) -> Any:
-    """The same batches through split() and a loop, and through update()."""
+    """Trains on the same batches with split() and a loop, and with update()."""
     ends = []
     for closure in (False, True):
         torch.manual_seed(5)
@@ -820,12 +820,12 @@ def as_a_loop(kind: str) -> Any:
 
 @pytest.mark.parametrize("kind", ["buffers", "static graph"])
 def test_update_equals_its_documented_loop(ranks, kind):
-    """Buffers too, which DDP broadcasts: before the window, and not in a forward that a rank may not come to."""
+    """Also for buffers: DDP broadcasts them before the window, not in a forward that some rank may not run."""
     assert max(ranks(2).run(as_a_loop, kind)) <= 1e-12
 
 
 def under_a_real_limit() -> Any:
-    """The allocator of the host refuses, for want of addresses."""
+    """The host's allocator refuses because of a limit on the address space."""
     import resource
     from pathlib import Path
 
@@ -833,7 +833,7 @@ def under_a_real_limit() -> Any:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).double()
     plain = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).double()
     plain.load_state_dict(model.state_dict())
-    batch = torch.randn(10_000, 256, dtype=torch.float64)  # 20 MB, and as much after each layer
+    batch = torch.randn(10_000, 256, dtype=torch.float64)  # 20 MB, and the same after each layer
     for part in batch.split(1000):
         (plain(part).square().mean(1).sum() / len(batch)).backward()
     sizes: list[int] = []
@@ -869,7 +869,7 @@ def one_rank_fails_to_step() -> list[str]:
     accumulator = Accumulator(model, optimizer, micro_batch_size=3)
 
     def fail(*_: object) -> None:
-        if accumulator.index == 3 and dist.get_rank() == 1:  # when the size is proven
+        if accumulator.index == 3 and dist.get_rank() == 1:  # the size is proven by now
             raise ZeroDivisionError("in the optimizer")
 
     optimizer.register_step_pre_hook(fail)

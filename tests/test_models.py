@@ -1,4 +1,4 @@
-"""Models that are not one piece: several, adapted, tied, branching, sparse, complex; each against the big batch."""
+"""Models of several parts, adapted, tied, branching, sparse or complex; each is compared with the big batch."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from distaccum import Accumulator
 
 KINDS = ["plain", "DDP", *(["FSDP2", "FSDP2, parts"] if FSDP2_RUNS_ON_CPU else [])]
 BOUNDS = {kind: 1e-12 if kind in ("plain", "DDP") else 1e-10 for kind in KINDS}
-# Sizes of micro-batches by rank; a plain module gets those of both. At last a rank has none.
+# Sizes of micro-batches by rank; a plain module gets those of both. In the last window one rank has none.
 LAYOUTS = [[[3, 1], [2, 5, 1]], [[1, 4], [2]], [[2], [1, 3, 1]], [[5, 1, 2], []]]
 
 
 def batches_of(index: int, rank: int) -> list[Batch]:
-    """Each sample knows its window, and an expert that its micro-batch shares."""
+    """Each sample carries the index of its window, and an expert that its whole micro-batch shares."""
     made = [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(LAYOUTS[index][rank])]
     for i, batch in enumerate(made):
         size = len(batch["x"])
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
 
 
 class Adapted(nn.Module):
-    """A frozen layer, and what is trained beside it."""
+    """A frozen layer, and a trained adapter beside it."""
 
     def __init__(self, base: nn.Module) -> None:
         super().__init__()
@@ -90,7 +90,7 @@ class Tied(nn.Module):
 
 
 class Heads(nn.Module):
-    """One head is for windows of an even index."""
+    """Only windows of an even index use one of the heads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Twice(nn.Module):
 
 
 class Experts(nn.Module):
-    """Each sample goes to one of three; all of a micro-batch to the same one."""
+    """Each sample goes to one of three experts; a micro-batch shares its expert."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ def sparse_adam(models: Iterable[nn.Module]) -> list[Optimizer]:
     return [SparseAdam([table], lr=0.01), AdamW(others, lr=0.01)]
 
 
-# What is trained, its loss, and by what.
+# Models, loss and optimizers.
 PROBLEMS: dict[str, Any] = {
     "two models": (lambda: [Encoder(), linear(6, 2)], in_turn, sgd),
     "adapters": (lambda: [Adapters()], one, adamw),
@@ -216,7 +216,7 @@ def gradient(models: Iterable[nn.Module]) -> Tensor:
 
 
 def each_window(kind: str, num: int) -> Any:
-    """This rank's micro-batches, and all."""
+    """This rank's micro-batches of each window, and those of all ranks."""
     for index in range(num):
         by_rank = [batches_of(index, rank) for rank in range(2)]
         everything = by_rank[0] + by_rank[1]
@@ -224,7 +224,7 @@ def each_window(kind: str, num: int) -> Any:
 
 
 def follow(name: str, kind: str, option: str, num: int = len(LAYOUTS)) -> float:
-    """Windows on this rank and the same updates by big batches on a copy: how far apart they are at most."""
+    """The largest difference between windows on this rank and the same updates by big batches on a copy."""
     make, its_loss, optimizers_of = PROBLEMS[name]
     torch.manual_seed(3)
     copies = make()
@@ -247,7 +247,7 @@ def follow(name: str, kind: str, option: str, num: int = len(LAYOUTS)) -> float:
             wrongs.append(abs(update.grad_norm - float(exact.norm())) / float(exact.norm()))
             for p in trained(copies):
                 if p.grad is not None:
-                    p.grad.mul_(min(1.0, 0.05 / (float(exact.norm()) + 1e-6)))  # as torch's
+                    p.grad.mul_(min(1.0, 0.05 / (float(exact.norm()) + 1e-6)))  # as torch clips
         for optimizer in by_hand:
             optimizer.step()
             optimizer.zero_grad()
@@ -259,12 +259,12 @@ def on(ranks: Any, kind: str, function: Any, *args: Any) -> list[Any]:
     return [function(*args)] if kind == "plain" else ranks(2).run(function, *args)
 
 
-EXCEPTIONS = {  # tested below, or a limit
+EXCEPTIONS = {  # tested below, or limits
     *((name, kind, option) for name in PROBLEMS for kind in KINDS[2:] for option in OPTIONS if "sparse" in name),
     *(("complex", "FSDP2", option) for option in OPTIONS),
     *(("complex", kind, "scaled") for kind in KINDS),
-    *(("complex", "DDP", option) for option in OPTIONS if not FSDP2_RUNS_ON_CPU),  # in torch 2.6 DDP itself does not
-    # A module that is wrapped by itself must be used by all ranks in the same order.
+    *(("complex", "DDP", option) for option in OPTIONS if not FSDP2_RUNS_ON_CPU),  # nor by torch 2.6's DDP
+    # All ranks must use a separately wrapped module in the same order.
     *(("experts", "FSDP2, parts", option) for option in OPTIONS),
 }
 GRID = [(n, k, o) for n in PROBLEMS for k in KINDS for o in OPTIONS if (n, k, o) not in EXCEPTIONS]
@@ -272,7 +272,7 @@ GRID = [(n, k, o) for n in PROBLEMS for k in KINDS for o in OPTIONS if (n, k, o)
 
 @pytest.mark.parametrize(("name", "kind", "option"), GRID, ids=["-".join(filter(None, case)) for case in GRID])
 def test_training_equals_training_on_big_batches(ranks, name, kind, option):
-    # With parts wrapped by themselves, a stand-in from an earlier window must use the same parts.
+    # With separately wrapped parts, a stand-in from an earlier window must use the same parts.
     num = 3 if kind == "FSDP2, parts" and "even windows" in name else len(LAYOUTS)
     for wrong in on(ranks, kind, follow, name, kind, option, num):
         assert wrong <= BOUNDS[kind]
@@ -308,7 +308,7 @@ def generate(generator: nn.Module, critic: nn.Module, batch: Batch) -> Tensor:
 
 
 def adversaries(kind: str, how: str) -> float:
-    """Windows of a critic and of a generator in turn, by an accumulator each."""
+    """Alternates windows of a critic and of a generator, each with an accumulator."""
     torch.manual_seed(3)
     copies = [Encoder(), nn.Sequential(linear(6, 4), nn.Tanh(), linear(4, 1))]
     generator, critic = models = [wrap(kind, model) for model in copy.deepcopy(copies)]
@@ -341,8 +341,8 @@ def adversaries(kind: str, how: str) -> float:
     return max(wrongs)
 
 
-# Under DDP a critic that only its own accumulator knows reduces in each backward of the generator's windows: ranks must
-# have as many micro-batches, or give the generator's accumulator both models.
+# Under DDP a critic that only its own accumulator knows reduces in each backward of the generator's windows. Ranks must
+# then have the same number of micro-batches, or the generator's accumulator must get both models.
 ADVERSARIES = [
     *(
         (kind, how)

@@ -1,4 +1,4 @@
-"""The gradient noise scale: each update's two norms, what they give on average, and what measuring costs."""
+"""The gradient noise scale: the two norms of each update, their average, and the cost of measuring."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
 
 
 def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dtype = torch.float64) -> list[Norms]:
-    """The norms that were measured in each window, on this rank."""
+    """The norms measured in each window on this rank."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     updates = []
     for index, layout in enumerate(layouts):
@@ -52,7 +52,7 @@ def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dt
 
 
 def exact_norms(case: str, layout: Any, index: int, dtype: torch.dtype = torch.float64) -> Norms:
-    """By autograd, a big batch each, in float64."""
+    """Computed by autograd from big batches in float64."""
     count = CASES[case][3]
     ranks = [micro_batches_of(layout, index, rank, dtype) for rank in range(len(layout))]
     mean = case.replace("sum_to_mean", "mean").replace("sum", "mean")
@@ -70,7 +70,7 @@ def difference(seen: Norms | None, exact: Norms) -> float:
 
 
 def off(name: str, case: str, layouts: Any, **options: Any) -> float:
-    """How far the norms of windows are from the exact ones, at most."""
+    """The largest error of the windows' norms."""
     kind = KINDS[name]
     loss_fn, how, reduction, count = CASES[case]
     with warnings.catch_warnings():
@@ -140,7 +140,7 @@ def refused_under_deepspeed() -> list[str]:
         Accumulator(model, measure_noise=True, sync="every")
     from deepspeed.accelerator import get_accelerator
 
-    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed says no of CPUs
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
     half, _ = zero(1, fp16={"enabled": True, "initial_scale_power": 8})(make_net(torch.float32), 0.1)
     with pytest.raises(ValueError, match="measure_noise=True with DeepSpeed") as scaled:
         Accumulator(half, measure_noise=True)
@@ -171,7 +171,7 @@ def test_wrong_share_count_or_scale_shows_in_the_norms(monkeypatch, what):
 
 
 def forms_of_ddp() -> dict[str, float]:
-    """How far off each is."""
+    """The error of each form."""
     found = {}
     for name, options in {
         "bucket views": {"gradient_as_bucket_view": True},
@@ -192,7 +192,7 @@ def forms_of_ddp() -> dict[str, float]:
 
 
 def worst(seen: list[Norms], layouts: Any) -> float:
-    """`loss_of` is a mean over samples of the mean square, as "samples mean" is."""
+    """`loss_of` is a mean over samples of the mean square, like "samples mean"."""
     return max(difference(one, exact_norms("samples mean", layouts[i], i)) for i, one in enumerate(seen))
 
 
@@ -237,7 +237,7 @@ def parts_under_fully_shard() -> Any:
 def test_norms_of_parts_are_exact_under_fully_shard(ranks):
     for rank, (found, unseen, said) in enumerate(ranks(2).run(parts_under_fully_shard)):
         assert max(found) <= 1e-12
-        assert unseen == [None, None]  # each part is reduced alone
+        assert unseen == [None, None]  # each part is reduced separately
         assert [one.startswith("measure_noise sees nothing") for one in said] == [True] * (rank == 0)
 
 
@@ -334,14 +334,14 @@ def sums_under_ddp() -> list[float]:
 
 def test_norms_measure_the_sums_of_accumulate_dtype(ranks):
     for found in ranks(2).run(sums_under_ddp):
-        assert max(found) < 0.05  # what bfloat16 rounds; without a part it would be 0.75
+        assert max(found) < 0.05  # bfloat16 rounds this much; a missing part would give 0.75
 
 
-# What they give on average
+# Averages
 
 
 class Linear(nn.Module):
-    """The gradient of a sample is the sample."""
+    """A sample's gradient is the sample itself."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -353,14 +353,14 @@ class Linear(nn.Module):
 
 
 def population() -> tuple[Tensor, float, float]:
-    """Five samples, the trace of their covariance, and |G|^2 less what drawing 4 without replacement takes off."""
+    """Five samples, the trace of their covariance, and |G|^2 corrected for drawing 4 without replacement."""
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
     trace = float(x.var(dim=0).sum())
     return x, trace, float(x.mean(dim=0).square().sum()) - trace / 5
 
 
 def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "last") -> tuple[float, float]:
-    """|G|^2 and the trace, averaged over windows that draw 4 of 5 samples in every order."""
+    """|G|^2 and the trace, averaged over windows with 4 of 5 samples in every order."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     x, _, _ = population()
     model: nn.Module = Linear(3)
@@ -397,7 +397,7 @@ def test_estimate_is_unbiased_on_two_ranks(ranks, layout):
 
 
 MEAN, DEVIATION, SIZE = 0.5, 2.0, 20
-TRUE = DEVIATION**2 / MEAN**2  # of every size, since each element has the same mean and variance
+TRUE = DEVIATION**2 / MEAN**2  # the same for every size, since all elements have equal mean and variance
 
 
 def long_run(updates: int = 400) -> list[float]:
@@ -419,20 +419,20 @@ def long_run(updates: int = 400) -> list[float]:
     return [update.noise_scale for update in seen]  # type: ignore[misc]
 
 
-def test_long_run_comes_to_the_true_value(ranks):
+def test_long_run_converges_to_the_true_value(ranks):
     alone = long_run()
-    # The standard error of a smoothed value: about 150 updates count, and the trace of one has an error of 60%.
+    # Standard error of a smoothed value: about 150 updates count, and one update's trace has an error of 60%.
     assert abs(alone[-1] / TRUE - 1) < 3 * 0.08
     first, second = ranks(2).run(long_run)
     assert first == second
     assert abs(first[-1] / TRUE - 1) < 3 * 0.06
 
 
-# What it costs
+# Cost
 
 
 def cost(wrap: Any, layout: Any, **options: Any) -> list[Any]:
-    """Collectives, and host reads within the loop and in the step, without and with."""
+    """Collectives, and host reads in the loop and in the step, without and with measuring."""
     seen = []
     for measures in (False, True):
         model, optimizer = wrap(make_net_without_router(), 0.0)
@@ -497,7 +497,7 @@ def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int,
     return window.step()
 
 
-def test_update_has_the_same_value_whenever_read():
+def test_update_has_the_same_value_at_every_read():
     at_once, later = [], []
     model, accumulator = made()
     for index in range(40):
@@ -507,10 +507,10 @@ def test_update_has_the_same_value_whenever_read():
     later = [update.noise_scale for update in reversed(updates)][::-1]
     assert at_once == later and len(set(later)) == 40
     assert updates[3].as_dict()["noise_scale"] == pickle.loads(pickle.dumps(updates[3])).noise_scale == later[3]
-    assert updates[3].grad_norm is None  # which nothing asked for
+    assert updates[3].grad_norm is None  # not requested
 
 
-def test_window_of_one_micro_batch_leaves_the_value_alone():
+def test_window_of_one_micro_batch_keeps_the_value():
     model, accumulator = made()
     assert go(model, accumulator, 0, (4,)).noise_scale is None
     value = go(model, accumulator, 1).noise_scale
@@ -566,7 +566,7 @@ def test_equal_samples_have_no_noise():
     assert window.step().noise_scale == 0
 
 
-def test_averages_go_on_with_the_state():
+def test_averages_continue_from_a_loaded_state():
     model, accumulator = made()
     values = [go(model, accumulator, index).noise_scale for index in range(6)]
     model, accumulator = made()

@@ -1,4 +1,4 @@
-"""Parameters of which each rank holds a part of its own: beside fully_shard, FSDP1 and DDP."""
+"""Parameters of which each rank holds its own part, beside fully_shard, FSDP1 and DDP."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not ru
 
 
 class Experts(nn.Module):
-    """Two rows for each of two ranks, of which every sample needs all."""
+    """Two rows on each of two ranks; every sample needs all rows."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         table: Any = self.table
-        if hasattr(table, "redistribute"):  # backward sums over ranks, and each keeps its own rows
+        if hasattr(table, "redistribute"):  # backward sums over ranks; each keeps its own rows
             table = table.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return self.inner(x) @ table.T
 
@@ -78,7 +78,7 @@ def experts(how: str, sync: str) -> Any:
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("how", ["ignored_params", "a part"])
-def test_parameter_cut_outside_of_fully_shard_is_exact(ranks, how, sync):
+def test_parameter_sharded_outside_of_fully_shard_is_exact(ranks, how, sync):
     for seen in ranks(2).run(experts, how, sync):
         for wrong, norm in seen:
             assert wrong <= 1e-10 and norm <= 1e-10
@@ -176,7 +176,7 @@ def test_dtensor_loss_over_the_data_parallel_ranks_is_refused(ranks):
         assert "a DTensor over the data-parallel ranks [0, 1]" in said and "take the loss of local outputs" in said
 
 
-def looks_at_hidden_parts(how: str) -> Any:
+def reads_hidden_parts(how: str) -> Any:
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
@@ -186,7 +186,7 @@ def looks_at_hidden_parts(how: str) -> Any:
         model = DistributedDataParallel(net, device_mesh=mesh["data"])
     else:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it tells that one rank is not cut
+            warnings.simplefilter("ignore")  # warns that a mesh of one rank is not cut
             model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
     optimizer = SGD(model.parameters(), lr=0.0)
     said = []
@@ -204,8 +204,8 @@ def looks_at_hidden_parts(how: str) -> Any:
 
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP1"])
-def test_options_that_look_at_the_gradient_are_refused_over_hidden_parts(ranks, how):
-    for (finite, norm, noise), stepped in ranks(2).run(looks_at_hidden_parts, how):
+def test_options_that_read_the_gradient_are_refused_over_hidden_parts(ranks, how):
+    for (finite, norm, noise), stepped in ranks(2).run(reads_hidden_parts, how):
         assert finite.startswith("on_nonfinite='raise' with") and "over tensor-parallel modules" in finite
         assert norm.startswith("max_norm=1.0 with") and noise.startswith("measure_noise with")
         assert all("leave these out, with on_nonfinite='ignore'" in said for said in (finite, norm, noise))

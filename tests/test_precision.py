@@ -47,12 +47,12 @@ def test_scaler_changes_no_gradient():
     assert scaler.get_scale() == 2.0**11, "one update() per window"
 
 
-def test_caller_may_unscale_to_look_at_the_gradient():
+def test_caller_may_unscale_to_read_the_gradient():
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
     _, scaler, accumulator = scaled(model, optimizer)
     before = weights(model)
-    for _ in range(2):  # the second time after a window that was given up
+    for _ in range(2):  # the second time after an abandoned window
         window = run_window(accumulator.window(BATCHES), model)
         scaler.unscale_(optimizer)
         assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
@@ -115,7 +115,7 @@ def test_overflow_skips_the_update():
 
 
 class Overflowing(torch.autograd.Function):
-    """Finite forward, infinite backward: what a loss scale does in float16."""
+    """Finite forward, infinite backward, as with a too large loss scale in float16."""
 
     @staticmethod
     def forward(ctx, x):
@@ -156,7 +156,7 @@ def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
     assert scaler.get_scale() == 2.0**11
     kept = weights(one), weights(two)
     window = accumulator.window(BATCHES)
-    for batch in window:  # only the second overflows, and neither steps
+    for batch in window:  # only the second overflows, but neither steps
         window.backward(loss_of(one, batch) + Overflowing.apply(two(batch["x"])).square().mean())
     assert not window.step().stepped
     assert torch.equal(weights(one), kept[0])
@@ -215,7 +215,7 @@ def test_overflow_on_one_rank_skips_the_update_on_all(ranks):
         assert (stepped, scale, moved) == (False, 2.0**9, 0.0)
 
 
-def test_rank_without_a_loss_keeps_its_scaler_in_step(ranks):
+def test_rank_without_a_loss_keeps_its_scaler_synchronised(ranks):
     for stepped, scale, wrong, _ in ranks(2).run(scaler_on_ranks, "dry from the start"):
         assert (stepped, scale) == (True, 2.0**10)
         assert wrong <= 1e-12
@@ -279,7 +279,7 @@ def test_policy_raise_names_the_loss_and_changes_nothing(value):
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-def test_policy_skip_leaves_weights_and_optimizer_alone():
+def test_policy_skip_leaves_weights_and_optimizer_unchanged():
     model = trunk()
     optimizer = AdamW(model.parameters(), lr=0.1)
     schedule = StepLR(optimizer, 1)
@@ -312,7 +312,7 @@ def test_nonfinite_gradient_raises_before_the_callers_step():
 
 
 def test_large_finite_gradients_are_clipped_to_the_norm():
-    """Their sum of squares overflows, and they do not: clipped to a norm of 1, not to 0."""
+    """Only their sum of squares overflows: they are clipped to a norm of 1, not to 0."""
     model = nn.Linear(4, 1, bias=False)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
     before = weights(model)
@@ -362,7 +362,7 @@ class Poisoned(torch.autograd.Function):
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
 @pytest.mark.parametrize("kind", ["DDP", *(["FSDP2"] if FSDP2_RUNS_ON_CPU else [])])
 def test_ranks_agree_on_the_place_of_a_nan(ranks, kind, on_nonfinite, where):
-    """A loss that is not finite is found in its micro-batch; one that came up in a backward has no place in a loop."""
+    """A nonfinite loss is found in its micro-batch; a NaN from a backward has no known place in a loop."""
     (seen, unchanged, wrong), (other, also_unchanged, also_wrong) = ranks(2).run(
         one_rank_is_poisoned, kind, on_nonfinite, where
     )
@@ -386,7 +386,7 @@ def test_long_run_of_skips_is_an_error():
     for i in range(MOST_SKIPS - 1):
         assert not run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
         if i == 3:
-            accumulator.load_state_dict(accumulator.state_dict())  # which counts on
+            accumulator.load_state_dict(accumulator.state_dict())  # loading keeps the count
     with pytest.raises(
         DistaccumError, match=r"50 updates in a row were skipped, the last because a gradient is not fin"
     ):
@@ -396,7 +396,7 @@ def test_long_run_of_skips_is_an_error():
 
 
 def overflow_after_the_reduction():
-    """On one rank alone, which DDP's reduction does not spread."""
+    """An overflow on one rank after the reduction, which DDP does not spread."""
     ddp = DistributedDataParallel(trunk())
     scaler = GradScaler("cpu", init_scale=2.0**10)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler)
@@ -427,7 +427,7 @@ def test_sparse_gradients_are_clipped():
 
 
 class Passes(TorchDispatchMode):
-    """Notes each operation on the whole gradient, by its name."""
+    """Records the name of each operation on the whole gradient."""
 
     def __init__(self):
         super().__init__()
@@ -442,7 +442,7 @@ class Passes(TorchDispatchMode):
 
 
 def passes(optimizer, scaled, max_norm, **options):
-    """Over the gradient in a step, the weights after three, and the norms; in float32."""
+    """The passes over the gradient in one step, the weights after three steps, and the norms, in float32."""
     model = trunk().float()
     made = optimizer(model.parameters())
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if scaled else None
@@ -548,7 +548,7 @@ def test_norms_and_clipping_need_no_private_kernel(monkeypatch):
 
 
 def stepped_by(made, model, **options):
-    """The weights after two updates."""
+    """The weights after two updates with this optimizer."""
     accumulator = Accumulator(model, made, max_norm=0.001, **options)
     for _ in range(2):
         run_window(accumulator.window([{**batch, "x": batch["x"].float()} for batch in BATCHES]), model).step()

@@ -1,4 +1,4 @@
-"""The harness itself: what goes wrong on a rank is seen at once, and what was started ends with the test run."""
+"""The harness itself: a failure on a rank shows at once, and all processes end with the test run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def sum_of_ranks():
 def fail_on_rank_1():
     if dist.get_rank() == 1:
         raise KeyError("this is why")
-    sum_of_ranks()  # waits for rank 1
+    sum_of_ranks()  # rank 0 waits here
 
 
 def hang_on_rank_1():
@@ -51,7 +51,7 @@ def die_on_rank_1():
 )
 def test_failure_of_a_rank_is_an_error_that_shows_it_first(ranks, function, words):
     these = ranks(2)
-    these.run(sum_of_ranks)  # starting them may take its time
+    these.run(sum_of_ranks)  # start-up does not count
     start = time.monotonic()
     with pytest.raises(RankError) as caught:
         these.run(function, seconds=6)
@@ -72,7 +72,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def test_it():
-    # Far from the terminal, behind a shell and a thread that waits for it.
+    # In its own session, behind a shell and a thread that waits for it.
     subprocess.Popen(["bash", "-c", "sleep 1000 & sleep 1000"], start_new_session=True)
     pool = ThreadPoolExecutor()
     pool.submit(subprocess.run, ["bash", "-c", "trap 'touch trapped; exit' TERM; sleep 1000 & wait"])
@@ -102,7 +102,7 @@ def test_interrupted_run_of_tests_ends_its_processes(tmp_path):
         text, _ = run.communicate(timeout=60)
         assert run.returncode == pytest.ExitCode.INTERRUPTED, text
         assert not marked(run.pid)
-        assert (tmp_path / number.name / "trapped").exists(), "it was asked before it was killed"
+        assert (tmp_path / number.name / "trapped").exists(), "SIGTERM comes before SIGKILL"
 
 
 def test_programs_end_with_the_process_that_started_them(tmp_path):
@@ -125,7 +125,7 @@ def test_process_that_forks_outlives_a_client_that_was_killed(programs):
     ask = f"mine.connect({os.environ[forks.ADDRESS]!r}); mine.sendall(b'{{}}\\n'); print('asked', flush=True)"
     program = programs.start("-c", f"import socket, time; mine = socket.socket(1); {ask}; time.sleep(1000)")
     assert wait_until(lambda: program.text, program)
-    time.sleep(0.2)  # the answer lies there, unread
+    time.sleep(0.2)  # the answer stays unread
     program.send(signal.SIGKILL)
     assert program.poll() is not None or program.wait().status == -signal.SIGKILL
     assert programs.run("-c", "print('here')").text == "here\n"

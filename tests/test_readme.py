@@ -1,9 +1,9 @@
-"""The README's code runs, and prints what it says that it prints.
+"""The README's code runs and prints the output in its comments.
 
-Each python block runs in a namespace of its own, on as many ranks as its fence says (```python ranks=2). Those
-that make no model find one and its company made. A comment behind a print is what it must give, one after
-the other where ` | ` is between. Blocks fenced as ```python run=no show calls of what is tested elsewhere, and must
-at least be Python.
+Each python block runs in its own namespace, on the number of ranks in its fence (```python ranks=2). A block that makes
+no model gets one, with an optimizer and data. The comment after a print is the expected output; ` | ` separates
+outputs of several calls. Blocks fenced as ```python run=no are not run; they must be valid Python, and their calls
+must be tested elsewhere.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def printed_by(code):
         import_deepspeed()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if "import Accelerator" in code:
-            os.environ.pop(name, None)  # left by another library's test, they would tell it of a launcher
+            os.environ.pop(name, None)  # another library's test leaves these; they would look like a launcher
     if "import Fabric" in code:
         warnings.simplefilter("ignore")  # lightning's own
     with redirect_stdout(out):

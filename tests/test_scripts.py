@@ -1,4 +1,4 @@
-"""Two scripts of the field, moved here: written anew in the form of DeepSpeed's and Accelerate's own examples."""
+"""Two typical scripts, ported to this library: new code in the form of DeepSpeed's and Accelerate's examples."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def of_all_ranks(value: Any) -> list[Any]:
     return values
 
 
-# Pictures, with an engine that makes the loader
+# Images, with an engine that makes the loader
 
 
 class Pictures(Dataset):
-    """As large as those of CIFAR-10; each class has a colour of its own. Each comes with its index."""
+    """Of CIFAR-10's size; each class has its own colour. A sample includes its index."""
 
     def __init__(self, number: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -73,8 +73,8 @@ def train_pictures(stage: int, epochs: int, steps: int) -> dict[str, Any]:
         "steps_per_print": 10**9,
     }
     deepspeed = import_deepspeed()
-    warnings.filterwarnings("ignore", message="'pin_memory' argument")  # which its loader always sets
-    # Ranks of tests are daemons, whose loaders may have no workers.
+    warnings.filterwarnings("ignore", message="'pin_memory' argument")  # DeepSpeed's loader always sets it
+    # Ranks of tests are daemons, and daemons may have no loader workers.
     alone = partialmethod(deepspeed.DeepSpeedEngine.deepspeed_io, num_local_io_workers=0)
     with patch.object(deepspeed.DeepSpeedEngine, "deepspeed_io", alone):
         engine, _, loader, _ = deepspeed.initialize(
@@ -110,19 +110,19 @@ def train_pictures(stage: int, epochs: int, steps: int) -> dict[str, Any]:
 def test_script_on_deepspeeds_own_loader_runs_to_its_end(ranks, stage):
     one, two = ranks(2).run(train_pictures, stage, 2, 2)
     assert one == two
-    # 38 pictures are 19 on each rank: micro-batches of 4, 4, 4, 4 and 3.
+    # 38 images: 19 per rank, in micro-batches of 4, 4, 4, 4 and 3.
     assert one["counts"] == [16, 16, 6] * 2
     assert one["steps"] == len(one["losses"]) == 6
-    assert one["seen"] == [list(range(38))] * 2, "each picture once per epoch"
+    assert one["seen"] == [list(range(38))] * 2, "each image once per epoch"
     assert all(map(math.isfinite, one["losses"]))
     assert one["wrong"] <= 1e-5
 
 
-# Pairs of sentences, with all that Accelerate prepares
+# Pairs of sentences, with all objects prepared by Accelerate
 
 
 class Pairs(Dataset):
-    """Two sentences of a few words, and whether the second begins as the first does."""
+    """Two sentences of a few words; the label says whether they begin with the same word."""
 
     def __init__(self, number: int, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -157,7 +157,7 @@ def train_pairs(epochs: int, steps: int) -> dict[str, Any]:
         from transformers import BertConfig, BertForSequenceClassification, get_linear_schedule_with_warmup
 
     with accelerators() as make:
-        accelerator = make(step_scheduler_with_optimizer=False)  # the schedule's lengths are in updates
+        accelerator = make(step_scheduler_with_optimizer=False)  # the schedule's lengths count updates
         torch.manual_seed(1)
         net = BertForSequenceClassification(
             BertConfig(
@@ -204,7 +204,7 @@ def train_pairs(epochs: int, steps: int) -> dict[str, Any]:
 
 
 def rows_of(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-    """The samples, without their padding."""
+    """The samples without padding."""
     lengths = batch["attention_mask"].sum(1).tolist()
     return [
         {key: value[i, :length] if value.ndim > 1 else value[i] for key, value in batch.items()}
@@ -215,10 +215,10 @@ def rows_of(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
 def test_script_of_accelerate_with_schedule_and_metrics_runs_to_its_end(ranks):
     one, two = ranks(2).run(train_pairs, 3, 2)
     assert one == two
-    # 22 pairs are 6 batches, 3 on each rank; Accelerate fills the last one up.
+    # 22 pairs: 6 batches, 3 per rank; Accelerate fills up the last one.
     assert one["counts"] == [16, 8] * 3
     assert one["updates"] == len(one["losses"]) == 6
     assert one["judged"] == [(10, [0, 1] * 5)] * 3, "each held-out pair once"
-    assert one["rate"] == 0.0, "as many steps of the schedule as there are updates"
+    assert one["rate"] == 0.0, "one step of the schedule per update"
     assert all(map(math.isfinite, one["losses"]))
     assert one["wrong"] <= 1e-10

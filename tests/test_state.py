@@ -1,4 +1,4 @@
-"""state_dict() in mid-window, and going on from it: bit for bit, in a new process group of the same size."""
+"""state_dict() in mid-window resumes bit for bit, in a new process group of the same size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from distaccum import Accumulator, DistaccumError
 
 
 class Noisy(nn.Module):
-    """Dropout draws, so that the random numbers must go on too."""
+    """Has dropout, so that random numbers must resume too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ def micro_batches(first_update: int, rank: int) -> list[Any]:
 
 
 def run(made: Any, loader: Any, pause: tuple[int, int] | None = None) -> Any:
-    """The rest of the updates; where it pauses, what is saved."""
+    """Runs the remaining updates; at a pause it returns the saved state."""
     model, optimizer, accumulator = made
     losses = []
     for window in accumulator.windows(loader):
@@ -106,7 +106,7 @@ def run(made: Any, loader: Any, pause: tuple[int, int] | None = None) -> Any:
 
 
 def local_weights(model: nn.Module) -> list[torch.Tensor]:
-    """By state_dict(), which shows shards also where parameters are gathered."""
+    """From state_dict(), which gives shards even while parameters are gathered."""
     return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.state_dict().values()]
 
 
@@ -137,13 +137,13 @@ def paused(name: str, sync: str, pause: tuple[int, int]) -> tuple[bool, list[flo
 
 @pytest.mark.parametrize("pause", [(0, 0), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize(("name", "sync", "world"), CASES)
-def test_window_goes_on_bit_for_bit(ranks, name, sync, world, pause):
+def test_resumed_window_continues_bit_for_bit(ranks, name, sync, world, pause):
     seen = ranks(world).run(paused, name, sync, pause) if world > 1 else [paused(name, sync, pause)]
     for same, expected, losses in seen:
         assert same and losses == expected
 
 
-# What a state can be used for
+# Uses of a state
 
 
 def half_a_window() -> Any:
@@ -157,7 +157,7 @@ def test_resumed_window_with_other_data_is_refused():
     load(resumed, saved)
     with pytest.raises(DistaccumError, match=r"the middle of update 1 and.* not that one on rank 0 .*first micro-b"):
         next(resumed[2].windows(micro_batches(1, 0)[1:]))
-    losses = run(resumed, micro_batches(1, 0))  # nothing was lost by it
+    losses = run(resumed, micro_batches(1, 0))  # the refusal lost nothing
     assert len(losses) == 2
 
 
@@ -209,7 +209,7 @@ def a_state(**change: Any) -> dict[str, Any]:
     _, _, accumulator = measured()
     state = {
         **accumulator.state_dict(),
-        "fit": {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16},  # after 64 samples ran out of memory
+        "fit": {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16},  # 64 samples ran out of memory
         "index": 7,
         "skipped": 3,
         "noise": [1.0, 2.0, 3.0],
@@ -290,7 +290,7 @@ def test_state_sets_no_unknown_attribute():
             accumulator.load_state_dict(foreign)
 
 
-class TellsItsState:
+class Stateful:
     def __init__(self, held: Any) -> None:
         self.held, self.i = held, 0
 
@@ -318,7 +318,7 @@ class TellsItsState:
 def test_loader_state_that_cannot_be_loaded_is_refused_on_saving(held, message):
     model = nn.Linear(3, 1)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.01), steps=2)
-    for window in accumulator.windows(TellsItsState(held)):
+    for window in accumulator.windows(Stateful(held)):
         for x in window:
             window.backward(model(x).square().mean())
             with pytest.raises(DistaccumError, match=message) as caught:
@@ -461,11 +461,11 @@ def through_a_checkpoint(name: str, folder: str) -> Any:
     return same, expected[1:], losses
 
 
-# Beside tensor-parallel ranks
+# Tensor-parallel ranks
 
 
 class Parallel(nn.Module):
-    """Its gradients are placed as their parameters (a, b), and not (embedding, norm: to be summed)."""
+    """Some gradients are placed like their parameters (a, b), others differ (embedding, norm: partial sums)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -491,7 +491,7 @@ def merged_beside_tensor_parallel_ranks(sync: str) -> Any:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
     data, tensor = mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank()
-    part = slice(2 * tensor, 2 * tensor + 2)  # of the sequence, that this rank's norm is given
+    part = slice(2 * tensor, 2 * tensor + 2)  # this rank's part of the sequence, for its norm
 
     def make() -> Any:
         model = parallelize_module(
@@ -530,12 +530,12 @@ def merged_beside_tensor_parallel_ranks(sync: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
-def test_states_of_tensor_parallel_ranks_in_one_dict_go_on_bit_for_bit(ranks, sync):
+def test_states_of_tensor_parallel_ranks_in_one_dict_resume_bit_for_bit(ranks, sync):
     seen = ranks(4).run(merged_beside_tensor_parallel_ranks, sync)
     assert seen == [([f"rank {rank}"], True) for rank in range(4)]
 
 
-# Loaders that can tell their state
+# Stateful loaders
 
 
 def stateful_loader(workers: int) -> Any:
@@ -548,7 +548,7 @@ def stateful_loader(workers: int) -> Any:
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("at", ["in the window", "at its edge"])
-def test_stateful_loader_goes_on_from_its_place(workers, at):
+def test_stateful_loader_resumes_at_its_position(workers, at):
     pytest.importorskip("torchdata")
     runs: list[list[float]] = []
     for stops in (False, True):
@@ -582,7 +582,7 @@ def test_stateful_loader_goes_on_from_its_place(workers, at):
 
 
 class Standing:
-    """Tells where it stands, and starts anew with each iter() that no state was loaded for."""
+    """A stateful loader; each iter() restarts it unless a state was loaded."""
 
     def __init__(self, length: int = 8) -> None:
         self.place, self.length, self.loaded = 0, length, False
@@ -606,7 +606,7 @@ def one_weight(lookahead: bool = True) -> tuple[nn.Module, Accumulator]:
 
 
 def first_after(state: dict[str, Any]) -> float:
-    """The first sample of a new process that loads `state`."""
+    """The first sample in a new process that has loaded `state`."""
     _, accumulator = one_weight()
     accumulator.load_state_dict(state)
     assert accumulator.state_dict() == state
@@ -615,7 +615,7 @@ def first_after(state: dict[str, Any]) -> float:
 
 @pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
 @pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "by an error", "not begun"])
-def test_state_after_a_left_loop_knows_the_loaders_place(leave: str, lookahead: bool) -> None:
+def test_state_after_a_left_loop_has_the_loaders_position(leave: str, lookahead: bool) -> None:
     model, accumulator = one_weight(lookahead)
     loader, left = Standing(), None
     with contextlib.suppress(KeyError):
@@ -636,9 +636,9 @@ def test_state_after_a_left_loop_knows_the_loaders_place(leave: str, lookahead: 
                 break
     if left is not None and leave == "before its step":
         left.step()
-    next(iter(loader))  # which moves the loader, and not what the state says
+    next(iter(loader))  # moves the loader, not the saved position
     assert first_after(accumulator.state_dict()) == (3 if leave == "not begun" else 5)
-    for window in accumulator.windows(Standing(3)):  # another epoch begins anew, and ends
+    for window in accumulator.windows(Standing(3)):  # another epoch starts at its beginning and ends
         assert float(next(iter(window))) in (1, 3)
         window.discard()
     model, accumulator = one_weight()
@@ -646,7 +646,7 @@ def test_state_after_a_left_loop_knows_the_loaders_place(leave: str, lookahead: 
         for x in window:
             window.backward(model(x).mean())
         window.step()
-    assert first_after(accumulator.state_dict()) == 1  # an epoch that ended is over
+    assert first_after(accumulator.state_dict()) == 1  # the next epoch starts at its beginning
 
 
 def test_loader_that_cannot_take_the_state_raises_a_warning():
@@ -671,7 +671,7 @@ def test_loader_that_cannot_take_the_state_raises_a_warning():
 
 
 class Counted:
-    """A loader of numbered micro-batches that can tell its state."""
+    """A stateful loader of numbered micro-batches."""
 
     def __init__(self) -> None:
         self.at = 0
@@ -710,7 +710,7 @@ def test_state_before_a_window_begins_keeps_the_windows_data():
     for batch in window:
         window.backward(model(batch["x"]).square().mean())
     window.step()
-    window = next(windows)  # drawn, and not begun
+    window = next(windows)  # drawn but not begun
     state = accumulator.state_dict()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
     accumulator.load_state_dict(state)
@@ -794,7 +794,7 @@ def test_state_dict_changes_nothing(ranks, name, sync, world):
     assert all(ranks(world).run(taking_states, name, sync) if world > 1 else [taking_states(name, sync)])
 
 
-def test_named_losses_and_dropped_micro_batches_go_on_bit_for_bit():
+def test_named_losses_and_dropped_micro_batches_resume_bit_for_bit():
     from torch.amp import GradScaler
 
     from distaccum import count_samples, count_tokens
@@ -809,7 +809,7 @@ def test_named_losses_and_dropped_micro_batches_go_on_bit_for_bit():
 
     batches = [make_batch(size, seed=size) for size in (2, 3, 1, 4)]
     batches[1]["labels"][:] = -100
-    batches.insert(1, make_batch(0, seed=9))  # counts nothing, and is dropped
+    batches.insert(1, make_batch(0, seed=9))  # counts nothing, so it is dropped
     ends = []
     for pauses in (False, True):
         model, optimizer, accumulator = make_all()

@@ -1,4 +1,4 @@
-"""lookahead=False: at most one micro-batch beyond the current one is alive, and the gradient is the big batch's."""
+"""lookahead=False: at most one further micro-batch is alive, and the gradient equals the big batch's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
 
 def stream(name: str, case: str, layouts: list[Any], **options: Any) -> Any:
-    """Windows over one loader per rank; each against the one big batch, by the change of the weights."""
+    """The errors of windows over one loader per rank: each change of the weights, compared with one big batch."""
     kind, (loss_fn, how, reduction, count) = KINDS[name], CASES[case]
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     lr = 1 / 32 if reduction == "sum" else 1.0
@@ -37,7 +37,7 @@ def stream(name: str, case: str, layouts: list[Any], **options: Any) -> Any:
         for i, layout in enumerate(layouts)
     ]
     for window in batches:
-        for of_rank in window:  # micro-batches without anything that counts fill up the short ranks
+        for of_rank in window:  # micro-batches without counted samples pad the short ranks
             empty = make_batch(2, seed=0)
             empty["labels"][:] = IGNORED
             of_rank.extend([{key: value[:0] for key, value in empty.items()}] * (steps - len(of_rank)))
@@ -89,7 +89,7 @@ def test_streamed_window_is_exact(ranks, name, sync, case):
 
 
 @pytest.mark.slow
-def test_stream_keeps_one_micro_batch_beyond_the_current_alive():
+def test_stream_keeps_one_further_micro_batch_alive():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, lookahead=False)
     alive: list[Any] = []
@@ -129,7 +129,7 @@ def collectives(lookahead: bool) -> Any:
                 window.backward(loss_of(model, batch))
             window.step()
             names = [name for name, _ in counting.take()]
-            seen += [names] if i else []  # in the first window buckets are made
+            seen += [names] if i else []  # DDP builds its buckets in the first window
     return [[name for name in names if name != "broadcast_"] for names in seen]
 
 
@@ -150,7 +150,7 @@ def test_scaler_and_clipping_see_the_corrected_gradient():
     assert ends[0] == pytest.approx(ends[1], rel=1e-12)
 
 
-def test_abandoned_window_takes_its_data_along():
+def test_abandoned_window_consumes_its_data():
     model = trunk()
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=3, lookahead=False)
     batches = [make_batch(1, seed=i) for i in range(9)]
@@ -163,7 +163,7 @@ def test_abandoned_window_takes_its_data_along():
                 break
         else:
             window.step()
-    assert seen == [0, 3, 4, 5, 6, 7, 8]  # as where windows are looked up whole
+    assert seen == [0, 3, 4, 5, 6, 7, 8]  # as with lookahead
 
 
 def test_window_without_counts_makes_no_update():
@@ -217,7 +217,7 @@ def test_deepspeed_does_not_stream(ranks):
     )
 
 
-def test_paused_stream_goes_on():
+def test_paused_stream_resumes():
     ends = []
     for stops in (False, True):
         model = trunk()
@@ -286,6 +286,6 @@ def skips_in_a_stream() -> Any:
 
 
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
-def test_skipped_update_leaves_uneven_ranks_in_step(ranks):
+def test_skipped_update_leaves_uneven_ranks_synchronised(ranks):
     seen = ranks(2).run(skips_in_a_stream)
     assert seen == [[(False, {"samples": 12}), (True, {"samples": 8})]] * 2

@@ -1,4 +1,4 @@
-"""The tests themselves: their names are sentences with a subject, and private names are reached in one file."""
+"""The tests themselves: names are sentences with a subject, and only one file uses the library's private names."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 FILES = sorted(Path(__file__).parent.glob("test_*.py"))
-# An article, a pronoun or a conjunction, where a sentence would have its noun.
+# An article, pronoun or conjunction in the place of the sentence's noun.
 NO_SUBJECT = "a an the it its they their that this those these what which who whose where when how if nobody nothing"
-HELD = "accumulator window update stepper"  # names that tests give to objects of the library
+HELD = "accumulator window update stepper"  # the tests' variables for objects of the library
 
 
 def unfit_names(text: str) -> list[str]:
@@ -28,7 +28,7 @@ def reaches(text: str) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_names_have_a_subject_and_private_names_stay_in_one_file(path):
     text = path.read_text()
-    if path.stem != "test_suite":  # which quotes some
+    if path.stem != "test_suite":  # this file quotes examples
         assert not unfit_names(re.sub(r'""".*?"""', "", text, flags=re.DOTALL))
         assert not reaches(text), "go through tests/inside.py, with the reason"
 

@@ -1,4 +1,4 @@
-"""trace=: what each rank writes of a window, and `distaccum timeline`, which puts the ranks beside each other."""
+"""trace=: each rank writes the spans of a window, and `distaccum timeline` aligns the ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from distaccum.tools.timeline.reading import read_traces
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 SLEEP = 0.06
-NOISE = 0.01  # microseconds: times are written in thousandths of one
+NOISE = 0.01  # microseconds; times are written with three decimals
 
 
 def make(folder: Any, **options: Any) -> tuple[nn.Module, Accumulator]:
@@ -46,7 +46,7 @@ def run(window: Any, model: nn.Module) -> None:
 
 
 def spans(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
-    gc.collect()  # what is left is written when the accumulator goes
+    gc.collect()  # the accumulator writes its last spans when it is deleted
     found = json.loads((folder / f"rank{rank}.json").read_text())
     assert found["otherData"]["rank"] == rank
     return sorted((one for one in found["traceEvents"] if one["ph"] == "X"), key=lambda one: (one["ts"], -one["dur"]))
@@ -61,13 +61,13 @@ def end(one: dict[str, Any]) -> float:
 
 
 def assert_nested(found: list[dict[str, Any]]) -> None:
-    """Any two are apart, or one is in the other: else a viewer would draw them wrong."""
+    """Two spans are disjoint or nested; a viewer would draw other spans wrong."""
     for i, one in enumerate(found):
         for other in found[i + 1 :]:
             assert other["ts"] >= end(one) - NOISE or end(other) <= end(one) + NOISE, (one, other)
 
 
-# What is written
+# Spans
 
 
 def test_window_shows_plan_forwards_backwards_and_step_in_order(tmp_path):
@@ -108,7 +108,7 @@ def test_file_is_whole_while_the_job_runs(tmp_path):
         run(window := accumulator.window(BATCHES), model)
         time.sleep(0.03)
         window.step()
-        assert len(named(spans(tmp_path), "window")) == updates + 1  # a killed job leaves as much
+        assert len(named(spans(tmp_path), "window")) == updates + 1  # a killed job leaves the same
 
 
 @pytest.mark.parametrize("how", ["break", "error", "discard", "failing backward"])
@@ -185,7 +185,7 @@ def test_parts_heads_and_losses_over_pairs_have_their_spans(tmp_path):
 
 
 def traced(name: str, sync: str, folder: str | None) -> list[tuple[str, int]]:
-    """The collectives of three windows; the last is uneven, so that a rank stands in where it must."""
+    """The collectives of three windows; the last is uneven, so that a rank may need stand-ins."""
     runs = Run(name, sync=sync, trace=folder)
     counting = Counting()
     with counting:
@@ -195,7 +195,7 @@ def traced(name: str, sync: str, folder: str | None) -> list[tuple[str, int]]:
 
 
 def both_ways(cases: list[tuple[str, str]], folder: str) -> list[bool]:
-    """Of each case, whether the collectives are the same with a trace and without."""
+    """For each case, whether the collectives with and without a trace are the same."""
     return [traced(n, s, None) == traced(n, s, str(Path(folder) / f"{n} {s}")) for n, s in cases]
 
 
@@ -257,7 +257,7 @@ def test_waits_name_the_rank_that_sleeps(ranks, tmp_path, sync, where):
     ranks(2).run(one_sleeps, str(tmp_path), sync, where)
     timeline = cut(read_traces(tmp_path), 1, 1)
     early, late = timeline.as_dict()["ranks"]
-    assert early["waited_for"]["1"] >= 1000 * SLEEP / 2  # the most of it: the other does something too, meanwhile
+    assert early["waited_for"]["1"] >= 1000 * SLEEP / 2  # not all of it, since the other rank works meanwhile
     assert early["milliseconds"]["waiting"] > late["milliseconds"]["waiting"]
     longest = max((piece for piece in timeline.rows[0].pieces if piece.kind == "waiting"), key=lambda one: one.length)
     assert longest.of == 1
@@ -322,9 +322,9 @@ def test_reduction_shown_by_one_rank_keeps_its_place(ranks, tmp_path):
 
 def test_window_in_which_ddp_lays_out_buckets_is_not_typical(ranks, tmp_path):
     ranks(2).run(one_sleeps, str(tmp_path), "last", "nowhere")
-    traces = read_traces(tmp_path)  # it does so in the forward after its first reduction
+    traces = read_traces(tmp_path)  # DDP does so in the forward after its first reduction
     assert [bool(one["args"].get("lays_out")) for one in named(spans(tmp_path), "window")] == [False, True, False]
-    for trace in traces:  # longer than that one: the shorter of two would be taken
+    for trace in traces:  # made longer, since the shorter of two is chosen
         trace.spans[:] = [
             replace(one, end=one.end + 1000) if (one.name, one.update) == ("window", 2) else one for one in trace.spans
         ]
@@ -354,8 +354,8 @@ def test_accumulators_need_a_folder_each(tmp_path):
     make(tmp_path)
 
 
-def lets_go(folder: str) -> tuple[bool, float, float | None]:
-    """Whether the trace goes with its accumulator, though its updates are kept, read or not."""
+def closes_its_trace(folder: str) -> tuple[bool, float, float | None]:
+    """The trace closes with its accumulator, even if read or unread updates are kept."""
     gc.disable()
     try:
         model, accumulator = make(folder, measure_noise=True)
@@ -365,14 +365,15 @@ def lets_go(folder: str) -> tuple[bool, float, float | None]:
             updates.append(window.step())
         loss = updates[0].loss
         del accumulator, window
-        make(folder)  # else an error: another one writes there
+        make(folder)  # raises if another accumulator still writes there
         return True, loss, updates[1].noise_scale
     finally:
         gc.enable()
 
 
 def test_kept_update_keeps_no_trace_open(ranks, tmp_path):
-    for gone, loss, noise in [lets_go(str(tmp_path / "one")), *ranks(2).run(lets_go, str(tmp_path / "two"))]:
+    alone = closes_its_trace(str(tmp_path / "one"))
+    for gone, loss, noise in [alone, *ranks(2).run(closes_its_trace, str(tmp_path / "two"))]:
         assert gone and loss > 0 and noise is not None
 
 
@@ -398,10 +399,10 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path):
 def test_full_disk_ends_the_trace_and_not_the_training(tmp_path, left):
     model, accumulator = make(tmp_path)
     run(window := accumulator.window(BATCHES), model)
-    time.sleep(0.03)  # after which the window's end writes
+    time.sleep(0.03)  # long enough that the end of the window writes
     found = resource.getrlimit(resource.RLIMIT_FSIZE)
     size = (tmp_path / "rank0.json").stat().st_size
-    # The kernel refuses to write, as on a full disk.
+    # The kernel refuses writes, as on a full disk.
     resource.setrlimit(resource.RLIMIT_FSIZE, (size + left, found[1]))
     try:
         with pytest.warns(UserWarning, match="the trace ends here"):

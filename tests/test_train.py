@@ -1,4 +1,4 @@
-"""launch/train.py: the same weights however it is started, stopped and killed, and a sentence for each mistake."""
+"""launch/train.py: the same weights after any start, stop or kill, and one sentence for each mistake."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ ENGINES = {
 
 @pytest.mark.parametrize(("ranks", "options"), ENGINES.values(), ids=ENGINES)
 def test_engines_end_with_the_weights_of_the_big_batch(programs, tmp_path, ranks, options):
-    # 25 updates of the small network end in the second epoch, past a short last window.
+    # 25 updates of the small network end in the second epoch, after a short last window.
     updates = 25 if "deepspeed" not in options else 4
     text = trained(programs, tmp_path / "run", *SMALL, "--updates", updates, *options, ranks=ranks)
     assert f"{ranks} rank" in text
@@ -92,7 +92,7 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
 
 
 def hugging_face(programs: Programs, folder: Path, words: int = 200, **options: Any) -> Path:
-    """A small GPT-2 with dropout, and a tokenizer of this many words of the README; 0: none."""
+    """A small GPT-2 with dropout, and a tokenizer of `words` words of the README (0: no tokenizer)."""
     pytest.importorskip("tokenizers")
     for module in ("modeling_gpt2", "tokenization_gpt2"):
         programs.load(f"transformers.models.gpt2.{module}")
@@ -105,7 +105,7 @@ def hugging_face(programs: Programs, folder: Path, words: int = 200, **options: 
 
 
 def save_gpt2(folder: str, words: int, options: dict[str, Any]) -> None:
-    """Runs where transformers has been imported."""
+    """Runs in a process that has imported transformers."""
     import tokenizers
     import transformers
 
@@ -126,7 +126,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     model = hugging_face(programs, tmp_path / "model", **NO_DROPOUT)
     text = trained(programs, tmp_path / "run", *TEXT, "--model", model, "--updates", 3)
-    assert f"{model} on README.md: 0.05 million parameters" in text, "the model of that folder"
+    assert f"{model} on README.md: 0.05 million parameters" in text, "the model in that folder"
     assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
     proven(programs, tmp_path / "run")
 
@@ -146,11 +146,11 @@ def test_dropout_is_on_from_the_first_update_also_when_resumed(programs, tmp_pat
     (model / "config.json").write_text(json.dumps({**config, **NO_DROPOUT}))
     trained(programs, tmp_path / "without", *options)
     first, without = (log_of(tmp_path / name)[0]["loss"] for name in ("whole", "without"))
-    assert first != without and first == pytest.approx(without, rel=0.1), "of the same weights"
+    assert first != without and first == pytest.approx(without, rel=0.1), "for the same weights"
 
 
-def test_digits_are_those_that_scikit_learn_loads(programs):
-    """Read from its file, and where that has moved through its function."""
+def test_digits_equal_those_of_scikit_learn(programs):
+    """Read from scikit-learn's file, or through its function if the file is absent."""
     code = """
 from pathlib import Path
 from unittest.mock import patch
@@ -167,7 +167,7 @@ for is_there in (True, False):
 
 
 def go_back(run: Path, update: int) -> None:
-    """To its checkpoint after this number of updates."""
+    """Restores the run's folder to its checkpoint after `update` updates."""
     for later in (run / "checkpoints").glob("update-*"):
         if later.name > f"update-{update:08d}":
             shutil.rmtree(later)
@@ -209,7 +209,7 @@ def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
 def test_torchvision_dataset_trains_by_its_name(programs, tmp_path):
     folder = tmp_path / "data" / "FashionMNIST" / "raw"
     folder.mkdir(parents=True)
-    for name, number in (("train", 40), ("t10k", 10)):  # in the format of the files that it downloads
+    for name, number in (("train", 40), ("t10k", 10)):  # in the format of its downloaded files
         images = bytes([0, 0, 8, 3, *number.to_bytes(4, "big"), *(28).to_bytes(4, "big"), *(28).to_bytes(4, "big")])
         (folder / f"{name}-images-idx3-ubyte").write_bytes(images + random.Random(0).randbytes(number * 28 * 28))
         labels = bytes([0, 0, 8, 1, *number.to_bytes(4, "big"), *(i % 10 for i in range(number))])
@@ -225,7 +225,7 @@ def test_torchvision_dataset_trains_by_its_name(programs, tmp_path):
     [("inception_v3", 80), ("googlenet", 32), ("maxvit_t", 224), ("shufflenet_v2_x0_5", 32), ("regnet_x_400mf", 32)],
 )
 def test_torchvision_models_of_all_shapes_take_data(tmp_path, monkeypatch, model, size):
-    """Those with second outputs, with a size of image built in, and with odd numbers of channels."""
+    """Models with auxiliary outputs, with a fixed image size, and with odd numbers of channels."""
     monkeypatch.syspath_prepend(ROOT / "launch")
     from training.config import Config
     from training.tasks import make_task, try_model
@@ -268,7 +268,7 @@ def test_torchvision_models_build(programs, model, millions):
     assert f"{model} on digits: {millions} million parameters" in done.text
 
 
-def test_batchnorm_is_said_to_forbid_equality(programs, tmp_path):
+def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
     text = trained(programs, tmp_path / "run", *SMALL, "--norm", "batch", "--updates", 2)
     assert "no update equals that of the big batch" in text
     assert "normalise each micro-batch" in text  # the library's own warning, with the layers' names
@@ -365,7 +365,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
-def test_mistakes_get_one_line_and_status_2(programs, tmp_path, arguments):
+def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, arguments):
     if arguments == ("--device", "cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
@@ -397,7 +397,7 @@ def test_ranks_print_a_mistake_once(programs):
     assert sum(done.text.count("train: ") for done in ended) == 1
 
 
-# What is left behind
+# Output of a run
 
 
 def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path):
@@ -441,10 +441,10 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     spans = json.loads((run / "seen" / "rank0.json").read_text())["traceEvents"]
     assert sum(span["name"] == "window" for span in spans) == 46
     printed = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
-    assert printed == ["10", "20", "30", "40", "46"] and "\r" not in text, "lines and no bar off a terminal"
+    assert printed == ["10", "20", "30", "40", "46"] and "\r" not in text, "without a terminal lines, not a bar"
 
 
-def test_progress_is_printed_off_a_terminal_unless_quiet(programs, tmp_path):
+def test_progress_is_printed_without_a_terminal_unless_quiet(programs, tmp_path):
     options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every")
     text = trained(programs, tmp_path / "often", *options, 1e-9)
     done = re.findall(r"^(\d) of 3 updates and (\d) micro-batch", text, re.MULTILINE)
@@ -476,7 +476,7 @@ def test_learning_rate_is_scaled_from_a_base_batch_on_request(programs, tmp_path
         assert [update["lr"] for update in log_of(tmp_path / how)] == pytest.approx([0.01 * factor] * 2)
 
 
-# Stopping and going on
+# Stopping and resuming
 
 
 WITH_DROPOUT = ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 8, "--micro-batch-size", 2)
@@ -524,7 +524,7 @@ def test_resumed_run_has_the_schedule_of_its_own_options(programs, tmp_path):
     proven(programs, tmp_path / "run", 1e-10)
 
 
-def test_nonfinite_loss_gets_one_line_and_checkpoints_stay(programs, tmp_path):
+def test_nonfinite_loss_prints_one_line_and_checkpoints_stay(programs, tmp_path):
     options = (*SMALL, "--updates", 5, "--checkpoint-every", 1, "--max-norm", 0, "--schedule", "constant")
     done = programs.run("train", *options, "--lr", 1e30, "--out", tmp_path / "run")
     assert done.status == 1
@@ -554,7 +554,7 @@ def test_resume_prints_the_checkpoint_that_it_found(programs, tmp_path):
 
 
 def change(state: Path, how: Callable[[dict[str, Any]], object]) -> None:
-    """As a checkpoint of another model would be: its checksums are right."""
+    """Changes a checkpoint and its checksums, as if another model had saved it."""
     found = torch.load(state, weights_only=True)
     how(found)
     torch.save(found, state)
@@ -619,7 +619,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_p
     for folder, (_, message), line in zip(folders[1:], DAMAGE, reversed(lines), strict=True):
         assert f"{folder} is damaged: {message}" in line
         assert line.endswith(f"; goes on from the one before (damaged-{folder.name})")
-        assert folder.with_name(f"damaged-{folder.name}").is_dir(), "which stays, and no more counts"
+        assert folder.with_name(f"damaged-{folder.name}").is_dir(), "it is kept but no longer used"
     assert "goes on after update 0" in text and "Traceback" not in text
     assert same(whole, run)
 
@@ -637,14 +637,14 @@ def test_run_stops_where_each_checkpoint_is_damaged(programs, tmp_path):
     assert len(list(run.glob("checkpoints/update-*"))) == 2
 
 
-def test_full_disk_gets_one_line_and_checkpoints_stay(programs, tmp_path):
+def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
     run = tmp_path / "run"
     options = (*SMALL[:2], "--updates", 3, "--checkpoint-every", 1, "--schedule", "constant", "--out", run)
     done = programs.run("train", *options, LARGEST_FILE="50000")
     assert done.status == 1
     line = only_line(done.text)
     assert ".update-00000001 cannot be written: " in line and "File too large" in line and "--resume goes on" in line
-    assert not list((run / "checkpoints").iterdir()), "no half of one is left"
+    assert not list((run / "checkpoints").iterdir()), "no partial checkpoint is left"
     assert programs.run("train", *options, "--resume").status == 0
 
 
@@ -669,7 +669,7 @@ def test_checkpoint_steps_no_optimizer_that_never_stepped(programs, tmp_path):
     options = ("--optimizer", "adamw", "--on-nonfinite", "skip", "--updates", 1, "--checkpoint-every", 1)
     trained(programs, tmp_path / "run", *TEXT, "--model", model, *options)
     state = torch.load(tmp_path / "run" / "checkpoints" / "update-00000001" / "state.pt", weights_only=True)
-    assert state["optimizer"] is None, "torch makes one by a step, which AdamW counts"
+    assert state["optimizer"] is None, "torch creates one by a step, which AdamW would count"
     options = (*options[:-3], 2, *options[-2:])
     assert "goes on after update 0" in trained(
         programs, tmp_path / "run", *TEXT, "--model", model, *options, "--resume"
@@ -708,7 +708,7 @@ def test_parameter_without_a_gradient_yet_resumes_exactly(make, kinds, monkeypat
     update(model, optimizer, 0)
     weights, state = get_state_dict(model, optimizer)
     fill_state(state, dict(model.named_parameters()), kinds)
-    weights, state = copy.deepcopy((weights, state))  # as a file is
+    weights, state = copy.deepcopy((weights, state))  # as through a file
     set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
     for one in (model, optimizer), (again, other):
         update(*one, 1)
@@ -734,7 +734,7 @@ def proven_run(programs, tmp_path_factory) -> Path:
     return run
 
 
-def test_checkpoint_that_a_kill_left_unfinished_is_passed_over(programs, tmp_path):
+def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
     options = (*SMALL, "--updates", 4)
     trained(programs, tmp_path / "run", *options[:-1], 2, "--schedule", "constant")
     partial = tmp_path / "run" / "checkpoints" / ".update-00000003"
@@ -756,7 +756,7 @@ def test_finished_run_that_is_extended_and_killed_is_unfinished(programs, tmp_pa
     assert wait_until(lambda: newest_update(run) > 2, started)
     started.send(signal.SIGKILL)
     started.wait()
-    assert not (run / "weights.pt").exists(), "they would be those of update 2"
+    assert not (run / "weights.pt").exists(), "they would be the weights of update 2"
 
 
 def newest_update(run: Path) -> int:
@@ -791,8 +791,8 @@ def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_run_that_is_asked_to_stop_saves_and_resumes(programs, tmp_path, ranks, number):
-    """The signal reaches one rank alone; the others stop after the same update."""
+def test_run_saves_on_a_signal_and_resumes(programs, tmp_path, ranks, number):
+    """Only one rank gets the signal; the others stop after the same update."""
     options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
     run = tmp_path / "run"
     started = programs.start_ranks(ranks, "train", *options, "--updates", 10**5, "--out", run)
@@ -825,8 +825,8 @@ sys.exit(status)
 """
 
 
-def test_ranks_ask_each_other_for_signals_less_often_than_in_each_micro_step(programs, tmp_path):
-    """Counted in the process; of 2 x 32 micro-steps on each rank."""
+def test_ranks_check_for_signals_less_often_than_every_micro_step(programs, tmp_path):
+    """Counts collectives in the process, over 2 x 32 micro-steps on each rank."""
     out = ("--out", tmp_path / "run", "--evaluate-every", 10**6)
     started = programs.start_ranks(2, "-c", COUNTED, *LONG, *out, PYTHONPATH=str(ROOT / "tests"))
     ended = wait_for(started)
@@ -837,7 +837,7 @@ def test_ranks_ask_each_other_for_signals_less_often_than_in_each_micro_step(pro
 
 
 def steps_into(run: Path) -> tuple[int, int]:
-    """The update and the micro-batch that the newest checkpoint was written after."""
+    """The update and the micro-batch after which the newest checkpoint was written."""
     newest = sorted(path.name for path in (run / "checkpoints").glob("update-*"))[-1]
     update, _, micro_batches = newest.removeprefix("update-").partition("-")
     return int(update), int(micro_batches or 0)
@@ -846,13 +846,13 @@ def steps_into(run: Path) -> tuple[int, int]:
 @pytest.mark.parametrize(
     ("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2")), (2, ("--engine", "accelerate"))], ids=str
 )
-def test_run_that_is_asked_to_stop_saves_in_mid_window(programs, tmp_path, ranks, options):
-    """Dropout and all: the resumed run ends with the same bits."""
+def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path, ranks, options):
+    """The resumed run ends with the same bits, also with dropout."""
     options = (*LONG, *options)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
     run, stops = tmp_path / "run", []
-    config = run / "config.json"  # written when signals are listened to, right before the first micro-step
-    for wait in (0.0, 0.2):  # at once: in the first window, however fast the machine
+    config = run / "config.json"  # written once signals are handled, right before the first micro-step
+    for wait in (0.0, 0.2):  # 0: in the first window on any machine
         config.unlink(missing_ok=True)
         started = programs.start_ranks(ranks, "train", *options, "--out", run, "--resume")
         wait_until(config.exists, started[0])

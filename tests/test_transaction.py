@@ -1,4 +1,4 @@
-"""A window commits, or leaves no trace: what goes wrong in it, and what misuse gets."""
+"""A window commits or leaves no trace: its failures, and the errors for misuse."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make(**options):
 
 
 def next_is_exact(accumulator, model):
-    """The next window, on the weights that every model here starts with."""
+    """Asserts that the next window is exact, at the initial weights of every model here."""
     run_window(accumulator.window(BATCHES), model)
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
@@ -65,7 +65,7 @@ def leave_by_failing_backward(accumulator, model):
     with contextlib.suppress(ZeroDivisionError):
         for micro_batch in window:
             outputs = model(micro_batch["x"])
-            if micro_batch is BATCHES[-1]:  # in the backward that reduces, after some gradients came
+            if micro_batch is BATCHES[-1]:  # in the reducing backward, after some gradients are ready
                 outputs = model[1](Failing.apply(model[0](micro_batch["x"])))
             window.backward(outputs.square().mean())
 
@@ -129,7 +129,7 @@ def test_window_left_early_leaves_no_trace(leave):
 def left_on_ranks(leave, view):
     ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=view)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
-    run_window(accumulator.window(BATCHES), ddp).step()  # views and rebuilt buckets come with the first one
+    run_window(accumulator.window(BATCHES), ddp).step()  # the first window creates views and rebuilds buckets
     leave(accumulator, Unwrapped(ddp))
     flag = ddp.require_backward_grad_sync
     wrongs = []
@@ -141,7 +141,7 @@ def left_on_ranks(leave, view):
 
 
 class Unwrapped(nn.Module):
-    """Calls DDP, and shows the layers inside."""
+    """Calls DDP, and gives access to the layers inside."""
 
     def __init__(self, ddp):
         super().__init__()
@@ -173,7 +173,7 @@ def flags_that_the_caller_set():
     return found, ddp.require_backward_grad_sync, wrong
 
 
-def test_flags_of_ddp_are_put_back_as_found(ranks):
+def test_flags_of_ddp_are_restored(ranks):
     for inside, outside, wrong in ranks(2).run(flags_that_the_caller_set):
         assert (inside, outside) == (False, True)
         assert wrong <= 1e-12
@@ -201,7 +201,7 @@ def test_windows_may_be_skipped():
     assert done == [0, 1]
 
 
-# Misuse: the message, no weight changed, and the next window exact
+# Misuse: a clear message, no changed weight, and an exact next window
 
 
 def forget_backward(accumulator, model, optimizer):
@@ -406,7 +406,7 @@ MISUSES = {
 
 
 @pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_gets_a_clear_error_and_costs_nothing(misuse):
+def test_misuse_raises_a_clear_error_and_changes_nothing(misuse):
     kind, message = MISUSES[misuse]
     model, optimizer, accumulator = make(steps=3)
     before = weights(model)
@@ -630,14 +630,14 @@ def ranks_disagree(what):
     ],
 )
 def test_ranks_that_disagree_are_named_before_the_window(ranks, what, index, expected):
-    """A ramp of one rank in the update that it parts in; the ones before are as they were."""
+    """One rank's ramp differs from some update on; the updates before are unaffected."""
     for rank, (messages, seen, left, wrong) in enumerate(ranks(2).run(ranks_disagree, what)):
         assert messages[0].startswith(expected)
         assert seen == (3 if what == "index" and rank else index) and not left
         assert wrong <= 1e-12
 
 
-# The edge of a window
+# The end of a window
 
 
 def test_schedulers_step_once_per_update_of_a_ramp():
@@ -673,7 +673,7 @@ def test_batch_size_gives_the_steps_and_warns_of_a_remainder():
         assert len(next(accumulator.windows(loader * 2))) == 4
 
 
-def test_state_goes_on_between_windows():
+def test_state_resumes_between_windows():
     model, _, accumulator = make(steps=lambda index: index + 1)
     for window in accumulator.windows(BATCHES):
         run_window(window, model).step()
@@ -727,7 +727,7 @@ def test_update_whose_step_failed_is_not_stepped_again():
 
 
 def interrupted_after_the_step(at: int, how: str) -> tuple[str, int, float] | None:
-    """Ctrl-C at this line of the library after an optimizer stepped: the line, the index and the rate after it."""
+    """Ctrl-C at the `at`-th library line that runs after the optimizer's step: the line, the index and the rate."""
     model = nn.Linear(3, 1)
     optimizer = SGD(model.parameters(), lr=1.0)
     options = {"scaler": GradScaler("cpu", init_scale=2.0)} if how == "update" else {}
@@ -738,7 +738,7 @@ def interrupted_after_the_step(at: int, how: str) -> tuple[str, int, float] | No
 
     def trace(frame, event, _):
         nonlocal passed, line
-        # What is raised in __del__ Python drops.
+        # Python ignores exceptions in __del__.
         if not frame.f_code.co_filename.startswith(ROOT) or frame.f_code.co_name == "__del__":
             return None
         if event == "line" and not torch.equal(before, model.weight):
@@ -776,10 +776,10 @@ def test_ctrl_c_after_the_step_keeps_index_schedule_and_weights_together(how):
     while (end := interrupted_after_the_step(at, how)) is not None:
         found.append(end)
         at += 1
-    apart = [line for line, index, rate in found if (index, rate) != (1, 0.5)]
+    torn = [line for line, index, rate in found if (index, rate) != (1, 0.5)]
     assert len(found) > 30
-    # Where the step was made, and nobody could note it yet.
-    assert len(apart) <= 3 and all("base.py" in line or "self._has_stepped = reason is None" in line for line in apart)
+    # Lines that run after the step but before the library can record it.
+    assert len(torn) <= 3 and all("base.py" in line or "self._has_stepped = reason is None" in line for line in torn)
 
 
 def test_failing_schedule_does_not_step_the_weights_twice():
@@ -874,7 +874,7 @@ def test_large_counts_stay_exact():
 
 
 def test_ended_loader_is_not_asked_again():
-    """Some start anew then."""
+    """Some loaders restart then."""
     asked = []
 
     class Loader:
@@ -932,7 +932,7 @@ def test_load_state_dict_forgives_a_forgotten_step():
 
 
 @pytest.mark.parametrize("again", ["window", "update", "windows"])
-def test_forgotten_step_is_warned_of_by_the_next_window(again):
+def test_next_window_warns_of_a_forgotten_step(again):
     model, _, accumulator = make(steps=2)
     forget_to_step(accumulator, model)
     with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
@@ -942,16 +942,16 @@ def test_forgotten_step_is_warned_of_by_the_next_window(again):
             accumulator.update(BATCHES[0], lambda batch: loss_of(model, batch))
         else:
             next(accumulator.windows(BATCHES))
-    forget_to_step(accumulator, model)  # once
+    forget_to_step(accumulator, model)  # one warning per forgotten step
 
 
-def test_window_given_up_is_not_taken_for_a_forgotten_step():
+def test_discarded_window_is_not_reported_as_a_forgotten_step():
     model, _, accumulator = make(steps=2, count=lambda batch: len(batch["x"]))
     run_window(accumulator.window(BATCHES), model).discard()
     for leave in (leave_by_break, leave_by_exception):
         leave(accumulator, model)
-    accumulator.window(BATCHES)  # never begun
-    for window in accumulator.windows(BATCHES):  # the loop left, before the step
+    accumulator.window(BATCHES)  # not begun
+    for window in accumulator.windows(BATCHES):  # the loop is left before the step
         run_window(window, model)
         break
     del window
@@ -984,7 +984,7 @@ def test_in_place_change_of_a_loss_stays_out_of_the_record():
             if how == "view":
                 losses = torch.stack([loss, loss])
                 loss, seen = losses[0], losses.detach()
-            if how == "hook":  # while backward runs
+            if how == "hook":  # runs within backward
 
                 def wipe(_, seen=seen):
                     seen.zero_()
