@@ -165,7 +165,7 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self._found = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
-        self._job.largest(0)  # all ranks listen from here on: one that a signal kills would leave the others waiting
+        self._job.wait_for_all()  # of which one that a signal kills would leave the others waiting
         return self
 
     def __exit__(self, *_: object) -> None:
