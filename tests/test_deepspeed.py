@@ -72,7 +72,7 @@ def refused(function: Any, *args: Any) -> str:
 
 
 def only_the_last_backward(stage: int) -> Any:
-    """A plain loop as for a PyTorch module, then a window."""
+    """A hand-written loop as for a PyTorch module, then a window."""
     engine, _, _ = initialize(make_net_without_router().float(), stage)
     before, batches = zero_weights(engine), mine(EVEN, 0)
     for batch in batches:
@@ -88,7 +88,7 @@ def only_the_last_backward(stage: int) -> Any:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_window_counts_all_backwards_and_not_the_last_alone(ranks, stage):
     for by_hand, ours in ranks(2).run(only_the_last_backward, stage):
-        assert ours < by_hand or by_hand <= 1e-5  # the plain loop: 0.9 in 0.19.8, exact in 0.16.9
+        assert ours < by_hand or by_hand <= 1e-5  # the hand-written loop: 0.9 in 0.19.8, exact in 0.16.9
         assert ours <= 1e-5
 
 

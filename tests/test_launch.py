@@ -53,7 +53,7 @@ def weights_of(folder: Path) -> torch.Tensor:
 
 @pytest.fixture(scope="session")
 def big_batch(programs, tmp_path_factory) -> Callable[..., torch.Tensor]:
-    """The weights of a plain loop in one process with one batch per update, with these options."""
+    """The weights of a hand-written loop in one process with one batch per update, with these options."""
 
     @cache
     def of(*options: object) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""launch/bench/law.py reports the plain loop's wrong cases and this library's exact ones, in real processes."""
+"""launch/bench/law.py reports the hand-written loop's wrong cases and this library's exact ones, in real processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def law(programs: Programs, *options: object) -> Done:
     return programs.start(str(ROOT / "launch/bench/law.py"), *options, cwd=ROOT, own_stderr=True).wait(120)
 
 
-def test_token_means_are_wrong_in_the_plain_loop_and_exact_here(programs, tmp_path):
+def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs, tmp_path):
     out = tmp_path / "law"
     done = law(programs, "--libraries", "hand", "distaccum", "--cases", "tokens2", "schedule", "--out", out)
     assert done.status == 0, done.errors
