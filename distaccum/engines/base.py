@@ -64,7 +64,6 @@ class Engine(ABC):
         self.sync = sync
         self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = run_backward
         self.peers = peers or Peers()
-        self.trace: Any = None
         self.sums: Sums | None = None  # where gradients add up in another dtype than they are computed in
 
     def parameters(self) -> list[nn.Parameter]:
