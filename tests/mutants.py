@@ -144,7 +144,7 @@ def table(answers: dict[str, Any]) -> str:
     lines = ["| area | defect | found by | quick |", "| --- | --- | --- | --- |"]
     for name, answer in answers.items():
         found = answer["quick"] or answer["rest"]
-        by = "**nobody**" if found is None else found if found == "not run" else f"`{found}`"
+        by = "**no test**" if found is None else found if found == "not run" else f"`{found}`"
         lines.append(f"| {answer['area']} | {name} | {by} | {'yes' if answer['quick'] else ''} |")
     quick = sum(bool(answer["quick"]) for answer in answers.values())
     every = sum((answer["quick"] or answer["rest"] or "not run") != "not run" for answer in answers.values())
@@ -198,7 +198,7 @@ def main() -> int:
                 with lock:
                     answers[mutant.title] = answer
                     ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
-                    found = answer["quick"] or answer["rest"] or "NOBODY"
+                    found = answer["quick"] or answer["rest"] or "NO TEST"
                     print(f"{mutant.title}: {found} ({answer['seconds']} s)", flush=True)
 
     workers = [threading.Thread(target=work) for _ in range(min(arguments.jobs, len(wanted)))]

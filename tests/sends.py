@@ -145,8 +145,8 @@ def gradient_in_float64(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def say(kinds: dict[str, dict[str, float]]) -> str:
     words = {"allgather": "gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
-    said = (f"{e['count']} {words.get(kind, kind)} ({e['numbers']:.2f})" for kind, e in kinds.items())
-    return ", ".join(said) or "-"
+    texts = (f"{e['count']} {words.get(kind, kind)} ({e['numbers']:.2f})" for kind, e in kinds.items())
+    return ", ".join(texts) or "-"
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -102,10 +102,10 @@ def test_prepared_model_trains_exactly_on_two_ranks(ranks, given):
         assert max(wrong for wrong, _ in seen) <= 1e-10
 
 
-def said_of_a_schedule(split_batches: bool, is_prepared: bool = True, **options: Any) -> list[str]:
+def warnings_of_a_schedule(split_batches: bool, is_prepared: bool = True, **options: Any) -> list[str]:
     from accelerate import DataLoaderConfiguration
 
-    with accelerators() as make, warnings.catch_warnings(record=True) as said:
+    with accelerators() as make, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         accelerator = make(dataloader_config=DataLoaderConfiguration(split_batches=split_batches), **options)
         net = make_net_without_router()
@@ -113,18 +113,18 @@ def said_of_a_schedule(split_batches: bool, is_prepared: bool = True, **options:
         schedule: Any = LambdaLR(optimizer, lambda update: 1.0)
         net, optimizer = accelerator.prepare(net, optimizer)
         schedule = accelerator.prepare(schedule) if is_prepared else schedule
-        said.clear()
+        warned.clear()
         Accumulator(net, optimizer, scheduler=schedule, accelerator=accelerator)
-    return [str(one.message) for one in said]
+    return [str(one.message) for one in warned]
 
 
 def schedules() -> list[list[str]]:
     unlinked = {"step_scheduler_with_optimizer": False}
     return [
-        said_of_a_schedule(False),
-        said_of_a_schedule(True),
-        said_of_a_schedule(False, **unlinked),
-        said_of_a_schedule(False, is_prepared=False),
+        warnings_of_a_schedule(False),
+        warnings_of_a_schedule(True),
+        warnings_of_a_schedule(False, **unlinked),
+        warnings_of_a_schedule(False, is_prepared=False),
     ]
 
 
@@ -134,7 +134,7 @@ def test_warning_names_the_factor_of_a_schedule_stepped_per_process(ranks):
     assert "2 times per update" in warned[0] and "divide the lengths that were meant for Accelerate" in warned[0]
     assert warned[0].partition("(warm-up, total) ")[2].startswith("by 2")
     assert not any(silent) and not any(on_rank_1)
-    assert said_of_a_schedule(False) == []
+    assert warnings_of_a_schedule(False) == []
 
 
 @pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
@@ -301,16 +301,16 @@ def saved_by_accelerate(folder: str) -> Any:
         net, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=1.0))
         accumulator = Accumulator(net, optimizer, steps=2, accelerator=accelerator)
         accelerator.register_for_checkpointing(accumulator)
-        said = [refused(accelerator.save_state)]  # no rank has a part of its own
+        messages = [refused(accelerator.save_state)]  # no rank has a part of its own
         for loader in (batches(dist.get_rank(), [1, 2, 3, 4]), Loader(batches(dist.get_rank(), [1, 2]))):
             for window in accumulator.windows(loader):
                 before = weights(net)
                 for i, batch in enumerate(window):
                     window.backward(sample_loss(net, batch))
                     if i == 0:
-                        said.append(refused(accelerator.save_state))
+                        messages.append(refused(accelerator.save_state))
                 window.step()
-                said.append(refused(accelerator.save_state))
+                messages.append(refused(accelerator.save_state))
         everything = [b for r in range(2) for b in batches(r, [1, 2])]
         reference = make_net_without_router()
         torch.nn.utils.vector_to_parameters(before, reference.parameters())
@@ -320,16 +320,16 @@ def saved_by_accelerate(folder: str) -> Any:
         index = accumulator.index
         del window, accumulator, loader
         accelerator._custom_objects.clear()
-        return said, wrong, index, len(accelerator._save_model_state_pre_hook)
+        return messages, wrong, index, len(accelerator._save_model_state_pre_hook)
 
 
 def test_save_state_is_refused_where_each_rank_has_its_own_part(ranks):
     with tempfile.TemporaryDirectory() as folder:
-        for said, wrong, index, hooks in ranks(2).run(saved_by_accelerate, folder):
+        for messages, wrong, index, hooks in ranks(2).run(saved_by_accelerate, folder):
             free, alone = "nothing was raised", "save accumulator.state_dict() on each rank, to a file of its own"
             # Before all; in each window and after it; the same with a stateful loader.
-            assert [alone in one for one in said] == [False, True, False, True, False, True, True]
-            assert said[0] == free
+            assert [alone in one for one in messages] == [False, True, False, True, False, True, True]
+            assert messages[0] == free
             assert wrong <= 1e-10, "the window continued"
             assert index == 2, "the state saved last"
             assert hooks == 0, "no hook of a deleted Accumulator is left"
@@ -395,10 +395,10 @@ def deepspeed_of_accelerate(stage: int) -> Any:
         optimizer = SGD(net.parameters(), lr=1.0)
         schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
         engine, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
-        with warnings.catch_warnings(record=True) as said:  # Accelerate itself steps a prepared schedule of torch
+        with warnings.catch_warnings(record=True) as warned:  # Accelerate itself steps a prepared schedule of torch
             warnings.simplefilter("always")
             accumulator = Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
-        assert [str(one.message)[:30] for one in said] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)
+        assert [str(one.message)[:30] for one in warned] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)
         seen = []
         for index, layout in enumerate(UNEVEN[:2]):
             before, lr = zero_weights(engine), schedule.get_last_lr()[0]

@@ -68,10 +68,10 @@ def message_of(*args: Any, **options: Any) -> str:
 
 def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
     net = nn.DataParallel(make_net())
-    said = message_of(net, SGD(net.parameters(), lr=0.1))
-    assert "DataParallel, which has no engine here" in said
+    message = message_of(net, SGD(net.parameters(), lr=0.1))
+    assert "DataParallel, which has no engine here" in message
     for known in ("DistributedDataParallel", "FSDP2 (fully_shard)", "FSDP1", "DeepSpeed"):
-        assert known in said
+        assert known in message
 
 
 def plain_in_a_job() -> str:
@@ -102,13 +102,13 @@ def plain_for_a_reason() -> list[str]:
 
     composed, lightning = replicate(nn.Linear(2, 2)), LightningModule(2, 2)
     parallel = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)), ColwiseParallel())
-    said = [message_of(net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)]
+    messages = [message_of(net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)]
     stage = PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
     for part in (stage, ScheduleGPipe(stage, 2)):
         with pytest.raises(TypeError, match="whose schedule runs forward and backward") as raised:
             Accumulator(part)  # type: ignore[arg-type]  # no module
-        said.append(str(raised.value))
-    return said
+        messages.append(str(raised.value))
+    return messages
 
 
 def test_wrappers_that_look_plain_are_refused_with_their_own_cure(ranks):
@@ -120,12 +120,12 @@ def test_wrappers_that_look_plain_are_refused_with_their_own_cure(ranks):
 
 
 def test_plain_module_mixed_wrappers_and_unknown_sync_are_refused(ranks):
-    for said in ranks(2).run(plain_in_a_job):
-        assert "a plain module in a job of 2 ranks" in said and "FSDP2" in said
-    for said in ranks(2).run(two_kinds):
-        assert "DistributedDataParallel and FSDP2 (fully_shard), expected one kind" in said
-    for said in ranks(2).run(unknown_policy):
-        assert "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2" in said
+    for message in ranks(2).run(plain_in_a_job):
+        assert "a plain module in a job of 2 ranks" in message and "FSDP2" in message
+    for message in ranks(2).run(two_kinds):
+        assert "DistributedDataParallel and FSDP2 (fully_shard), expected one kind" in message
+    for message in ranks(2).run(unknown_policy):
+        assert "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2" in message
 
 
 class Summing(nn.Module):

@@ -283,7 +283,7 @@ def refused_by_ddp_settings(what: str) -> str:
     ],
 )
 def test_join_and_ignored_parameters_are_refused_with_the_cure(ranks, what, message):
-    assert all(message in said for said in ranks(2).run(refused_by_ddp_settings, what))
+    assert all(message in text for text in ranks(2).run(refused_by_ddp_settings, what))
 
 
 def trained_on_one_rank() -> float:

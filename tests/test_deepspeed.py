@@ -286,8 +286,8 @@ def dry_with_immediate_update() -> str:
 
 
 def test_dry_rank_is_refused_with_immediate_grad_update(ranks):
-    for said in ranks(2).run(dry_with_immediate_update):
-        assert '"immediate_grad_update": false' in said
+    for message in ranks(2).run(dry_with_immediate_update):
+        assert '"immediate_grad_update": false' in message
 
 
 def misuse(what: str) -> str:
@@ -332,12 +332,12 @@ def misuse(what: str) -> str:
                 engine.zero_grad()
 
     start = zero_weights(engine)
-    said = refused(loop)
+    message = refused(loop)
     before = zero_weights(engine)
     assert torch.equal(before, start), "a weight changed"
     run(accumulator.window(mine(EVEN, 1)), engine).step()
     assert moved(engine, before, EVEN, 1) <= 1e-5
-    return said
+    return message
 
 
 MISUSE = {
@@ -363,8 +363,8 @@ MISUSE = {
 def test_misuse_is_refused_with_the_cure(ranks, what, message):
     import re
 
-    for said in ranks(2).run(misuse, what):
-        assert re.search(message, said, re.DOTALL), said
+    for text in ranks(2).run(misuse, what):
+        assert re.search(message, text, re.DOTALL), text
 
 
 def leaves_out_a_name(stage: int) -> Any:
@@ -396,8 +396,8 @@ def test_part_without_a_count_is_left_out_below_stage_3(ranks, stage):
 
 
 def test_part_without_a_count_is_refused_at_stage_3(ranks):
-    for said in ranks(2).run(refused, leaves_out_a_name, 3):
-        assert "count of 0 for one of ['tokens', 'samples']" in said
+    for message in ranks(2).run(refused, leaves_out_a_name, 3):
+        assert "count of 0 for one of ['tokens', 'samples']" in message
 
 
 def torn(stage: int, sync: str, config: dict[str, Any]) -> float:
@@ -467,7 +467,7 @@ class Branches(nn.Module):
 
 # The modules that each micro-batch uses, by rank, and how a window without a step ends.
 USES = [["23", ""], ["", "2"], ["3", "23", ""], ["", ""], ["23"], ["", "3"], ["2", "23"], ["", ""], ["2", "23"], [""]]
-ALIKE = [[used, used] for used in USES]
+ON_ALL_RANKS = [[used, used] for used in USES]
 ENDS = {4: "skip", 6: "break", 8: "discard"}
 ALONE = [[["2", ""], ["", ""]], [["", ""], ["", "3"]], [["2"], ["3"]], [["3", "2"], []]]
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -528,13 +528,15 @@ KEPT: dict[str, Any] = {
 }
 
 
-def branches_alike() -> dict[str, float]:
-    return {name: in_branches(stage, sync, ALIKE, ENDS, **config) for name, (stage, sync, config) in KEPT.items()}
+def branches_on_all_ranks() -> dict[str, float]:
+    return {
+        name: in_branches(stage, sync, ON_ALL_RANKS, ENDS, **config) for name, (stage, sync, config) in KEPT.items()
+    }
 
 
 @pytest.mark.skipif(not HAS_UNMANAGED, reason="needs finalize_gradient_accumulation_boundary")
 def test_unused_module_is_not_stepped_with_an_older_gradient(ranks):
-    for seen in ranks(2).run(branches_alike):
+    for seen in ranks(2).run(branches_on_all_ranks):
         wrong = {name: off for name, off in seen.items() if not off <= (4e-2 if "in float32" in name else 1e-5)}
         assert not wrong
 
@@ -549,7 +551,7 @@ BY_ONE: dict[str, Any] = {
 }
 
 
-def branches_alone() -> dict[Any, float]:
+def branches_of_one_rank() -> dict[Any, float]:
     """A module that only one rank uses, and a rank without a micro-batch; also clipped."""
     return {
         (name, max_norm): in_branches(stage, "last", ALONE, {}, max_norm=max_norm, **dict(config))
@@ -561,19 +563,19 @@ def branches_alone() -> dict[Any, float]:
 @pytest.mark.slow
 @pytest.mark.skipif(not COALESCES, reason="needs coalesce_grad_reduction")
 def test_module_used_by_one_rank_is_exact_with_sync_last(ranks):
-    for seen in ranks(2).run(branches_alone):
+    for seen in ranks(2).run(branches_of_one_rank):
         wrong = {key: off for key, off in seen.items() if not off <= (4e-2 if "in float32" in key[0] else 1e-5)}
         assert not wrong
 
 
-def alone_in_each_micro_step() -> list[str]:
+def one_rank_alone_in_each_micro_step() -> list[str]:
     return [
         refused(in_branches, 2, "every", ALONE[i : i + 1], {}) for i in (0, 2)
     ]  # buckets of other sizes, and of the same size
 
 
 def test_module_used_by_one_rank_is_refused_with_sync_every(ranks):
-    for smaller, as_large in ranks(2).run(alone_in_each_micro_step):
+    for smaller, as_large in ranks(2).run(one_rank_alone_in_each_micro_step):
         assert "rank 1 does not use two.bias in this micro-batch and another rank does (of two.bias, two.wei" in smaller
         assert "rank 0 does not use three.bias in this micro-batch" in as_large
         assert "use the same modules on all ranks, or sync='last'" in as_large
@@ -604,8 +606,8 @@ def sparse_embedding(stage: int) -> Any:
 
 def test_sparse_embedding_is_exact_at_stage_0_and_refused_at_stage_1(ranks):
     assert max(ranks(2).run(sparse_embedding, 0)) <= 1e-5
-    for said in ranks(2).run(refused, sparse_embedding, 1):
-        assert "sparse=True under ZeRO stage 1" in said
+    for message in ranks(2).run(refused, sparse_embedding, 1):
+        assert "sparse=True under ZeRO stage 1" in message
 
 
 def moved_in_fp16(stage: int) -> float:
@@ -626,6 +628,6 @@ def moved_in_fp16(stage: int) -> float:
 
 def test_fp16_is_exact_at_stage_1_and_refused_at_stage_0(ranks):
     if DEEPSPEED >= (0, 18, 3):
-        for said in ranks(2).run(refused, moved_in_fp16, 0):
-            assert "divides the gradient by a loss scale that it did not multiply the loss by; use stage 1" in said
+        for message in ranks(2).run(refused, moved_in_fp16, 0):
+            assert "divides the gradient by a loss scale that it did not multiply the loss by; use stage 1" in message
     assert max(ranks(2).run(moved_in_fp16, 1)) <= 1e-2

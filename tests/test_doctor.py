@@ -134,8 +134,8 @@ def test_ranks_that_disagree_on_the_world_size_are_named(programs):
 
 
 def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
-    nobody = {"MASTER_PORT": free_port()}
-    alone, lost = ended(started(programs, "--timeout", "1", first={}, second=nobody), 2)
+    unreachable = {"MASTER_PORT": free_port()}
+    alone, lost = ended(started(programs, "--timeout", "1", first={}, second=unreachable), 2)
     assert not alone.text and "rank 1 of 2 did not come within 1 seconds" in alone.errors
     assert len(alone.errors.splitlines()) == 1
     assert "rank 1 on " in lost.errors and "is rank 0 started there" in lost.errors
@@ -143,7 +143,7 @@ def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"RANK": "0"}, "RANK=0 without WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
@@ -159,11 +159,11 @@ def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "=99999, expected 1 to 65535"),
     ],
 )
-def test_contradictions_of_the_launcher_are_named(environment, said):
+def test_contradictions_of_the_launcher_are_named(environment, message):
     launch = Launch.from_environment(environment)
     assert launch.world == 1  # one process, so that the other checks still run
     assert all(one.state == "wrong" and one.cure for one in launch.findings)
-    assert any(said in one.seen for one in launch.findings)
+    assert any(message in one.seen for one in launch.findings)
 
 
 def test_batch_script_of_slurm_is_no_contradiction():

@@ -94,19 +94,19 @@ def not_finite(name: str, sync: str, on_nonfinite: str) -> Any:
         window.backward(loss * float("nan") if i == 1 and run.rank == run.world - 1 else loss)
     try:
         update = window.step()
-        said = (update.stepped, update.reason)
+        outcome = (update.stepped, update.reason)
     except DistaccumError as error:
-        said = (False, str(error))
+        outcome = (False, str(error))
     assert torch.equal(run.weights(), before), "a window that is not finite changed weights"
-    return said, [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
+    return outcome, [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
 
 
 @pytest.mark.parametrize(("name", "sync", "on_nonfinite"), in_turn(("raise", "skip")))
 def test_ranks_treat_a_nonfinite_gradient_the_same(ranks, name, sync, on_nonfinite):
     kind = KINDS[name]
-    for (stepped, said), seen in ranks(kind.world).run(not_finite, name, sync, on_nonfinite):
+    for (stepped, reason), seen in ranks(kind.world).run(not_finite, name, sync, on_nonfinite):
         assert not stepped
-        assert "not finite" in said
+        assert "not finite" in reason
         assert max(window.gradient for window in seen) <= kind.bound
 
 

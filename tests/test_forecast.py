@@ -63,9 +63,9 @@ def test_last_window_equals_that_of_split_loaders(samples, steps, micro, ranks):
     last = [[len(one) for one in loader[(updates - 1) * steps :]] if len(loader) else [] for loader in loaders]
     assert tail.updates == updates and tail.last.samples == sum(map(sum, last))
     assert tail.share == tail.last.samples / (steps * micro * ranks)
-    said = [[size for times, size in one.micro_batches for _ in range(times)] for one in tail.last.ranks]
+    planned = [[size for times, size in one.micro_batches for _ in range(times)] for one in tail.last.ranks]
     nums = [one.ranks for one in tail.last.ranks]
-    assert sorted(last) == sorted(parts for parts, num in zip(said, nums, strict=True) for _ in range(num))
+    assert sorted(last) == sorted(parts for parts, num in zip(planned, nums, strict=True) for _ in range(num))
     assert tail.dry_ranks == sum(not one for one in last)
     assert tail.ranks_with_fewer_micro_batches == sum(len(one) < max(map(len, last)) for one in last)
 

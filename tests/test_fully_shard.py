@@ -127,7 +127,7 @@ USES = {
     "only one rank uses it": [["1", "12", "1"], ["1", "1", "1"]],
     "one rank, in its last micro-step": [["1", "1", "12"], ["1", "1", "1"]],
     "each rank another": [["1", "1"], ["2", "2"]],
-    "nobody uses one": [["2", "2"], ["2", "2"]],
+    "no rank uses one": [["2", "2"], ["2", "2"]],
     "not in the last micro-step": [["12", "1"], ["12", "1"]],
 }
 
@@ -142,7 +142,7 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, uses, sync):
     for seen in ranks(2).run(chosen, [uses] * 3, sync):
         for wrong, nones_are_right in seen:
             assert wrong <= 1e-10
-            assert nones_are_right, "None where nobody used it, as without sharding"
+            assert nones_are_right, "None where no rank used it, as without sharding"
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
@@ -227,9 +227,9 @@ def refused(function, *args) -> str:
 
 
 def test_divide_factors_that_differ_are_refused(ranks):
-    for said in ranks(2).run(refused, divided_by, [1.0]):
-        assert "set_gradient_divide_factor is not recursive" in said
-        assert "1 for the module of" in said and "2 for the module of" in said
+    for message in ranks(2).run(refused, divided_by, [1.0]):
+        assert "set_gradient_divide_factor is not recursive" in message
+        assert "1 for the module of" in message and "2 for the module of" in message
 
 
 def with_policy(param_dtype: str | None, reduce_dtype: str | None, sync: str, dtype: str = "float32") -> Any:
@@ -355,24 +355,24 @@ def test_term_without_a_count_is_left_out_with_one_group_or_gathered(ranks):
 
 
 def test_term_without_a_count_is_refused_with_several_groups(ranks):
-    for said in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
-        assert "count of 0 for one of ['tokens', 'samples']" in said
-        assert "sync='gathered'" in said
+    for message in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
+        assert "count of 0 for one of ['tokens', 'samples']" in message
+        assert "sync='gathered'" in message
 
 
 def dry_from_the_start() -> Any:
     model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
     accumulator = Accumulator(model, optimizer)
-    said = refused(accumulator.window, micro_batches_of([[2], []], 0, dist.get_rank()))
+    message = refused(accumulator.window, micro_batches_of([[2], []], 0, dist.get_rank()))
     window = accumulator.window(micro_batches_of([[2], [1]], 0, dist.get_rank()))
     for batch in window:
         window.backward(sample_loss(model, batch))
-    return said, window.step().stepped
+    return message, window.step().stepped
 
 
 def test_rank_that_never_had_a_micro_batch_cannot_stand_in(ranks):
-    for said, stepped in ranks(2).run(dry_from_the_start):
-        assert "rank 1 has none from an earlier window to stand in" in said
+    for message, stepped in ranks(2).run(dry_from_the_start):
+        assert "rank 1 has none from an earlier window to stand in" in message
         assert stepped
 
 
@@ -482,8 +482,8 @@ def scaled(root: bool, overflow: bool) -> Any:
     model, optimizer = fully_sharded(root=root)(make_net_without_router().float(), 1.0)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     if not root:
-        said = refused(lambda: Accumulator(model, optimizer, scaler=scaler))
-        assert "sharded and plain parameters" in said and "an optimizer for each kind" in said
+        message = refused(lambda: Accumulator(model, optimizer, scaler=scaler))
+        assert "sharded and plain parameters" in message and "an optimizer for each kind" in message
         sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
         plain_ones = [p for p in model.parameters() if not isinstance(p, DTensor)]
         optimizer = [SGD(sharded, lr=1.0), SGD(plain_ones, lr=1.0)]
@@ -598,8 +598,8 @@ def tampered(how: str, sync: str) -> str:
 
 @pytest.mark.parametrize(("how", "sync"), [("zero_grad", "gathered"), ("zero_grad", "every"), ("halved", "every")])
 def test_change_of_gradients_in_mid_window_is_refused(ranks, how, sync):
-    for said in ranks(2).run(tampered, how, sync):
-        assert "gradients were cleared or changed in mid-window" in said
+    for message in ranks(2).run(tampered, how, sync):
+        assert "gradients were cleared or changed in mid-window" in message
 
 
 def unused_first(sync: str) -> float:

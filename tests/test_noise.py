@@ -235,10 +235,10 @@ def parts_under_fully_shard() -> Any:
 
 @pytest.mark.skipif("FSDP2" not in KINDS, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_norms_of_parts_are_exact_under_fully_shard(ranks):
-    for rank, (found, unseen, said) in enumerate(ranks(2).run(parts_under_fully_shard)):
+    for rank, (found, unseen, warned) in enumerate(ranks(2).run(parts_under_fully_shard)):
         assert max(found) <= 1e-12
         assert unseen == [None, None]  # each part is reduced separately
-        assert [one.startswith("measure_noise sees nothing") for one in said] == [True] * (rank == 0)
+        assert [one.startswith("measure_noise sees nothing") for one in warned] == [True] * (rank == 0)
 
 
 def test_norms_are_exact_while_streaming():
@@ -631,8 +631,8 @@ def test_losses_must_share_one_denominator():
 
 
 def test_engine_that_hides_its_gradients_is_refused(ranks):
-    for said in ranks(2).run(with_an_engine_from_outside):
-        assert "Summing, whose engine does not say where a rank's own gradient is" in said
+    for message in ranks(2).run(with_an_engine_from_outside):
+        assert "Summing, whose engine does not say where a rank's own gradient is" in message
 
 
 def with_an_engine_from_outside() -> str:

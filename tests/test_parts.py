@@ -85,7 +85,7 @@ def test_parameter_sharded_outside_of_fully_shard_is_exact(ranks, how, sync):
 
 
 def refused() -> list[str]:
-    said = []
+    messages = []
     for how, placement, sync in [
         ("a part", Replicate(), "last"),
         ("a part", Shard(0), "gathered"),
@@ -94,10 +94,10 @@ def refused() -> list[str]:
         model = wrapped(how, placement)
         try:
             Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync)
-            said.append("nothing")
+            messages.append("nothing")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            messages.append(str(error))
+    return messages
 
 
 def test_dtensor_of_unknown_gradient_is_refused_outside_of_the_wrapper(ranks):
@@ -172,8 +172,10 @@ def loss_over_data_ranks() -> str:
 
 
 def test_dtensor_loss_over_the_data_parallel_ranks_is_refused(ranks):
-    for said in ranks(2).run(loss_over_data_ranks):
-        assert "a DTensor over the data-parallel ranks [0, 1]" in said and "take the loss of local outputs" in said
+    for message in ranks(2).run(loss_over_data_ranks):
+        assert (
+            "a DTensor over the data-parallel ranks [0, 1]" in message and "take the loss of local outputs" in message
+        )
 
 
 def reads_hidden_parts(how: str) -> Any:
@@ -189,18 +191,18 @@ def reads_hidden_parts(how: str) -> Any:
             warnings.simplefilter("ignore")  # warns that a mesh of one rank is not cut
             model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
     optimizer = SGD(model.parameters(), lr=0.0)
-    said = []
+    messages = []
     for options in ({}, {"max_norm": 1.0, "on_nonfinite": "ignore"}, {"measure_noise": True, "on_nonfinite": "ignore"}):
         try:
             Accumulator(model, optimizer, **options)
-            said.append("nothing")
+            messages.append("nothing")
         except ValueError as error:
-            said.append(str(error))
+            messages.append(str(error))
     accumulator = Accumulator(model, optimizer, on_nonfinite="ignore")
     window = accumulator.window([torch.ones(2, 4, dtype=torch.float64)] * 2)
     for x in window:
         window.backward(model(x).square().mean())
-    return said, window.step().stepped
+    return messages, window.step().stepped
 
 
 @pytest.mark.parametrize("how", ["DDP", "FSDP1"])
@@ -208,7 +210,7 @@ def test_options_that_read_the_gradient_are_refused_over_hidden_parts(ranks, how
     for (finite, norm, noise), stepped in ranks(2).run(reads_hidden_parts, how):
         assert finite.startswith("on_nonfinite='raise' with") and "over tensor-parallel modules" in finite
         assert norm.startswith("max_norm=1.0 with") and noise.startswith("measure_noise with")
-        assert all("leave these out, with on_nonfinite='ignore'" in said for said in (finite, norm, noise))
+        assert all("leave these out, with on_nonfinite='ignore'" in message for message in (finite, norm, noise))
         assert stepped
 
 

@@ -194,9 +194,9 @@ def train_pairs(epochs: int, steps: int) -> dict[str, Any]:
             found, labels = [], []
             for batch in held_out:
                 with torch.no_grad():
-                    said = net(**batch).logits.argmax(-1)
-                said, right = accelerator.gather_for_metrics((said, batch["labels"]))
-                found.append(said)
+                    predicted = net(**batch).logits.argmax(-1)
+                predicted, right = accelerator.gather_for_metrics((predicted, batch["labels"]))
+                found.append(predicted)
                 labels.append(right)
             judged.append((len(torch.cat(found)), torch.cat(labels).tolist()))
         rate = schedule.get_last_lr()[0]
