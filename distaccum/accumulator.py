@@ -190,13 +190,13 @@ class Accumulator:
         those of the whole batch, in the order of ranks and samples, and gives a scalar. Each micro-batch is encoded
         without a graph, the loss is taken once, on each rank alike, and each micro-batch is encoded again, with the
         same random numbers, to carry its part back. Parameters that `loss_fn` alone uses get their gradient too.
-        `reduction` and `count` play no part; all else is as in `update`.
+        `reduction` and `count` are not used; the rest is as in `update`.
         """
         self._config.refuse_to_cut("contrast")
         return contrast(self._planner, batch, encode, loss_fn)
 
     def check(self, batch: Any, loss_fn: LossFn) -> Report:
-        """Runs `batch` once as one big batch and once accumulated; reports how far the gradients are apart, and why.
+        """Runs `batch` once as one big batch and once accumulated; reports by how much the gradients differ, and why.
 
         On the model itself, with the same random numbers; in float64 too where the module is plain. Gradients, buffers,
         modes and random numbers are put back, and nothing is stepped. In a job of several ranks the big batch is that
@@ -208,13 +208,13 @@ class Accumulator:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """Where this is: the update's index, what was learned, the scaler, and the loader where it can tell.
+        """The state: the update's index, the learned size, the scaler, and the position of a stateful loader.
 
         The loader's place is that of the loop over `windows`, or of the last that was left by `break` or an error.
 
-        Between two micro-batches of a window (after `window.backward`) also what this rank needs to go on there: all
+        Between two micro-batches of a window (after `window.backward`) also what this rank needs to resume there: all
         ranks take it after the same number of micro-batches, and `window.can_pause` says whether they can. Save every
-        rank's; what is under `rank 0`, `rank 1`, ... is that rank's own.
+        rank's; the entries `rank 0`, `rank 1`, ... belong to those ranks.
         """
         averages = None if self._noise is None else self._noise.averages
         return self._progress.state(self._setup, averages, self._own_parts())
@@ -224,7 +224,7 @@ class Accumulator:
         return self._planner.unfinished()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken; from mid-window on the same number of ranks, on which the next window
+        """Resumes where `state_dict` was taken; from mid-window on the same number of ranks, on which the next window
         must be the same: give `windows` the loader from that window's first micro-batch on. Those done are drawn and
         not yielded.
         """

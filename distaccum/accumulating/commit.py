@@ -1,4 +1,4 @@
-"""Commit: unscale, judge, clip, step, update the scaler; or the reason why not, on all ranks alike; then the record."""
+"""Commit: unscale, judge, clip, step, update the scaler, or skip for the same reason on all ranks; then record."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MOST_SKIPS = 50  # in a row
 
 @dataclass
 class Gradient:
-    """What is known of a complete window's before it is stepped."""
+    """The facts about a complete window's gradient before its step."""
 
     parameters: list[nn.Parameter]  # that have one
     norm_of: Norm
@@ -50,7 +50,7 @@ class Gradient:
 
 @final
 class Record:
-    """What the ranks add up at a step: losses by name, numbers of the noise scale, overflows."""
+    """The numbers that ranks add up at a step: losses by name, numbers of the noise scale, overflows."""
 
     def __init__(self, losses: Tensor, noise: Tensor | None, overflows: Tensor | None) -> None:
         pieces = [one for one in (losses, noise, overflows) if one is not None]
@@ -170,7 +170,7 @@ class Committer:
                 scale_of_nothing = complete.parameters[0].new_zeros(())
                 self._scaler.scale(scale_of_nothing)  # makes its scale, which elsewhere the losses made
             if unscales_in_step(self._scaler, self._optimizers):
-                # One pass. A norm that overflows in float32 is beyond what a scale should make of any gradient.
+                # One pass. A norm that overflows in float32 means that the scale is too large.
                 # A rank whose shards have no gradient takes part: the norm is of all ranks.
                 norm = gradient.norm_of(2.0)
                 gradient.divisor = self._scaler.scale(norm.new_ones((), dtype=torch.float32))
@@ -256,7 +256,7 @@ class Committer:
                 judge(complete, self._engine, "gradient", self._on_nonfinite)
 
     def _clip(self, gradient: Gradient) -> None:
-        """In a pass of its own, in that of the step, or not at all: what is not above `max_norm` is left alone."""
+        """Clips in a separate pass, in the step's pass, or not at all if the norm is within `max_norm`."""
         norm, most = gradient.norm, self._max_norm
         if norm is None or most is None or gradient.read + EPSILON <= most or math.isinf(most):
             return
@@ -270,7 +270,7 @@ class Committer:
         if gradient.flags:
             scaler.update()
         elif self._engine.peers.num_ranks > 1:
-            # Other ranks had gradients to look at, this one has none in its shards; their scales stay alike.
+            # This rank's shards have no gradients, but other ranks' do; the scales must stay equal.
             update_without_gradients(scaler, overflows)
 
     def _refuse_nonfinite_loss(self, complete: Complete, record: Record) -> None:

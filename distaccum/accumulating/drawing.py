@@ -1,4 +1,4 @@
-"""What a rank has for a window: cut from a batch, given as a list, or fed from a loader; and what it reports of it."""
+"""A rank's micro-batches for a window: cut from a batch, given as a list, or fed from a loader; and its report."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def candidate_of(
     agrees: bool,
     reduces_afterwards: Callable[[Batches], bool],
 ) -> Candidate:
-    """What this rank has for window `index`; an error is kept, so that the others can hear of it first.
+    """This rank's micro-batches for window `index`; an error is kept until the other ranks have its report.
 
     `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window.
     """
@@ -144,7 +144,7 @@ def _read(values: list[Any]) -> list[Any]:
 
 @final
 class Feed:
-    """Draws from `loader`, window by window; one that can tell its state starts from `state`, where that is given."""
+    """Draws from `loader`, window by window; a stateful loader starts from `state`, if given."""
 
     def __init__(self, loader: Iterable[Any], state: Any, *, tells_state: bool) -> None:
         self._loader: Any = loader
@@ -174,7 +174,7 @@ class Feed:
         return draw
 
     def _begin(self) -> None:
-        """A window begins, after what the one before had still to draw: its data are gone with it if it was left."""
+        """Begins a window. Data that an abandoned window had not drawn are skipped first."""
         if self._iterator is None:
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
@@ -184,17 +184,17 @@ class Feed:
         self.at_start = self.state()
 
     def state(self) -> Any:
-        """The loader's, as of what was drawn; None where it cannot tell, or nothing was drawn."""
+        """The loader's state after the drawn micro-batches; None if it has no state or none was drawn."""
         if self._iterator is None or not self._tells_state:
             return self._state
         return self._loader.state_dict()
 
     def leave(self) -> None:
-        """The epoch is broken off: `state` still tells where, whatever else the loader is used for."""
+        """Ends the epoch early; `state` keeps its position even if the loader is used elsewhere."""
         self._state, self._iterator = self.state(), None
 
     def draw(self, number: int) -> list[Any]:
-        """That number of micro-batches, or what is left."""
+        """That number of micro-batches, or all that are left."""
         assert self._iterator is not None
         drawn: list[Any] = []
         # By next() alone, and not once more after the end: some loaders start anew when asked for an iterator (as

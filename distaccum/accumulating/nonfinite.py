@@ -1,4 +1,4 @@
-"""A NaN or an infinity: where it came from, and what is done about it, on all ranks alike."""
+"""NaN and infinity: their origin and their treatment, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class NonfiniteError(DistaccumError):
 
 
 def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
-    """Raises that `what` is not finite and where, on all ranks alike, or gives it as the reason of a skip."""
+    """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip."""
     found = find_nonfinite(complete, engine)
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({found.message})"
@@ -82,12 +82,12 @@ class LookAtEnd(Observer):
 @dataclass(frozen=True)
 class Found:
     message: str  # the same on all ranks
-    is_placed: bool  # in a micro-batch; else every loss is finite and nobody looked between them
+    is_placed: bool  # True: in a micro-batch; False: every loss is finite and no backward was inspected
     cure: str = "Look for it in the data or lower the learning rate"
 
 
 def find_nonfinite(complete: Complete, engine: Engine) -> Found:
-    """What all ranks find together; all of them call it. Reads every gradient, and costs a small collective."""
+    """The finding of all ranks; each must call it. Reads every gradient, and costs a small collective."""
     names, ledger, parameters = names_of(engine.models), complete.ledger, complete.parameters
     bad = [i for i, p in enumerate(parameters) if p.grad is not None and not _is_finite(p.grad)]
     # Nothing was stepped since, so these were not finite before the first backward.

@@ -89,14 +89,14 @@ class Planner:
         self.__dict__.update(state)
         self._watch()
 
-    def apart(self) -> Planner:
-        """Another planner of the same, whose windows nobody observes, and which has a progress of its own."""
+    def separate(self) -> Planner:
+        """A separate planner with the same setup, without observers and with its own progress."""
         progress = Progress(self.config, self.setup)
         progress.size, progress.stand_in = self.progress.size, self.progress.stand_in
         return Planner(self.config, self.setup, progress, self._committer, ())
 
     def plan(self, draw: Drawing, manner: Manner = LOOP) -> Window:
-        """Draws a window, tells the other ranks of it, and hands it out."""
+        """Draws a window, exchanges reports with the other ranks, and returns it."""
         self.make_way()
         self.setup.accelerated.refuse_accumulation()
         config, progress, engine = self.config, self.progress, self.setup.engine
@@ -124,7 +124,7 @@ class Planner:
         )
 
     def _is_unproven(self, batches: Batches) -> bool:
-        """Whether nobody knows that these micro-batches fit.
+        """Whether these micro-batches are not yet proven to fit.
 
         Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
         """
@@ -195,7 +195,7 @@ class Planner:
         return self._trained
 
     def _observers_of(self, manner: Manner) -> tuple[Observer, ...]:
-        """In the order that they hear in: who waits for other ranks, who measures, who looks."""
+        """In the order of their calls: those that wait for ranks, that measure, that inspect."""
         if manner is LOOP:
             return self.observers
         first = () if manner.agreement is None else (manner.agreement,)
@@ -308,7 +308,7 @@ class Planner:
                 progress.feed = None
 
     def unfinished(self) -> tuple[Unfinished | None, Any]:
-        """Where the last window stands, and the loader where that window begins."""
+        """The position of the last window, and of the loader at its start."""
         progress, window, status = self.progress, self.standing(), self.status
         at_start = progress.loader if progress.feed is None else progress.feed.at_start
         if window is not None and status is not None and not status.is_over:

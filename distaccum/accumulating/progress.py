@@ -48,7 +48,7 @@ class Progress:
         }
 
     def load(self, state: Mapping[str, Any], setup: Setup, averages: Averages | None) -> None:
-        """Goes on from it; everything is read before anything is set."""
+        """Resumes from the state; everything is read before anything is set."""
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
         known = {"index", "scaler", "skipped", "fit", "ranks", "in_window"}
@@ -81,7 +81,7 @@ class Progress:
 
 
 def _own_part(state: Mapping[str, Any], ranks: int, setup: Setup) -> bytes | None:
-    """What the state holds of this rank alone."""
+    """This rank's own part of the state."""
     peers = setup.engine.peers
     own = f"rank {peers.global_rank}"
     if ranks != peers.world_size:

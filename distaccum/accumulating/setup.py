@@ -81,7 +81,7 @@ class Setup:
         return self._known
 
     def stepped(self) -> list[nn.Parameter]:
-        """What the optimizers hold, or all of the models where the caller steps."""
+        """The optimizers' parameters, or all of the models' if the caller steps."""
         return self.parameters().stepped or self.engine.parameters()
 
     def _found(self) -> Parameters:
@@ -91,7 +91,7 @@ class Setup:
         return Parameters(every, stepped, groups or [self._models_parameters])
 
     def _refuse(self, config: Config) -> None:
-        """What cannot be asked of these."""
+        """Refuses options that the engine or the optimizers do not support."""
         engine, stepped = self.engine, self.parameters().stepped
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")

@@ -14,7 +14,7 @@ from .ranks import RanksEngine
 
 __all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
 
-# Wrappers that nobody here knows and that would pass for a plain module, by the name of a class and of its package.
+# Unsupported wrappers that would be taken for a plain module, by the name of a class and of its package.
 UNKNOWN = {
     ("DDP", "torch"): "DistributedDataParallel(module) in the place of composable replicate()",
     ("DataParallel", "torch"): "DistributedDataParallel, also for one process per GPU on one machine",

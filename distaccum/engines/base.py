@@ -181,7 +181,7 @@ class Engine(ABC):
 
         `partial["done"]` is the number of this rank's micro-batches that had their backward.
         """
-        raise DistaccumError(f"{self.name} cannot go on in mid-window; load a state from between two windows")
+        raise DistaccumError(f"{self.name} cannot resume in mid-window; load a state from between two windows")
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None if `leaves` show it."""

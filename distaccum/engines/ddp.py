@@ -233,7 +233,7 @@ class DDPEngine(RanksEngine):
             if wrapper not in self._armed:
                 continue  # all of it is frozen
             try:
-                # Without this a missing gradient leaves ranks apart in silence, until the next window.
+                # Otherwise a missing gradient lets ranks diverge silently until the next window.
                 private.refuse_unfinished_reduction(wrapper)
             except RuntimeError as error:
                 raise DistaccumError(self._what_is_missing(wrapper, str(error))) from error

@@ -1,4 +1,4 @@
-"""What goes wrong, and what is slower or less exact than requested."""
+"""Errors, and warnings about what is slower or less exact than requested."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DistaccumError(RuntimeError):
 
 
 class LostRanksError(DistaccumError):
-    """Other ranks died or did not come, so that nothing reaches them."""
+    """Contact with other ranks is lost: they died or did not arrive, so no error can be reported to them."""
 
 
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:

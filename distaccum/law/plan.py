@@ -54,7 +54,9 @@ class Plan:
     epoch_over: bool  # no rank drew anything: the epoch is over
     no_more_after: bool  # no rank has more
     agrees: bool = False  # ranks agree before they reduce
-    reduce_afterwards: bool = False  # no backward reduces: the engine does after the last, when all ranks succeeded
+    reduce_afterwards: bool = (
+        False  # no backward reduces: the engine does after the last, when all ranks have succeeded
+    )
     largest: int = 0  # samples in a micro-batch of any rank, where they were cut
     largest_sample: int = 0  # numbers in a sample of it
 

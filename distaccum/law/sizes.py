@@ -1,4 +1,4 @@
-"""The micro-batch size that fits into memory: what was learned of it."""
+"""The micro-batch size that fits into memory, as learned so far."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class MicroBatchSize:
     """
 
     most: int | None  # the size that was requested; None: "auto"
-    size: int | None = None  # in use; None: any
+    size: int | None = None  # in use; None: no limit
     good: int = 0  # the largest that succeeded
     # Samples, and numbers in a sample, that succeeded PROOFS times, so that backward may reduce at once.
     proven: list[tuple[int, int]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class MicroBatchSize:
         self.size, self.since = larger if self.most is None else min(larger, self.most), 0
 
     def state(self) -> dict[str, Any]:
-        """What was learned. Not the requested size, nor what is proven: that was by this process, on this device."""
+        """The learned sizes only: a requested or proven size holds only for this process and device."""
         own = ("most", "proven", "trials")
         return {name: value for name, value in asdict(self).items() if name not in own}
 

@@ -1,4 +1,4 @@
-"""Update: the record of what a window did."""
+"""Update: the record of a window."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Update:
-    """What a window did. The numbers that live on the device are read when they are requested.
+    """The record of a window. Numbers on the device are read on first access.
 
     `loss` and `losses` are the same on all ranks; `grad_norm` is the norm before clipping.
     """

@@ -1,1 +1,1 @@
-"""What listens to windows: each is a file, and a window without any never enters one."""
+"""Observers of windows, one per file; a window without observers runs none of them."""

@@ -46,7 +46,7 @@ class Early:
         self.is_lost = False  # a part of it was reduced before all was there
 
     def before_backward(self, reduces: bool) -> None:
-        """What reduces takes this rank's own gradient away, so each parameter's norm is taken as it comes."""
+        """A reduction overwrites this rank's gradient, so each parameter's norm is taken when its gradient arrives."""
         self.is_lost = self.is_lost or self._norms is not None
         if reduces and not self.is_lost:
             leaves = self._engine.leaves(self._parameters())
@@ -82,7 +82,7 @@ def _norm(gradient: Tensor) -> Tensor:
 
 
 class Small(NamedTuple):
-    """What a rank's first micro-batch gave."""
+    """The norms of a rank's first micro-batch."""
 
     square: Tensor  # |g|^2, of the mean over its samples
     per_sample: float  # 1 / its count
@@ -111,7 +111,7 @@ class Norms(NamedTuple):
 
 @dataclass
 class NoiseRecord:
-    """What is to be known of one update, and the noise scale up to it."""
+    """One update's norms, and the noise scale up to that update."""
 
     of: Averages | None  # None once it is read
     numbers: Tensor | None = None  # of all ranks, when they are added up: those of `Noise.terms`

@@ -307,15 +307,17 @@ def _refuse_unlike(kinds: Sequence[Sequence[Kind]]) -> None:
     seen = {rank: [(dtype, shape[1:]) for dtype, shape in kind] for rank, kind in enumerate(kinds) if kind}
     first, *others = seen.values()
     if any(other != first for other in others):
-        shown = "; ".join(f"rank {rank}: {', '.join(f'{d} {list(s)}' for d, s in kind)}" for rank, kind in seen.items())
+        kinds_by_rank = "; ".join(
+            f"rank {rank}: {', '.join(f'{d} {list(s)}' for d, s in kind)}" for rank, kind in seen.items()
+        )
         raise DistaccumError(
-            f"encode() gives ranks different representations (dtype and shape of a sample: {shown}), expected the same "
-            "everywhere but for the number of samples"
+            f"encode() gives ranks different representations (dtype and shape of a sample: {kinds_by_rank}), expected "
+            "the same everywhere but for the number of samples"
         )
 
 
 def _refuse_others(loss: Tensor, known: set[int]) -> None:
-    """What the loss depends on, and would get no gradient: it would be left out in silence."""
+    """Refuses tensors that the loss depends on and that would silently get no gradient."""
     for of, variable in leaves([loss]).items():
         if of not in known:
             raise DistaccumError(

@@ -63,7 +63,7 @@ class Agreement(Observer):
             raise FailedElsewhere
 
     def report(self, error: Exception) -> None:
-        """Tells the others of an error on this rank, unless it is theirs."""
+        """Reports this rank's error to the others, unless it came from them."""
         if not isinstance(error, FailedElsewhere):
             self.vote(Vote.OUT_OF_MEMORY if is_out_of_memory(error) else Vote.FAILED)
 
@@ -142,7 +142,7 @@ def retry(
 
 
 def _settle(planner: Planner, status: Status, agreement: Agreement, error: Exception) -> None:
-    """Ranks tell each other what failed; returns where a smaller micro-batch may fit."""
+    """Ranks exchange their failures; returns where a smaller micro-batch may fit."""
     peers, largest = planner.setup.engine.peers, status.plan.largest
     if isinstance(error, LostRanksError):
         raise error

@@ -64,6 +64,6 @@ class GradientStamp:
         return gradient is self.gradient and self.version == (-1 if gradient is None else gradient._version)
 
     def was_tampered_with(self) -> bool:
-        """Whether `.grad` is gone or written; another tensor is allowed, as DDP moves gradients."""
+        """Whether `.grad` was removed or written; another tensor is allowed, as DDP moves gradients."""
         gradient: Any = self.holder.grad
         return gradient is None or (gradient._version != self.version and gradient is self.gradient)

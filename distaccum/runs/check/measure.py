@@ -72,7 +72,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
         finally:
             window.discard()
 
-    with _apart(planner) as trial:
+    with _separate(planner) as trial:
         subject = Subject(
             models=setup.models,
             parameters=parameters,
@@ -86,12 +86,12 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
 
 
 @contextmanager
-def _apart(planner: Planner) -> Iterator[Planner]:
+def _separate(planner: Planner) -> Iterator[Planner]:
     """A planner on the same model whose windows leave nothing: no warning, no state, no trace."""
     setup, waits, keys = planner.setup, planner.setup.engine.peers.waits, set(planner.setup.once.keys)
     setup.engine.peers.waits = None
     try:
-        yield planner.apart()
+        yield planner.separate()
     finally:
         setup.engine.peers.waits, setup.once.keys = waits, keys
 
