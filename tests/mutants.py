@@ -39,6 +39,7 @@ AREAS = {
     "fsdp2": ("fully_shard", "engines", "parts", "state"),
     "deepspeed": ("deepspeed", "engines", "accelerate"),
     "stepping": ("precision", "transaction", "batchnorm", "memory", "state", "ddp"),
+    "runs": ("contrast", "memory", "trace", "transaction", "ddp"),
 }
 
 
@@ -144,7 +145,7 @@ def table(answers: dict[str, Any]) -> str:
     lines = ["| area | defect | found by | quick |", "| --- | --- | --- | --- |"]
     for name, answer in answers.items():
         found = answer["quick"] or answer["rest"]
-        by = "**no test**" if found is None else found if found == "not run" else f"`{found}`"
+        by = "**nobody**" if found is None else found if found == "not run" else f"`{found}`"
         lines.append(f"| {answer['area']} | {name} | {by} | {'yes' if answer['quick'] else ''} |")
     quick = sum(bool(answer["quick"]) for answer in answers.values())
     every = sum((answer["quick"] or answer["rest"] or "not run") != "not run" for answer in answers.values())
@@ -198,7 +199,7 @@ def main() -> int:
                 with lock:
                     answers[mutant.title] = answer
                     ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
-                    found = answer["quick"] or answer["rest"] or "NO TEST"
+                    found = answer["quick"] or answer["rest"] or "NOBODY"
                     print(f"{mutant.title}: {found} ({answer['seconds']} s)", flush=True)
 
     workers = [threading.Thread(target=work) for _ in range(min(arguments.jobs, len(wanted)))]
