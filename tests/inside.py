@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distaccum import Accumulator, Update
+from distaccum.accumulating.planner import Planner
 from distaccum.law.sizes import MicroBatchSize
 from distaccum.observers.noise import Norms
 from distaccum.window.window import Window
@@ -45,3 +46,8 @@ def window_of(accumulator: Accumulator) -> Window:
 def num_micro_steps_of(window: Window) -> int:
     """The number of micro-steps over all ranks; a window's length leaves out stand-ins."""
     return window._source.num_micro_steps
+
+
+def planner_of(accumulator: Accumulator) -> Planner:
+    """To plan a window with an observer of the test's own, which no option takes."""
+    return accumulator._planner

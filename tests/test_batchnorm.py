@@ -403,3 +403,24 @@ def pooled_over_ranks(wrapper: str, layouts: Any) -> float:
 )
 def test_pooled_statistics_cover_all_ranks(ranks, wrapper, layouts):
     assert max(ranks(2).run(pooled_over_ranks, wrapper, layouts)) <= 1e-13
+
+
+class WithoutHooks(Normalised):
+    """It calls the layer as a compiled function does: no hook runs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.layer.forward(x)).square().mean()
+
+
+def layer_that_is_not_seen_on_one_rank() -> str:
+    ddp = DistributedDataParallel(WithoutHooks())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), batchnorm="pool", micro_batch_size=3)
+    batch = samples(6 if dist.get_rank() == 0 else 0, 1)
+    with pytest.raises(DistaccumError) as caught:
+        accumulator.update(batch, ddp)
+    return str(caught.value)
+
+
+def test_unseen_layer_on_one_rank_of_an_update_is_an_error_on_all(ranks):
+    own, other = ranks(2).run(layer_that_is_not_seen_on_one_rank)
+    assert "was not seen" in own and other.startswith("rank 0 failed in update 0")

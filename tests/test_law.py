@@ -140,10 +140,13 @@ def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_cou
         window.backward(tokens=token_loss(net, batch), samples=hidden.square().sum())  # one loss is NaN
     reference = make_net()
     joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-    (token_loss(reference, joined) + reference(joined["x"]).square().sum()).backward()
+    big = token_loss(reference, joined) + reference(joined["x"]).square().sum()
+    big.backward()
     assert error(gradient(net), gradient(reference)) <= 1e-12
     assert set(window.counts) == {"tokens", "samples"}
-    assert window.step().stepped
+    update = window.step()
+    assert update.stepped
+    assert update.loss == pytest.approx(big.item(), rel=1e-12), "the mean over nothing is no part of the record"
 
 
 def test_one_count_serves_several_reductions():

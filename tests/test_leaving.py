@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import linecache
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -120,3 +121,50 @@ def test_window_without_micro_batches_is_not_false():
     net = nn.Linear(2, 2)
     window = Accumulator(net, SGD(net.parameters(), lr=0.1)).window([])
     assert len(window) == 0 and window
+
+
+def warned_and_left(model: nn.Module, optimizer: SGD) -> list[weakref.ref[Any]]:
+    """The accumulator and a local variable of a function in which the library warned."""
+    accumulator = Accumulator(model, optimizer, steps=2)
+    model(torch.ones(1, 2)).sum().backward()  # a stale gradient, hence the warning
+    local = torch.zeros(1)
+    with pytest.warns(UserWarning, match="stood before the window"):
+        run_ones(accumulator, model)
+    return [weakref.ref(accumulator), weakref.ref(local)]
+
+
+def run_ones(accumulator: Accumulator, model: nn.Module) -> None:
+    for window in accumulator.windows([torch.ones(1, 2)]):
+        for micro_batch in window:
+            window.backward(model(micro_batch).sum())
+        window.step()
+
+
+def test_warning_keeps_neither_the_accumulator_nor_its_callers_variables():
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gc.disable()
+    try:
+        assert [found() for found in warned_and_left(model, optimizer)] == [None, None]
+        assert num_hooks(model, optimizer) == 0
+    finally:
+        gc.enable()
+
+
+class Loader:
+    def __iter__(self) -> Any:
+        return iter([torch.ones(1, 2)] * 4)
+
+
+def test_loader_of_a_stream_that_was_left_is_freed():
+    model = nn.Linear(2, 1)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, lookahead=False)
+    loader = Loader()
+    found = weakref.ref(loader)
+    for window in accumulator.windows(loader):
+        for _ in window:
+            break
+        break
+    window.discard()
+    del window, loader
+    assert found() is None

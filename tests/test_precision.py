@@ -34,6 +34,36 @@ def scaled(model=None, optimizer=None, **options):
     return model, scaler, Accumulator(model, optimizer, scaler=scaler, **options)
 
 
+def test_step_is_refused_after_the_scale_was_set_in_mid_window():
+    model, scaler, accumulator = scaled()
+    before = weights(model)
+    window = run_window(accumulator.window(BATCHES), model)
+    scaler.update(2.0**5)
+    with pytest.raises(DistaccumError, match=r"scale was updated while this window was open.*GradScaler of its own"):
+        window.step()
+    assert torch.equal(weights(model), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert run_window(accumulator.window(BATCHES), model).step().stepped
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def scale_updated_under_a_dry_rank():
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    one, two = (DistributedDataParallel(trunk()) for _ in range(2))
+    first, second = (Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler) for ddp in (one, two))
+    for accumulator, ddp in ((first, one), (second, two)):
+        assert run_window(accumulator.window(BATCHES), ddp).step().stepped
+    window = run_window(first.window(BATCHES), one)
+    other = run_window(second.window(BATCHES if dist.get_rank() == 0 else []), two)
+    assert window.step().stepped
+    with pytest.raises(DistaccumError, match="scale was updated while this window was open"):
+        other.step()
+
+
+def test_dry_rank_also_refuses_a_scale_that_was_updated(ranks):
+    ranks(2).run(scale_updated_under_a_dry_rank)
+
+
 def test_scaler_changes_no_gradient():
     model, scaler, accumulator = scaled()
     before = weights(model)

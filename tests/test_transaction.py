@@ -11,10 +11,12 @@ import pickle
 import sys
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from inside import planner_of
 from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -24,6 +26,10 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import distaccum
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum.accumulating.drawing import Batches
+from distaccum.accumulating.planner import Manner
+from distaccum.window.observer import Complete, Observer
+from distaccum.window.status import Status
 
 ROOT = str(Path(distaccum.__file__).parent)
 
@@ -40,6 +46,68 @@ def next_is_exact(accumulator, model):
     """Asserts that the next window is exact, at the initial weights of every model here."""
     run_window(accumulator.window(BATCHES), model)
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+# What observers hear
+
+
+class Recorder(Observer):
+    """Notes what it hears of a window."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def before_backward(self, at: Status, reduces: bool) -> None:
+        self.heard.append("backward")
+
+    def after_backward(self, at: Status) -> None:
+        self.heard.append("ended")
+
+    def finishing(self, at: Status) -> None:
+        self.heard.append("finishing")
+
+    def complete(self, complete: Complete) -> None:
+        self.heard.append("complete")
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("a backward that fails")
+
+
+def test_observers_hear_of_each_backward_and_of_the_end_before_the_engine_reduces(monkeypatch):
+    """Of a loss that is refused they hear nothing, and of a backward that fails no end."""
+    model, _, accumulator = make()
+    planner, recorder = planner_of(accumulator), Recorder()
+    finish = planner.setup.engine.finish
+
+    def noted() -> None:
+        recorder.heard.append("engine")
+        finish()
+
+    monkeypatch.setattr(planner.setup.engine, "finish", noted)
+
+    def window() -> Any:
+        recorder.heard.clear()
+        return planner.plan(lambda _: Batches(list(BATCHES)), Manner(also=(recorder,)))
+
+    run_window(window(), model).discard()
+    assert recorder.heard == ["backward", "ended"] * 3 + ["finishing", "engine", "complete"]
+    refused = window()
+    with pytest.raises(ValueError, match="expected a scalar"):
+        for batch in refused:
+            refused.backward(loss_of(model, batch).expand(2))
+    assert recorder.heard == []
+    failing = window()
+    with pytest.raises(RuntimeError, match="a backward that fails"):
+        for batch in failing:
+            failing.backward(Fails.apply(loss_of(model, batch)))
+    assert recorder.heard == ["backward"]
 
 
 # Leaving a window

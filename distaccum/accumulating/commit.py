@@ -166,9 +166,6 @@ class Committer:
         measures = (self._max_norm is not None or (compares and looks)) and not self._engine.judges_gradients
         if self._scaler is not None:
             self._refuse_another_scale(complete, self._scaler)
-            if not complete.num_micro_batches:
-                scale_of_nothing = complete.parameters[0].new_zeros(())
-                self._scaler.scale(scale_of_nothing)  # makes its scale, which elsewhere the losses made
             if unscales_in_step(self._scaler, self._optimizers):
                 # One pass. A norm that overflows in float32 means that the scale is too large.
                 # A rank whose shards have no gradient takes part: the norm is of all ranks.

@@ -17,6 +17,7 @@ from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import Plan, RankReport, guess_counts, make_plan
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
+from ..observers.statistics import Pool
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
 from ..window.resume import Unfinished
@@ -198,8 +199,11 @@ class Planner:
         """In the order of their calls: those that wait for ranks, that measure, that inspect."""
         if manner is LOOP:
             return self.observers
-        first = () if manner.agreement is None else (manner.agreement,)
         usual = [one for one in self.observers if not (manner.is_sum and one.key == "noise")]
+        # What may refuse the window on one rank comes before ranks agree that none has failed.
+        first: list[Observer] = [one for one in usual if isinstance(one, Pool)]
+        usual = [one for one in usual if one not in first]
+        first += [] if manner.agreement is None else [manner.agreement]
         inspection = (Inspection(self.setup.engine),) if manner.inspects else ()
         return (*first, *usual, *inspection, *manner.also)
 
@@ -300,7 +304,8 @@ class Planner:
                             feed.leave()
                         raise
                     if status.plan.no_more_after:
-                        self.make_way()  # else a step() forgotten on the last window would pass in silence
+                        if self.status is status:  # else the caller has planned another
+                            self.make_way()  # or a step() forgotten on the last window would pass in silence
                         return
         finally:
             feed.is_in_loop = False

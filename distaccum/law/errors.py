@@ -44,10 +44,10 @@ def ranks_where(flags: Sequence[object]) -> str:
 
 def warn(message: str) -> None:
     """A warning at the line of the caller's code that led here, however deep in this package it was seen."""
-    here = inspect.currentframe()
-    frame, level = here.f_back if here else None, 2
+    frame, level = inspect.currentframe(), 1  # not kept: a frame that holds itself lives on, and all that called it
     while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
         frame, level = frame.f_back, level + 1
+    del frame
     warnings.warn(message, stacklevel=level)
 
 

@@ -67,6 +67,7 @@ class Trace(Observer):
         self._part = 0
         self._forward: int | None = None  # when it began
         self._backward: int | None = None
+        self._finishing: int | None = None
         self._begun: Any = None  # a device event
         # Not the trace itself, which this would keep.
         weakref.finalize(self, _write_rest, self._file, self._spans, self._device, os.getpid())
@@ -132,13 +133,17 @@ class Trace(Observer):
         self._part += 1
 
     def finishing(self, at: Status) -> None:
-        self._backward, self._begun = now(), self._device.mark() if self._device else None
+        self._finishing, self._begun = now(), self._device.mark() if self._device else None
 
     def complete(self, complete: Complete) -> None:
+        self._end_finishing()
+
+    def _end_finishing(self) -> None:
         """The engine may have reduced after the last backward."""
-        end, began = now(), self._backward
-        self._backward = None
-        assert began is not None
+        end, began = now(), self._finishing
+        self._finishing = None
+        if began is None:
+            return
         was_reduced = not self._engine.will_reduce(True) or end - began > LEAST
         if self._engine.peers.num_ranks > 1 and was_reduced:
             self._about = {}
@@ -149,6 +154,7 @@ class Trace(Observer):
             self._end_as = outcome
             return
         self._edges.drop()
+        self._end_finishing()
         for name, began in (("forward", self._forward), ("backward", self._backward)):
             if began is not None:
                 self._about["unfinished"] = True
@@ -169,6 +175,7 @@ class Trace(Observer):
     @contextmanager
     def span(self, name: str, **about: Any) -> Iterator[None]:
         self._end_forward()
+        self._end_finishing()
         began, begun = now(), self._device.mark() if self._device and name == "step" else None
         self._depth += 1
         try:
@@ -188,6 +195,8 @@ class Trace(Observer):
                 self.end(outcome)
 
     def gathering(self) -> AbstractContextManager[None]:
+        self._end_forward()
+        self._end_finishing()  # before anything is sent
         number, self._gathers = self._gathers, self._gathers + 1
         return self.span("waiting", gather=number, arrived=now() / 1000)
 

@@ -67,6 +67,13 @@ class Ledger(ABC):
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
         self._factor = 1.0  # that the gradient was multiplied by at the edge: streaming, the shares were guesses
 
+    def begin(self) -> None:
+        """Notes the scale that all seeds of the window will have, also on a rank that gives none."""
+        if self._scaler is not None:
+            if stamp_of_scale(self._scaler) is None:
+                self._scaler.scale(torch.zeros((), device=self._device))  # which makes its scale
+            self.scale_stamp = stamp_of_scale(self._scaler)
+
     def _shares_of(self, counts: Counts) -> tuple[float | None, ...]:
         """The factor of each named loss of a micro-batch; None: the term is left out."""
         found = self._shares.get(counts)
@@ -154,7 +161,6 @@ class Ledger(ABC):
         seed = tensor
         if self._scaler is not None:
             seed = self._scaler.scale(tensor) if self._scales else tensor
-            self.scale_stamp = self.scale_stamp or stamp_of_scale(self._scaler)
         weight = Weight(tensor, seed, loss.dtype, loss.get_device())
         if found is not None:
             weight.losses, weight.numbers = found.losses, found.numbers

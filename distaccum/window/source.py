@@ -110,6 +110,7 @@ class Source(ABC):
     def clear(self) -> None:
         """Frees what was not handed out."""
         self._micro_batches.clear()
+        self.stand_in = None
 
 
 @final
@@ -147,39 +148,40 @@ class Streamed(Source):
         stream: Draws,
     ) -> None:
         super().__init__(engine, plan, stand_in)
-        self._engine, self._plan, self._stream = engine, plan, stream
+        self._engine, self._plan = engine, plan
+        self._stream: Draws | None = stream
         self._micro_batches += micro_batches
         self.counts = list(counts)
         self.numbers = [stream.num_drawn - 1] * len(self.counts)
         self._seen = -1  # the micro-step that `look_ahead` was called in last
 
     def take(self) -> Any:
-        if not self._stream.is_independent and not self.is_stand_in:
+        if self._stream is not None and not self._stream.is_independent and not self.is_stand_in:
             self.stand_in = StandIn(self._micro_batches[0], (1.0,))
         return super().take()
 
     def look_ahead(self) -> None:
         # In backward, when the caller has let go of the micro-batch before.
-        if self._seen == self.place:
+        if self._seen == self.place or self._stream is None:
             return
-        self._seen = self.place
         waits = self._engine.peers.waits
         with nullcontext() if waits is None else waits.span("plan", ahead=True):
-            self._draw()
+            self._draw(self._stream)
+        self._seen = self.place
         self._arrive()
 
-    def _draw(self) -> None:
+    def _draw(self, stream: Draws) -> None:
         drawn, error = None, None
         try:
-            drawn = self._stream() if not self.is_stand_in else None
+            drawn = stream() if not self.is_stand_in else None
         except Exception as caught:  # others may wait in the gathering below
             error = caught
         if drawn is not None:
             micro_batch, counts = drawn
             self._micro_batches.append(micro_batch)
             self.counts.append(counts)
-            self.numbers.append(self._stream.num_drawn - 1)
-        alone = self._stream.is_independent
+            self.numbers.append(stream.num_drawn - 1)
+        alone = stream.is_independent
         rows = [] if alone else self._engine.peers.gather([float(self.num), float(error is not None)])
         try:
             all_or_none(
@@ -198,6 +200,10 @@ class Streamed(Source):
         plan = replace(self._plan, num_counted=self.num_counted)
         self._engine.check(plan)
         self._count_micro_steps(self._engine, plan)
+
+    def clear(self) -> None:
+        super().clear()
+        self._stream = None  # which holds the loader
 
     def total(self) -> float:
         """The window's count over all ranks, after the last micro-batch."""

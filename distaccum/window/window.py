@@ -154,6 +154,7 @@ class Window:
                     "stale", "gradients that stood before the window were cleared: they are not part of it"
                 )
         self._engine.begin(self._plan, self._parameters)
+        self._ledger.begin()
         for observer in self._observers:
             observer.begin(self._status)
         unfinished, self._unfinished = self._unfinished, None
