@@ -303,6 +303,10 @@ def test_spans_show_when_micro_batches_are_drawn_ahead(ranks, tmp_path):
     assert_nested(ahead)
     plans = [one["args"].get("ahead", False) for one in named(streamed, "plan") if one["args"]["update"] == 0]
     assert plans == [False, True, True]
+    for wait in named(streamed, "waiting"):  # also that for the window's count: it is no reduction
+        for sent in named(streamed, "reduction"):
+            is_over = sent["ts"] + sent["dur"] <= wait["ts"] or wait["ts"] + wait["dur"] <= sent["ts"]
+            assert is_over or not sent["args"].get("by_hand")
     assert named(ahead, "window")[0]["args"]["outcome"] == "stepped"
     assert any(one["args"].get("on") == "the record of the loss" for one in named(ahead, "waiting"))
     timeline = cut(read_traces(tmp_path / "ahead"), 1, 1)

@@ -179,8 +179,9 @@ class Feed:
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
             self._iterator = iter(self._loader)
-        self.draw(self.num_left)
-        self.num_left = 0
+        while self.num_left:  # one at a time: together they may not fit
+            self.num_left -= 1
+            self.draw(1)
         self.at_start = self.state()
 
     def state(self) -> Any:

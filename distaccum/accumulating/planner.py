@@ -144,13 +144,10 @@ class Planner:
             plan = guess_counts(plan, batches.steps)
         micro_batches = [batches.micro_batches[i] for i in candidate.counted]
         counts = [candidate.counts[i] for i in candidate.counted]
-        unfinished, progress.unfinished = progress.unfinished, None
+        unfinished = progress.unfinished
         if unfinished is not None:
-            try:
-                self._refuse_another_window(unfinished, counts)
-            except BaseException:
-                progress.unfinished = unfinished
-                raise
+            self._refuse_another_window(unfinished, counts)
+            progress.unfinished = None
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)

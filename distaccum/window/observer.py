@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..law.plan import Plan
 from .ledger import Ledger
@@ -41,10 +41,6 @@ class Observer:
 
     def complete(self, complete: Complete) -> None:
         """Gradients are final."""
-
-    def numbers(self, like: Tensor, norm: Tensor | None, parameters: Sequence[nn.Parameter]) -> Tensor | None:
-        """Numbers that ranks add up with the record; `norm` is that of the gradient of `parameters`, where known."""
-        return None
 
     def end(self, outcome: str) -> None:
         """The window is over: "stepped", "undone", or the reason of a skip. Twice is no harm."""

@@ -39,13 +39,21 @@ class Draws(Protocol):
 class Source(ABC):
     """Abstract: hands out this rank's micro-batches in order, then its stand-ins."""
 
-    def __init__(self, engine: Engine, plan: Plan, stand_in: StandIn | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        plan: Plan,
+        stand_in: StandIn | None,
+        micro_batches: Sequence[Any],
+        counts: Sequence[Counts],
+        numbers: Sequence[int],
+    ) -> None:
         self.place = -1
         self.stand_in = stand_in
         self.num_counted = plan.num_counted  # micro-batches by rank; streaming, those known
-        self._micro_batches: deque[Any] = deque()
-        self.counts: list[Counts] = []  # of this rank's micro-batches
-        self.numbers: list[int] = []  # their places among all that were drawn
+        self._micro_batches: deque[Any] = deque(micro_batches)
+        self.counts = list(counts)  # of this rank's micro-batches
+        self.numbers = list(numbers)  # their places among all that were drawn
         # Of the micro-step at work:
         self.is_stand_in = False  # it is no micro-batch of this rank's own
         self.reduces = False  # its last backward does
@@ -117,19 +125,6 @@ class Source(ABC):
 class Listed(Source):
     """All of the window was drawn at planning."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        plan: Plan,
-        stand_in: StandIn | None,
-        micro_batches: Sequence[Any],
-        counts: Sequence[Counts],
-        numbers: Sequence[int],
-    ) -> None:
-        super().__init__(engine, plan, stand_in)
-        self._micro_batches += micro_batches
-        self.counts, self.numbers = list(counts), list(numbers)
-
     def look_ahead(self) -> None:
         return
 
@@ -147,12 +142,9 @@ class Streamed(Source):
         counts: Sequence[Counts],
         stream: Draws,
     ) -> None:
-        super().__init__(engine, plan, stand_in)
+        super().__init__(engine, plan, stand_in, micro_batches, counts, [stream.num_drawn - 1] * len(counts))
         self._engine, self._plan = engine, plan
         self._stream: Draws | None = stream
-        self._micro_batches += micro_batches
-        self.counts = list(counts)
-        self.numbers = [stream.num_drawn - 1] * len(self.counts)
         self._seen = -1  # the micro-step that `look_ahead` was called in last
 
     def take(self) -> Any:
