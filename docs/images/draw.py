@@ -1,0 +1,211 @@
+"""Draws the guide's pictures: window.svg, deferral.svg and sync.svg, beside this file.
+
+    python docs/images/draw.py
+
+The background is transparent. Every colour has enough contrast on white and on a dark page: that of text lies halfway.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.sax.saxutils import escape
+
+HERE = Path(__file__).parent
+TEXT = "#727a86"  # on white and on a dark page
+ON_FILL = "#ffffff"  # on the fills below
+BLUE, GREEN, ORANGE, VIOLET, GREY = "#2f6fd0", "#2b7f4f", "#b45a0c", "#8a55cf", "#6a7480"
+
+
+class Drawing:
+    def __init__(self, width: int, height: int, title: str, description: str) -> None:
+        self._lines = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+            f'height="{height}" role="img" aria-labelledby="title desc" font-family="Helvetica, Arial, sans-serif" '
+            'font-size="14">',
+            f'<title id="title">{escape(title)}</title>',
+            f'<desc id="desc">{escape(description)}</desc>',
+        ]
+
+    def text(
+        self,
+        x: float,
+        y: float,
+        words: str,
+        *,
+        colour: str = TEXT,
+        size: int = 14,
+        anchor: str = "start",
+        bold: bool = False,
+    ) -> None:
+        """`y` is the middle of the line."""
+        extra = ("" if size == 14 else f' font-size="{size}"') + (' font-weight="bold"' if bold else "")
+        extra += "" if anchor == "start" else f' text-anchor="{anchor}"'
+        self._lines.append(f'<text x="{x:g}" y="{y + 0.35 * size:g}" fill="{colour}"{extra}>{escape(words)}</text>')
+
+    def box(
+        self, x: float, y: float, width: float, height: float, fill: str, words: str | tuple[str, ...] = ()
+    ) -> None:
+        """A filled box with lines of text in its middle."""
+        self._lines.append(f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>')
+        lines = (words,) if isinstance(words, str) else words
+        for i, line in enumerate(lines):
+            place = y + height / 2 + 17 * (i - (len(lines) - 1) / 2)
+            self.text(x + width / 2, place, line, colour=ON_FILL, anchor="middle", size=13)
+
+    def frame(self, x: float, y: float, width: float, height: float) -> None:
+        self._lines.append(
+            f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="6" fill="none" stroke="{TEXT}" '
+            'stroke-dasharray="5 4"/>'
+        )
+
+    def line(self, x1: float, y1: float, x2: float, y2: float, *, dashed: bool = False, arrow: bool = False) -> None:
+        dashes = ' stroke-dasharray="3 4"' if dashed else ""
+        self._lines.append(
+            f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" stroke="{TEXT}" stroke-width="1"{dashes}/>'
+        )
+        if arrow:
+            self._lines.append(f'<path d="M{x2:g} {y2 - 5:g}l9 5l-9 5z" fill="{TEXT}"/>')
+
+    def write(self, path: Path) -> None:
+        path.write_text("\n".join([*self._lines, "</svg>", ""]), encoding="utf-8")
+
+
+def window() -> Drawing:
+    drawing = Drawing(
+        880,
+        300,
+        "A window on two ranks",
+        "Two ranks run one window, which is one update. First one small collective, the plan, gives each rank the "
+        "window's denominator, here 16 samples. Rank 0 then runs three micro-batches of 4, 4 and 3 samples, rank 1 two "
+        "of 4 and 1. Each loss is weighted by its samples over 16. Nothing is sent until the last micro-batch; there "
+        "one reduction adds the gradients of both ranks up, and step() updates the weights.",
+    )
+    left, unit, top, height = 200, 33, 84, 62
+    second = top + height + 24
+    drawing.text(14, 20, "One window = the micro-batches of one update, on all ranks", bold=True, size=16)
+    drawing.frame(82, 42, 784, 206)
+    drawing.text(left, 62, "micro-batches: nothing is sent between them")
+    drawing.box(96, top, 88, second + height - top, GREY, ("plan", "N = 16", "on all ranks"))
+    for y, rank, sizes in ((top, 0, (4, 4, 3)), (second, 1, (4, 1))):
+        drawing.text(14, y + height / 2, f"rank {rank}", bold=True)
+        x = float(left)
+        for size in sizes:
+            samples = f"{size} samples" if size > 1 else "1"
+            drawing.box(x, y, unit * size, height, BLUE, (samples, f"{size}/16"))
+            x += unit * size + 5
+        if x < left + 11 * unit:
+            drawing.line(x + 6, y + height / 2, left + 11 * unit + 8, y + height / 2, dashed=True)
+            drawing.text(x + 14, y + height / 2 - 12, "has no more, and waits")
+    end = left + 11 * unit + 24
+    drawing.box(end, top, 142, second + height - top, ORANGE, ("one reduction", "with the last", "backward"))
+    drawing.box(end + 154, top, 80, second + height - top, GREEN, ("step()", "once"))
+    drawing.line(end + 240, top + height + 12, end + 256, top + height + 12, arrow=True)
+    drawing.text(
+        14, 272, "4/16: the weight of this micro-batch's mean loss. The sum is the mean over all 16 samples, exactly."
+    )
+    return drawing
+
+
+def deferral() -> Drawing:
+    forward, backward, starts, link = 1.0, 2.0, 0.7, 3.0  # starts: from backward's start to the first bucket
+    every = forward + starts + link
+    whole = 3 * (forward + backward) + every
+    unit, left = 36.0, 108.0
+    drawing = Drawing(
+        880,
+        342,
+        "DDP with and without deferral",
+        "A timeline of one update of four micro-steps under DDP on a slow link; a sketch. Reduced in each micro-step: "
+        "every backward starts an all-reduce and the next forward waits for it: four all-reduces are on the link. "
+        "Deferred: four forwards and backwards follow each other, and one all-reduce runs with the last backward.",
+    )
+
+    def lanes(top: float, title: str, reduces: list[bool]) -> float:
+        drawing.text(14, top, title, bold=True, size=16)
+        drawing.text(14, top + 36, "compute")
+        drawing.text(14, top + 70, "link")
+        at = left
+        for reduce in reduces:
+            drawing.box(at, top + 21, forward * unit - 2, 30, GREY, "F")
+            at += forward * unit
+            drawing.box(at, top + 21, backward * unit - 2, 30, BLUE, "B")
+            if reduce:
+                drawing.box(at + starts * unit, top + 55, link * unit - 2, 30, ORANGE, "all-reduce")
+            at += max(backward, starts + link) * unit if reduce else backward * unit
+        drawing.line(at, top + 14, at, top + 92, dashed=True)
+        drawing.text(at + 8, top + 36, "step()")
+        return at
+
+    lanes(20, "Reduced in each micro-step: 4 all-reduces of the whole gradient", [True] * 4)
+    end = lanes(148, "Deferred: 1 all-reduce, hidden in part by the last backward", [False] * 3 + [True])
+    assert abs(end - left - whole * unit) < 1e-6
+    drawing.line(left, 264, 800, 264, arrow=True)
+    drawing.text(816, 264, "time")
+    for x, fill, words in ((14, GREY, "F: forward"), (130, BLUE, "B: backward")):
+        drawing.box(x, 288, 16, 16, fill)
+        drawing.text(x + 24, 296, words)
+    drawing.box(260, 288, 16, 16, ORANGE)
+    drawing.text(284, 296, "gradients of all ranks are added up, and the next forward waits for it")
+    drawing.text(14, 324, "A sketch of one rank, on a link that takes longer than a backward; not a measurement.")
+    return drawing
+
+
+def sync() -> Drawing:
+    drawing = Drawing(
+        880,
+        436,
+        "What each sync policy keeps and sends under FSDP2",
+        "For P parameters: last keeps P gradients between micro-steps, gathers parameters in each micro-step and "
+        "reduce-scatters once per window. gathered keeps P gradients and P parameters, gathers and reduce-scatters "
+        "once per window. every keeps a shard of the gradients, and gathers and reduce-scatters in each micro-step. "
+        "replicas, on a hybrid mesh, keeps a shard, gathers and reduce-scatters in each micro-step and all-reduces "
+        "over replicas once per window. The gradients are the same.",
+    )
+    names, kept, each, once, unit = 14, 112, 420, 634, 140
+    drawing.text(names, 20, "What sync= says under FSDP2, per rank, for P parameters", bold=True, size=16)
+    for x, words in ((kept, "kept between micro-steps"), (each, "in each micro-step"), (once, "once per window")):
+        drawing.text(x, 52, words, bold=True)
+    gradients, parameters, shard = (unit, BLUE, "P gradients"), (unit, VIOLET, "P parameters"), (34, BLUE, "")
+    gather, scatter = (GREY, 62, "gather"), (ORANGE, 106, "reduce-scatter")
+    reduce = (GREEN, 172, "all-reduce of replicas")
+    rows = (
+        ('"last"', (gradients,), (gather,), (scatter, reduce)),
+        ('"gathered"', (gradients, parameters), (), (gather, scatter, reduce)),
+        ('"every"', (shard,), (gather, scatter, reduce), ()),
+        ('"replicas"', (shard,), (gather, scatter), (reduce,)),
+    )
+    for i, (name, bars, micro_step, whole) in enumerate(rows):
+        y = 72 + 70 * i
+        drawing.line(names, y, 866, y)
+        drawing.text(names, y + 35, name, bold=True)
+        x = float(kept)
+        for width, fill, words in bars:
+            drawing.box(x, y + 18, width - 2, 34, fill, words)
+            x += width
+        if bars == (shard,):
+            drawing.text(x + 8, y + 35, "a shard of the gradients")
+        for start, chips in ((each, micro_step), (once, whole)):
+            if not chips:
+                drawing.text(start, y + 35, "nothing")
+            lines = [[chip for chip in chips if chip is not reduce], [chip for chip in chips if chip is reduce]]
+            lines = [line for line in lines if line]
+            for j, line in enumerate(lines):
+                x = float(start)
+                for fill, width, words in line:
+                    drawing.box(x, y + 35 + 28 * (j - (len(lines) - 1) / 2) - 12, width, 24, fill, words)
+                    x += width + 4
+    drawing.line(names, 352, 866, 352)
+    drawing.text(names, 374, "Gather: of parameters. All-reduce of replicas: only on a hybrid mesh.")
+    drawing.text(names, 396, "The gradients at step() are the same under all four; only memory and traffic differ.")
+    drawing.text(
+        names, 418, 'DDP keeps P gradients; "last" all-reduces them once per window, "every" in each micro-step.'
+    )
+    return drawing
+
+
+PICTURES = {"window.svg": window, "deferral.svg": deferral, "sync.svg": sync}
+
+
+if __name__ == "__main__":
+    for name, picture in PICTURES.items():
+        picture().write(HERE / name)
