@@ -1,0 +1,137 @@
+"""docs/examples: each diff fits what it was made from, get.py's errors are clear, and pages count the diff's lines."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+DIFFS = sorted(EXAMPLES.glob("*.diff"))
+_spec = importlib.util.spec_from_file_location("distaccum_examples_get", EXAMPLES / "get.py")
+assert _spec is not None and _spec.loader is not None
+get = importlib.util.module_from_spec(_spec)
+sys.modules[_spec.name] = get
+_spec.loader.exec_module(get)
+
+
+def files_of_hunks(hunks):
+    """The smallest files that the hunks fit, before and after: blank lines stand where the diff shows nothing."""
+    before, after = [], []
+    for hunk in hunks:
+        start = hunk.old_start - 1 if hunk.old_length else hunk.old_start
+        blank = [f"line {number}" for number in range(len(before), start)]
+        before += blank + hunk.old
+        after += blank + hunk.new
+    return "\n".join([*before, "end", ""]), "\n".join([*after, "end", ""])
+
+
+def write_example(folder, content, diff, sha256=None):
+    """A folder with get.py's table for one example called small, and a checkout of it."""
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    (checkout / "train.py").write_text(content)
+    found = hashlib.sha256(content.encode()).hexdigest()
+    entry = {"repository": "https://github.com/a/b", "commit": "0" * 40, "licence": "MIT", "folder": "", "run": "true"}
+    (folder / "originals.json").write_text(json.dumps({"small": {**entry, "files": {"train.py": sha256 or found}}}))
+    (folder / "small.diff").write_text(diff)
+    return checkout
+
+
+DIFF = "--- a/train.py\n+++ b/train.py\n@@ -2 +2,2 @@\n-two\n+zwei\n+drei\n"
+
+
+def test_table_and_diffs_name_the_same_examples():
+    assert sorted(get.originals()) == [path.stem for path in DIFFS]
+
+
+@pytest.mark.parametrize("name", get.originals())
+def test_entry_of_the_table_is_complete(name):
+    entry = get.originals()[name]
+    assert set(entry) == {"repository", "commit", "licence", "folder", "files", "run"}
+    assert re.fullmatch(r"https://github\.com/[\w.-]+/[\w.-]+", entry["repository"])
+    assert re.fullmatch(r"[0-9a-f]{40}", entry["commit"])
+    assert all(re.fullmatch(r"[0-9a-f]{64}", checksum) for checksum in entry["files"].values())
+    assert set(get.parse((EXAMPLES / f"{name}.diff").read_text())) <= set(entry["files"])
+    assert entry["licence"] and entry["run"]
+
+
+@pytest.mark.parametrize("path", DIFFS, ids=lambda path: path.stem)
+def test_hunks_are_consistent_and_apply(path):
+    for hunks in get.parse(path.read_text()).values():
+        shift, end = 0, 0
+        for hunk in hunks:
+            assert hunk.old_start > end, "hunks overlap or are out of order"
+            # A side without lines counts from the line before.
+            assert hunk.new_start + (not hunk.new_length) == hunk.old_start + (not hunk.old_length) + shift
+            shift += hunk.new_length - hunk.old_length
+            end = hunk.old_start + hunk.old_length - 1
+        before, after = files_of_hunks(hunks)
+        assert get.apply(before, hunks) == after
+        with pytest.raises(get.ExampleError, match="does not fit"):
+            get.apply("one more line\n" + before, hunks)
+
+
+@pytest.mark.parametrize("path", DIFFS, ids=lambda path: path.stem)
+def test_page_and_index_count_the_lines_of_the_diff(path):
+    removed, added = get.count(path.read_text())
+    counted = rf"\b{removed}\b[^.]{{0,40}}?\b{added}\b"  # "removes 24 lines and adds 8", "| 24 | 8 |", "-24 +8"
+    assert re.search(counted, " ".join(path.with_suffix(".md").read_text().split()))
+    row = re.search(rf"^\| \[[^|]*\]\({path.stem}\.md\).*$", (EXAMPLES / "index.md").read_text(), re.MULTILINE)
+    assert row is not None and re.search(counted, row.group())
+
+
+def test_diff_without_context_inserts_after_its_line():
+    hunks = get.parse("--- a/f\n+++ b/f\n@@ -1,0 +2 @@\n+new\n@@ -3 +3,0 @@\n-three\n")["f"]
+    assert get.apply("one\ntwo\nthree\nfour\n", hunks) == "one\nnew\ntwo\nfour\n"
+
+
+def test_diff_that_is_cut_off_is_refused():
+    with pytest.raises(get.ExampleError, match="shorter than it says"):
+        get.parse("--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n one\n-two\n")
+    with pytest.raises(get.ExampleError, match="before any file"):
+        get.parse("@@ -1 +1 @@\n-one\n+two\n")
+
+
+def test_script_and_what_became_of_it_are_written(tmp_path):
+    checkout = write_example(tmp_path, "one\ntwo\nfour\n", DIFF)
+    into = get.get("small", tmp_path / "made", checkout, tmp_path)
+    assert (into / "original" / "train.py").read_text() == "one\ntwo\nfour\n"
+    assert (into / "moved" / "train.py").read_text() == "one\nzwei\ndrei\nfour\n"
+
+
+def test_file_with_another_checksum_is_refused(tmp_path):
+    checkout = write_example(tmp_path, "one\ntwo\n", DIFF, "f" * 64)
+    with pytest.raises(
+        get.ExampleError, match=r"train\.py has SHA-256 .*, expected ffffffffffffffff.*commit 0000000000"
+    ):
+        get.get("small", tmp_path / "made", checkout, tmp_path)
+    assert not (tmp_path / "made").exists()
+
+
+def test_diff_of_another_file_is_refused(tmp_path):
+    checkout = write_example(tmp_path, "one\ntwo\n", DIFF.replace("train", "other"))
+    with pytest.raises(get.ExampleError, match=r"small\.diff changes other\.py, which originals\.json does not list"):
+        get.get("small", tmp_path / "made", checkout, tmp_path)
+
+
+def test_mistakes_get_one_line_and_status_1(tmp_path, capsys):
+    for words, message in (
+        (["nonesuch"], f"unknown example 'nonesuch'; known are {', '.join(get.originals())}"),
+        (["nanogpt", "--from", str(tmp_path / "none")], "is not a folder"),
+        (["nanogpt", "--from", str(tmp_path), "--into", str(tmp_path / "made")], "has neither commit 3adf61e154 nor"),
+    ):
+        assert get.main(words) == 1
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.count("\n") == 1 and captured.err.startswith("get.py: ") and message in captured.err
+
+
+def test_list_names_every_example(capsys):
+    assert get.main(["--list"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(get.originals())
