@@ -154,7 +154,7 @@ def get(name: str, into: Path | None = None, checkout: Path | None = None, folde
     for path, hunks in parse(diff).items():
         if path not in contents:
             raise ExampleError(f"{name}.diff changes {path}, which originals.json does not list")
-        moved[path] = apply(contents[path].decode(), hunks).encode()
+        moved[path] = apply(contents[path].decode().replace("\r\n", "\n"), hunks).encode()
     into = Path("examples", name) if into is None else into
     for kind, files in (("original", contents), ("moved", moved)):
         for path, content in files.items():
