@@ -51,17 +51,53 @@ class Accumulator:
     0 {'samples': 6}
     1 {'samples': 1}
 
-    `model` is a module, plain or with wrappers of one kind in it (DDP, fully_shard, FSDP1), or a sequence of them
-    trained together, or a DeepSpeed engine; `optimizer` is one, several, or None where the caller or the engine
-    steps; `accelerator` is the Accelerator that prepared them. Either `steps` micro-batches per rank and
-    update, or `batch_size` samples over all ranks of which one forward holds `micro_batch_size`; `steps` and
-    `batch_size` may be callables of the update's index. `max_norm=inf` measures the norm and clips nothing.
-    `accumulate_dtype=torch.float32` adds gradients of bfloat16 and float16 parameters up in float32 and rounds them
-    once, before DDP reduces them in their own dtype.
-    `lookahead=False` draws a window of `windows(loader)` while it runs, one micro-batch ahead; its count is then known
-    at its end, and the gradient is corrected there.
-    `measure_noise=True` gives each update the gradient noise scale, smoothed, in the unit of its count.
-    `trace` is a folder in which each rank writes when it did what; `distaccum timeline` draws it.
+    Args:
+        model: A module, plain or with wrappers of one kind in it (DDP, `fully_shard`, FSDP1), a DeepSpeed engine, any
+            of these under `torch.compile`, or a sequence of modules that are trained together.
+        optimizer: One, a sequence (each steps once per update), or None: a DeepSpeed engine steps itself; else you step
+            after the loop and before `window.step()`, which then records and clears.
+        steps: Micro-batches per rank and update, at least 1: an int, or a callable that gets the update's index (from
+            0) and returns one. Not together with the two sizes. Without any of the three only `window()` can be called.
+        batch_size: Samples per update over all ranks, an int or a callable as `steps`; needs `micro_batch_size`. It
+            sets the window of `windows()`: `ceil(batch_size / (ranks * micro_batch_size))` micro-batches per rank.
+        micro_batch_size: The most samples of one forward on one rank. `"auto"` is for `update()` and `contrast()`,
+            which begin with the whole batch and halve what does not fit into memory; `windows()` needs a number.
+        reduction: What your criterion did, or a dict of it by the loss's name. `"mean"`: it averages over what `count`
+            counts, and the gradient is that of the global mean. `"sum"`: it sums, and the gradient is that of the
+            global sum. `"sum_to_mean"`: it sums, and the gradient is that of the global mean.
+        count: The denominator of a micro-batch: a callable that gets one as the loader yields it and returns a finite
+            number of at least 0, or a tensor of one; or a dict of these by the loss's name, with the keys of
+            `reduction`. A micro-batch whose every count is 0 is left out. `count_tokens` makes one for token losses.
+        max_norm: Clips the L2 norm of the whole gradient, over all ranks, once per update. `math.inf` measures the norm
+            and clips nothing; None does neither, and `Update.grad_norm` is None.
+        scheduler: One or several; each steps once per update that changed the weights.
+        scaler: A `torch.amp.GradScaler`. The window scales, unscales and updates; do not call the scaler yourself.
+        accelerator: The Hugging Face `Accelerator` whose `prepare` made the model; its `backward` and scaler are used.
+        sync: When gradients are reduced; they are the same under each policy, and an engine may lack some.
+
+            - `"last"`: once per window, in its last micro-step.
+            - `"every"`: in each micro-step, so that sharded engines keep only a shard of the gradient.
+            - `"replicas"`: FSDP2 on a hybrid mesh: reduce-scatter in each micro-step, all-reduce in the last.
+            - `"gathered"`: FSDP2: gathers the parameters once per window and reduces once.
+        accumulate_dtype: `torch.float32` or `torch.float64`, in which gradients of narrower parameters add up; they are
+            rounded once, before the reduction. None adds up in the parameters' dtype, or as FSDP or DeepSpeed does.
+        on_nonfinite: What a gradient with NaN or infinity does, the same on all ranks. `"raise"`: an error, and the
+            window is discarded. `"skip"`: no step; `Update.reason` says why. `"ignore"`: no check. With a scaler an
+            overflow always skips, and `"raise"` is for a loss that is not finite.
+        batchnorm: What is done about batch normalisation in training mode, whose gradient is not that of the big batch.
+            `"warn"`: warns once and names the layers. `"pool"`: running statistics move once per window, by those of
+            all its micro-batches. `"ignore"`: they move in each forward, without a warning.
+        lookahead: True plans a window of `windows()` from all its micro-batches. False draws them while the window
+            runs, one ahead; the count is then known at its end, where the gradient is corrected.
+        measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
+        trace: A folder, in which each rank writes when it did what, for `distaccum timeline`. None writes nothing.
+
+    Raises:
+        TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.
+        ValueError: An unknown choice, arguments that exclude each other, an option that the engine lacks, a wrapper
+            without an engine, a plain module in a job of several ranks, or an optimizer without any of the model's
+            parameters.
+        DistaccumError: Accelerate or DeepSpeed is set to accumulate or clip by itself.
     """
 
     def __init__(
@@ -144,32 +180,58 @@ class Accumulator:
     # Windows
 
     def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        """One window after the other from a loader of micro-batches, until no rank has any left.
+        """One window after the other from a loader, until no rank has any micro-batch left; call it once per epoch.
 
-        What the loader yields is never cut. The last window may be short, and ranks may run out at
-        different times.
+        Args:
+            loader: Yields micro-batches of any kind, which are never cut. It needs no length. The last window may be
+                short, and ranks may run out at different times. The state of a loader with `state_dict()` is kept in
+                ours.
+
+        Yields:
+            A `Window`; call its `step()` before the next one is drawn. Leaving the loop discards the one at work.
+
+        Raises:
+            ValueError: No `steps`, and no `batch_size` with a `micro_batch_size` in numbers; or a count that is no
+                count.
+            DistaccumError: The last window is not stepped, or ranks disagree on `steps`, the index or the kind of call.
         """
         self._config.refuse_to_group()
         return self._planner.windows(loader)
 
     def split(self, batch: Any, length: int | None = None) -> Window:
-        """One window that cuts `batch`, this rank's part of the update, into micro-batches.
+        """One window of the micro-batches that `batch` is cut into, in order, as even as can be, the larger ones last.
 
-        The fewest that respect `micro_batch_size`, or `steps` of them; in order, as even as can be, the larger
-        ones last. Every tensor whose first dimension is the batch's is cut (as views), and lists of one value
-        per sample; all else goes whole to each. `length` says the batch's length where it cannot be seen.
+        Args:
+            batch: This rank's part of the update: tensors in any nesting of dicts, lists, tuples and dataclasses.
+                Tensors whose first dimension is the batch's are cut, as views, and lists of one value per sample; all
+                else goes whole to each part. The parts are the fewest within `micro_batch_size`, or `steps` of them.
+            length: Samples in it; by default the first dimension that most of its tensors share.
+
+        Raises:
+            ValueError: No size was given to the Accumulator, or the length is a tie.
+            TypeError: Nothing in the batch has a length, or something in it cannot be cut.
+            DistaccumError: As in `windows()`.
         """
         self._config.refuse_to_cut("split")
         return self._planner.plan(cut_up(batch, self._config, self._progress.size, length))
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
-        """One window of the micro-batches that the caller made; ranks may have different numbers of them."""
+        """One window of micro-batches that you made.
+
+        Args:
+            micro_batches: This rank's, drawn at once; ranks may have different numbers of them. Neither `steps` nor the
+                sizes play a part.
+
+        Raises:
+            ValueError: A count that is no count.
+            DistaccumError: As in `windows()`.
+        """
         return self._planner.plan(lambda _: Batches(list(micro_batches)))
 
     # The window, and all that can go wrong in it
 
     def update(self, batch: Any, loss_fn: LossFn) -> Update:
-        """Cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to
+        """The record of one update: cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to::
 
             window = accumulator.split(batch)
             for micro_batch in window:
@@ -177,30 +239,56 @@ class Accumulator:
             return window.step()
 
         but where a micro-batch does not fit into memory all ranks undo the window, halve the micro-batch and do it
-        again; the size is remembered, and a larger one is tried now and then. `loss_fn` may give a dict of named
-        losses. An error in it, on any rank, undoes the window on all: gradients, buffers and random numbers.
+        again; the size is remembered, and a larger one is tried now and then.
+
+        Args:
+            batch: This rank's part of the update, as in `split()`.
+            loss_fn: Called with a micro-batch, perhaps more than once; returns the loss as a scalar tensor, or a dict
+                of losses by name.
+
+        Raises:
+            Exception: What `loss_fn` raised; the window is undone: gradients, buffers and random numbers.
+            DistaccumError: The same on the other ranks; one sample does not fit; or the gradient is not finite.
+            ValueError: No size was given to the Accumulator.
         """
         self._config.refuse_to_cut("update")
         return update(self._planner, batch, loss_fn)
 
     def contrast(self, batch: Any, encode: Encode, loss_fn: Callable[..., Tensor]) -> Update:
-        """For a loss over all pairs of the batch: `loss_fn(*encode(batch))` over all ranks, in a part of its memory.
+        """The record of one update for a loss over all pairs: `loss_fn(*encode(batch))` over all ranks, in less memory.
 
-        `encode(micro_batch)` gives a representation, or a tuple of them, a row for each sample. `loss_fn` is given
-        those of the whole batch, in the order of ranks and samples, and gives a scalar. Each micro-batch is encoded
-        without a graph, the loss is taken once, on each rank alike, and each micro-batch is encoded again, with the
-        same random numbers, to carry its part back. Parameters that `loss_fn` alone uses get their gradient too.
-        `reduction` and `count` are not used; the rest is as in `update`.
+        Each micro-batch is encoded without a graph, the loss is taken once, on each rank alike, and each micro-batch is
+        encoded again, with the same random numbers, to carry its part back. `reduction` and `count` are not used.
+
+        Args:
+            batch: This rank's part of the update, as in `split()`.
+            encode: Called with a micro-batch; returns a representation or a tuple of them, tensors of a row per sample.
+            loss_fn: Called with the representations of the whole batch, in the order of ranks and samples; returns a
+                scalar tensor. Parameters that it alone uses (a temperature) get their gradient too.
+
+        Raises:
+            DistaccumError: `encode` gives other values the second time, ranks get different losses, or as in
+                `update()`.
+            ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
         self._config.refuse_to_cut("contrast")
         return contrast(self._planner, batch, encode, loss_fn)
 
     def check(self, batch: Any, loss_fn: LossFn) -> Report:
-        """Runs `batch` once as one big batch and once accumulated; reports by how much the gradients differ, and why.
+        """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
 
-        On the model itself, with the same random numbers; in float64 too where the module is plain. Gradients, buffers,
-        modes and random numbers are put back, and nothing is stepped. In a job of several ranks the big batch is that
-        of all ranks, on each of them: `batch` is this rank's part, and shall be small. `print(report)` shows all.
+        Runs both on the model itself, with the same random numbers, in float64 too where the module is plain.
+        Gradients, buffers, modes and random numbers are put back, and nothing is stepped.
+
+        Args:
+            batch: This rank's part, at least two samples. The big batch is that of all ranks, on each of them: keep it
+                small.
+            loss_fn: As in `update()`; called with micro-batches and with the big batch.
+
+        Raises:
+            DistaccumError: The engine shows no gradients (DeepSpeed), the big batch does not fit, or every gradient is
+                0.
+            ValueError: No size was given to the Accumulator.
         """
         self._config.refuse_to_cut("check")
         return check(self._planner, batch, loss_fn)
@@ -208,13 +296,16 @@ class Accumulator:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state: the update's index, the learned size, the scaler, and the position of a stateful loader.
+        """The state of this rank, to save: the index, the learned size, the scaler, the noise scale, the loader's
+        place.
 
-        The loader's place is that of the loop over `windows`, or of the last that was left by `break` or an error.
+        The loader's place is that of the loop over `windows()`, or of the last that was left by `break` or an error.
+        Between two micro-batches (after `window.backward`) the state also holds the gradients so far. All ranks then
+        take it after the same number of micro-batches, where `window.can_pause`. Save every rank's.
 
-        Between two micro-batches of a window (after `window.backward`) also what this rank needs to resume there: all
-        ranks take it after the same number of micro-batches, and `window.can_pause` says whether they can. Save every
-        rank's; the entries `rank 0`, `rank 1`, ... belong to those ranks.
+        Raises:
+            DistaccumError: Between a window's loop and its `step()`, before a micro-batch's backward, in mid-window on
+                an engine that cannot (DeepSpeed, FSDP1), or the loader's state cannot be saved.
         """
         averages = None if self._noise is None else self._noise.averages
         return self._progress.state(self._setup, averages, self._own_parts())
@@ -224,9 +315,16 @@ class Accumulator:
         return self._planner.unfinished()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state_dict` was taken; from mid-window on the same number of ranks, on which the next window
-        must be the same: give `windows` the loader from that window's first micro-batch on. Those done are drawn and
-        not yielded.
+        """Resumes where `state_dict()` was taken.
+
+        Args:
+            state: Of this rank, of the same version. One from between two windows loads on any number of ranks, one
+                from mid-window on the same number; give `windows()` the loader from that window's first micro-batch on,
+                of which those already done are drawn and not yielded.
+
+        Raises:
+            TypeError, ValueError: No such state, or one with a scaler for an Accumulator without (or the reverse).
+            DistaccumError: A window is open, the number of ranks differs in mid-window, or this rank's part is missing.
         """
         if self._planner.has_open_window:
             assert self._planner.status is not None

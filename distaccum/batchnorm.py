@@ -17,9 +17,16 @@ def batchnorms(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def freeze(model: nn.Module) -> list[str]:
-    """Puts batch normalisation into eval mode, in which it uses running statistics and is exact; gives the names.
+    """The names of all batch normalisation layers, which it puts into eval mode: they use running statistics and are
+    exact.
 
     `model.train()` undoes this, so call it afterwards. Weights and biases of these layers are trained as before.
+
+    Args:
+        model: Changed in place.
+
+    Returns:
+        Names as in `model.named_modules()`.
     """
     found = batchnorms(model)
     for _, layer in found:
@@ -28,13 +35,24 @@ def freeze(model: nn.Module) -> list[str]:
 
 
 def to_groupnorm(model: Model, per_group: int = 16) -> Model:
-    """Replaces batch normalisation by GroupNorm, which looks at each sample alone; make the optimizer after it.
+    """The model with GroupNorm, which looks at each sample alone, in the place of batch normalisation.
 
-    Groups have at least `per_group` channels, in a number that divides the layer's: the variance of few numbers, as in
-    small images, magnifies rounding. Weights and biases are kept, statistics are not.
+    Make the optimizer after it. Weights and biases are kept, statistics are not.
 
-    >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
-    3
+    Args:
+        model: Changed in place.
+        per_group: The fewest channels in a group; the number of groups divides the layer's channels. The variance of
+            few numbers, as in small images, magnifies rounding.
+
+    Returns:
+        The same model.
+
+    Raises:
+        TypeError: `model` is a batch normalisation layer itself.
+
+    Example:
+        >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups
+        3
     """
     if isinstance(model, KINDS):
         raise TypeError(f"to_groupnorm() got a {type(model).__name__} itself, expected a model that holds some")

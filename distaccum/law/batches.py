@@ -19,11 +19,20 @@ Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 
 
 def count_samples(batch: Any) -> int:
-    """The number of samples: the length of the batch dimension.
+    """The number of samples in a micro-batch: the length of its batch dimension.
 
-    >>> import torch
-    >>> count_samples({"image": torch.zeros(8, 3, 32, 32), "label": torch.zeros(8)})
-    8
+    Args:
+        batch: Tensors or arrays in any nesting of dicts, lists, tuples and dataclasses. The batch dimension is the
+            first dimension that most of them share.
+
+    Raises:
+        TypeError: Nothing in it has a dimension; give a `count` of your own, such as `len`.
+        ValueError: A tie between two lengths.
+
+    Example:
+        >>> import torch
+        >>> count_samples({"image": torch.zeros(8, 3, 32, 32), "label": torch.zeros(8)})
+        8
     """
     return batch_length(batch)
 
@@ -31,15 +40,22 @@ def count_samples(batch: Any) -> int:
 def count_tokens(
     labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False
 ) -> Callable[[Any], Tensor]:
-    """A function that counts the labels that a token loss keeps.
+    """A function that counts the labels that a token loss keeps, for `count=`.
 
-    `labels` is the key, attribute or position of the labels in a batch. `shift=True` leaves out the first of each row,
-    as losses on the next token do.
+    Args:
+        labels: The key, attribute or position of the labels in a micro-batch; a tensor of integers.
+        ignore_index: The label that the criterion leaves out, as in `CrossEntropyLoss`.
+        shift: Leaves out the first label of each row (the last dimension), as losses on the next token do.
 
-    >>> import torch
-    >>> batch = {"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])}
-    >>> int(count_tokens("labels")(batch)), int(count_tokens("labels", shift=True)(batch))
-    (3, 1)
+    Returns:
+        A callable from a micro-batch to a tensor of one number, on the labels' device. It raises TypeError if there is
+        no tensor under that name.
+
+    Example:
+        >>> import torch
+        >>> batch = {"labels": torch.tensor([[5, 6, -100], [7, -100, -100]])}
+        >>> int(count_tokens("labels")(batch)), int(count_tokens("labels", shift=True)(batch))
+        (3, 1)
     """
 
     def tokens(batch: Any) -> Tensor:

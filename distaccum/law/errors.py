@@ -12,11 +12,18 @@ PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 class DistaccumError(RuntimeError):
-    """A broken protocol: what was seen, what was expected, and the cure."""
+    """A broken protocol, such as `step()` in mid-window; its text says what was seen, what was expected, and the cure.
+
+    Wrong arguments raise ValueError or TypeError. Where ranks can know of each other's error, all of them raise; no
+    weight has changed then, unless `optimizer.step()` itself failed.
+    """
 
 
 class LostRanksError(DistaccumError):
-    """Contact with other ranks is lost: they died or did not arrive, so no error can be reported to them."""
+    """Contact with other ranks is lost: they died or did not arrive, so no error can be reported to them.
+
+    The process group cannot be used any more: start all ranks again, from a checkpoint.
+    """
 
 
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:

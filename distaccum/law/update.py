@@ -20,17 +20,23 @@ class Readable(Protocol):
 
 @dataclass(frozen=True, repr=False)
 class Update:
-    """The record of a window. Numbers on the device are read on first access.
+    """The record of a window, as `window.step()` returns it. Numbers on the device are read on first access.
 
-    `loss` and `losses` are the same on all ranks; `grad_norm` is the norm before clipping.
+    Attributes:
+        index (int): The update's index, from 0; a skipped update counts too.
+        counts (Mapping[str, float]): The denominators over all ranks, by name.
+        micro_batches (int): Micro-batches of this rank, without stand-ins and without those that nothing counts in.
+        stepped (bool): Whether the weights were stepped; True where the caller steps.
+        reason (str | None): Why they were not; None if they were.
+        seconds (float): From the window's plan to the end of its step, on this rank's host.
     """
 
     index: int
-    counts: Mapping[str, float]  # the global denominators
-    micro_batches: int  # on this rank
+    counts: Mapping[str, float]
+    micro_batches: int
     stepped: bool
-    reason: str | None  # why not
-    seconds: float  # from the window's plan to the end of its step, on this rank's host
+    reason: str | None
+    seconds: float
     _terms: Tensor | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
     _divisor: float = field(default=1, compare=False)
     _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
@@ -39,7 +45,7 @@ class Update:
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        """The loss of each name over all ranks: a mean or a sum, as its reduction says."""
+        """The loss of each name over all ranks, the same on each: a mean or a sum, as its reduction says."""
         if self._terms is None:
             return dict.fromkeys(self.counts, 0.0)
         if self._reduction is not None:
@@ -48,24 +54,29 @@ class Update:
 
     @cached_property
     def loss(self) -> float:
-        """The number whose gradient was taken, over all ranks and names."""
+        """The number whose gradient was taken: the sum of `losses`, over all ranks and the same on each."""
         return sum(self.losses.values())
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """The gradient's norm before clipping; None if nothing asked for it (`max_norm` does)."""
+        """The L2 norm of the whole gradient before clipping; None without `max_norm`, or if the update was skipped
+        early.
+
+        `max_norm=math.inf` measures it and clips nothing.
+        """
         return None if self._norm is None else float(self._norm)
 
     @cached_property
     def noise_scale(self) -> float | None:
-        """The gradient noise scale, smoothed up to this update, in the unit of its count.
+        """The gradient noise scale, smoothed up to this update, in the unit of its count; the same on all ranks.
 
         None: `measure_noise` is off, or no update had two gradients to compare; inf: noise is all that can be seen.
+        `distaccum.noise.meaning` says what it means for a batch.
         """
         return None if self._noise is None else self._noise.read()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain numbers, as for a line of a log."""
+        """All public fields as plain numbers, texts and dicts, as for a line of a log. Reads what is on the device."""
         public = ("index", "loss", "losses", "grad_norm", "counts", "micro_batches")
         more = ("stepped", "reason", "seconds", "noise_scale")
         return {name: getattr(self, name) for name in public + more}

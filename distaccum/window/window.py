@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar, final
 
 import torch
@@ -26,6 +27,7 @@ from .source import Streamed, untouched_statistics
 from .status import DONE, FAILED, WAITING, Stage, Status
 from .tamper import Tamper
 
+TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)"
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
 
@@ -46,9 +48,9 @@ class Trained:
 
 @final
 class Window:
-    """This rank's micro-batches of one update.
+    """This rank's micro-batches of one update; an Accumulator makes it.
 
-    Equivalent to, for the mean over all samples on all ranks,
+    Equivalent to, for the mean over all samples on all ranks::
 
         for micro_batch in window:
             loss = criterion(model(micro_batch))
@@ -57,6 +59,10 @@ class Window:
         optimizer.zero_grad()
 
     without a multiplication in the graph: the factor is backward's seed.
+
+    Attributes:
+        index (int): The update's index, from 0; a skipped update counts too.
+        counts (dict[str, float]): The denominators over all ranks, by name; with `lookahead=False` after the loop.
     """
 
     def __init__(
@@ -111,9 +117,10 @@ class Window:
         return self._status.stage is Stage.RUNNING and self._source.is_stand_in
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields this rank's micro-batches in order; only the last one's backward reduces.
+        """Yields this rank's micro-batches in order, once; only the last one's backward reduces (`sync="last"`).
 
-        Left early, by `break` or an exception, the window is discarded.
+        Leaving the loop by `break` or an exception discards the window. Raises DistaccumError where a micro-batch got
+        no `backward`, or gradients were cleared or changed in the loop.
         """
         status, source, observers = self._status, self._source, self._observers
         if status.stage is not Stage.PLANNED:
@@ -136,7 +143,7 @@ class Window:
                 if checks_names or status.turn is not DONE or status.has_more_parts or status.stage is Stage.LEFT:
                     end_micro_batch(status)
             if self._tamper.differs():
-                self._refuse_tampered()
+                self._refuse_lost(TAMPERED)
             if not self._plan.is_empty:
                 self._finish()
             status.stage = Stage.COMPLETE
@@ -187,30 +194,21 @@ class Window:
             self._tamper.stamp(reduced=True)
         self._tamper.forget_unused()
         if self._observers:
-            complete = self._as_complete()
+            complete = _complete(self)
             for observer in self._observers:
                 observer.complete(complete)
-
-    def _as_complete(self) -> Complete:
-        return Complete(
-            index=self.index,
-            plan=self._plan,
-            counts=self.counts,
-            num_micro_batches=len(self),
-            ledger=self._ledger,
-            parameters=self._parameters,
-            observers=self._observers,
-            started=self._started,
-            stand_in=self._source.stand_in,
-            undo=self.discard,
-            close=self._close,
-        )
 
     def backward(self, loss: Tensor | None = None, **named: Tensor | None) -> None:
         """Runs backward for this micro-batch, weighted so that the window adds up to the big batch.
 
-        With several named denominators, one loss for each: `window.backward(tokens=a, samples=b)`. A term
-        whose denominator is 0 in this micro-batch is left out.
+        Args:
+            loss: What the criterion gave: a scalar with a graph, not divided and not scaled.
+            **named: With several denominators a loss for each, or None: `window.backward(tokens=a, samples=b)`. One
+                whose denominator is 0 in this micro-batch is left out.
+
+        Raises:
+            TypeError, ValueError: No real scalar tensor with a graph, or an unknown name.
+            DistaccumError: A second backward in one micro-batch, one outside the loop, or gradients that were changed.
         """
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
         status, source = self._status, self._source
@@ -219,7 +217,7 @@ class Window:
         if self._is_first and self._engine.stale(self._parameters, in_window=True):
             self._refuse_lost("gradients came into the window that its backward() did not make")
         if self._tamper.differs():
-            self._refuse_tampered()
+            self._refuse_lost(TAMPERED)
         if not status.has_more_parts:
             source.look_ahead()
         reduce = source.reduces and not status.has_more_parts
@@ -258,41 +256,45 @@ class Window:
         self._tamper.stamp(reduced)
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields `items`; each gets a backward of its own, so that one graph lives at a time.
+        """Yields `items`; each gets a backward of its own, so that one graph lives at a time, and only the last may
+        reduce.
 
-        The gradients add up. Where this is the last micro-batch, only the last item's backward reduces. Items are
-        drawn one ahead, so let them be names of tasks or slices, and compute the losses in the loop.
+        Args:
+            items: At least one; names of tasks or slices, since they are drawn one ahead. Compute the losses in the
+                loop.
+
+        Raises:
+            ValueError: `items` is empty.
+            DistaccumError: An item got no `backward`, the loop is left early, or this micro-batch had a backward.
         """
         return each_part(self._status, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
-        """Yields each item with `outputs`, a trunk's, cut off from it; then the trunk goes backward, once.
-
-        One head's graph is alive at a time, and the trunk runs once. Equivalent to `parts` with `outputs` as they are
-        and their graph retained, which would go through the trunk once per head:
+        """Yields each item with `outputs`, cut off from their trunk, which goes backward once after the last head::
 
             for head, features in window.heads(trunk(inputs), heads):
                 window.backward(criterion(head(features), labels))
 
-        `outputs` are a tensor, or tuples, lists and dicts of them.
+        Args:
+            outputs: The trunk's, with its graph: a tensor, or tuples, lists and dicts of them.
+            items: The heads, or their names; at least one. One head's graph is alive at a time.
+
+        Raises:
+            ValueError: `outputs` have no graph, or `items` is empty.
+            DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
         if self._engine.owns_step:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
-        return each_head(self._status, outputs, items, self._run_trunk)
-
-    def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        if not outputs and all(self._source.counts_here):  # else the term was left out
-            raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-        self._source.look_ahead()
-        losses, seeds = list(outputs), self._ledger.unscaled(gradients)
-        reduce = self._source.reduces
-        if self._engine.will_reduce(reduce):
-            losses, seeds = map(list, self._engine.with_earlier(losses, seeds))
-        self._run(losses, seeds, reduce)
-        self._after_backward(reduce)
+        return each_head(self._status, outputs, items, partial(_run_trunk, self))
 
     def step(self) -> Update:
-        """Clips, steps, updates the scaler, steps the schedule, clears the gradients; gives the record."""
+        """The record of the update: clips, steps, updates the scaler, steps the schedule, clears the gradients.
+
+        With `optimizer=None` you step before it, and it records and clears. Call it once, after the loop.
+
+        Raises:
+            DistaccumError: In mid-window, after a discard, for a gradient with NaN, or after 50 skips in a row.
+        """
         if self._status.stage is not Stage.COMPLETE:
             raise DistaccumError(
                 f"step() on a window that is {self._status.describe()}; step once, after the loop over its "
@@ -301,10 +303,14 @@ class Window:
         self._status.was_asked_to_step = True
         if (self._trained.optimizers or self._engine.owns_step) and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
-        return self._commit(self._as_complete())
+        return self._commit(_complete(self))
 
     def suspend(self, devices: Sequence[torch.device]) -> Unfinished | None:
-        """What this rank needs to go on from here, between two micro-batches; for `Accumulator.state_dict`."""
+        """What this rank needs to go on from here, between two micro-batches; for `Accumulator.state_dict()`.
+
+        Args:
+            devices: Those whose random numbers are kept, besides the host's.
+        """
         if self._status.stage is Stage.PLANNED:
             return self._unfinished
         return suspended(self._status, self._engine, self._observers, devices)
@@ -336,12 +342,39 @@ class Window:
         self._tamper.clear()
         self._unfinished = None
 
-    def _refuse_tampered(self) -> NoReturn:
-        self._refuse_lost("gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)")
-
     def _refuse_lost(self, what: str) -> NoReturn:
         self.discard()
         raise DistaccumError(
             f"{what}, so the window's gradient is lost and the window is discarded; leave gradients alone in the loop, "
             "and their clearing to window.step()"
         )
+
+
+def _complete(window: Window) -> Complete:
+    return Complete(
+        index=window.index,
+        plan=window._plan,
+        counts=window.counts,
+        num_micro_batches=len(window),
+        ledger=window._ledger,
+        parameters=window._parameters,
+        observers=window._observers,
+        started=window._started,
+        stand_in=window._source.stand_in,
+        undo=window.discard,
+        close=window._close,
+    )
+
+
+def _run_trunk(window: Window, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    """The backward of what `heads` cut off."""
+    source, engine = window._source, window._engine
+    if not outputs and all(source.counts_here):  # else the term was left out
+        raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
+    source.look_ahead()
+    losses, seeds = list(outputs), window._ledger.unscaled(gradients)
+    reduce = source.reduces
+    if engine.will_reduce(reduce):
+        losses, seeds = map(list, engine.with_earlier(losses, seeds))
+    window._run(losses, seeds, reduce)
+    window._after_backward(reduce)

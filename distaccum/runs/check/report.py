@@ -31,26 +31,46 @@ ADVICE = {
 
 @dataclass(frozen=True)
 class Difference:
-    """A parameter's gradient, accumulated against the big batch's."""
+    """A parameter's gradient, accumulated against the big batch's.
+
+    Attributes:
+        name (str): The parameter's name in the model.
+        norm (float): The L2 norm of the big batch's gradient.
+        error (float): The relative error of the accumulated one, in the parameter's dtype.
+        error64 (float | None): The same in float64; None where the model cannot be cast.
+    """
 
     name: str
-    norm: float  # of the big batch's
-    error: float  # relative, in the parameter's dtype
-    error64: float | None  # in float64, where the model can be cast
+    norm: float
+    error: float
+    error64: float | None
 
 
 @dataclass(frozen=True)
 class Report:
-    """The result of `check`; printed, a table with the worst parameters first, the causes and their cures."""
+    """The result of `Accumulator.check`; printed, a table with the worst parameters first, the causes and their cures.
+
+    Attributes:
+        equivalent (bool): Whether the gradients differ by no more than rounding.
+        worst (float): The largest relative error of a parameter, in float64 where that was possible.
+        causes (tuple[str, ...]): Why they differ, each beginning with its kind: "batchnorm: ...", "dropout: ...",
+            "random: ...", "mixing: ...", "state: ...", "count: ...", "reduction: ...", "loss: ..." or "unknown: ...".
+        parameters (tuple[Difference, ...]): Each parameter's difference, the worst first.
+        dtype (str): The dtype that `worst` was found in, such as "float64".
+        bound (float): The relative error up to which a difference counts as rounding.
+        samples (int): Samples of the big batch, over all ranks.
+        micro_batches (tuple[int, ...]): Micro-batches by rank.
+        notes (tuple[str, ...]): What else was seen, such as micro-batches that were left out.
+    """
 
     equivalent: bool
-    worst: float  # the largest relative error: in float64 where that was possible
-    causes: tuple[str, ...]  # "batchnorm: ...", "dropout: ...", "random: ...", "count: ...", "loss: ...", ...
-    parameters: tuple[Difference, ...]  # the worst first
-    dtype: str  # that `worst` was found in
-    bound: float  # up to which that is rounding
-    samples: int  # over all ranks
-    micro_batches: tuple[int, ...]  # by rank
+    worst: float
+    causes: tuple[str, ...]
+    parameters: tuple[Difference, ...]
+    dtype: str
+    bound: float
+    samples: int
+    micro_batches: tuple[int, ...]
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
