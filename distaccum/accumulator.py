@@ -174,7 +174,7 @@ class Accumulator:
 
     @property
     def index(self) -> int:
-        """The index of the next update: the number of windows that were stepped or skipped."""
+        """The index of the next update, which is the number of windows that were stepped or skipped."""
         return self._progress.index
 
     # Windows

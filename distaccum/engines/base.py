@@ -35,25 +35,60 @@ class Leaf(NamedTuple):
 
 
 class Engine(ABC):
-    """Abstract, with one final class per kind of wrapper, which is found by its `wraps` wherever it is defined."""
+    """What differs between the wrappers of a model. Abstract: write one final class for a wrapper, here or in your
+    package.
 
-    name: ClassVar[str] = ""  # of the wrapper, as errors list it
+    It is found by its `wraps` as soon as it is defined. `check`, `begin`, `backward`, `finish` and `release` must be
+    written; every other method has a default that suits a wrapper which leaves whole gradients in `.grad`.
+
+    Args:
+        models: The modules as the Accumulator got them.
+        sync: One of `policies`.
+        peers: The ranks; by default this process alone.
+
+    Attributes:
+        name (str): The wrapper's name, as errors list it.
+        policies (tuple[Sync, ...]): The values of `sync` that it has.
+        divisor (float): What the reduction divides by: the number of ranks where it averages, 1 where it sums.
+        lockstep (bool): Forwards, or the last backward, wait for all ranks, so a rank without data must stand in.
+        gradients_stay (bool): Gradients stay in `.grad` of the parameters, from the last backward to `step`.
+        judges_gradients (bool): `step` checks the gradient itself; its norm is known only afterwards.
+        scales_losses (bool): The wrapper scales losses, and skips steps that overflow.
+        shows_partial (bool): It has `partial` and `put_partial`, so a state can be taken in mid-window.
+        can_be_cast (bool): Parameters have no other form, so that they can be cast to float64 and put back.
+        gathers (bool): Parameters are gathered inside forward and backward.
+        hides_parameters (bool): Outside forward, parameters are parts that cannot be computed with.
+        owns_step (bool): The wrapper owns the optimizer, so that `step` needs none.
+        models (tuple[nn.Module, ...]): The modules as they were given.
+        sync (Sync): The policy that was chosen.
+        run_backward (Callable): Runs autograd from losses and their seeds; call it in `backward`. Accelerate replaces
+        it. peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`.
+
+    Raises:
+        ValueError: `sync` is not in `policies`.
+    """
+
+    name: ClassVar[str] = ""
     policies: tuple[Sync, ...] = ("last", "every")
 
-    divisor: float = 1  # of the reduction
-    lockstep: bool = False  # forwards, or the last backward, wait for all ranks: a rank without data must stand in
-    gradients_stay: bool = True  # in .grad of the parameters, from the last backward to step
-    judges_gradients: bool = False  # `step` checks the gradient itself; its norm is known only afterwards
-    scales_losses: bool = False  # the wrapper scales losses, and skips steps that overflow
-    shows_partial: bool = False  # it has `partial`
-    can_be_cast: bool = False  # parameters have no other form, so that they can be cast and put back
-    gathers: bool = False  # parameters are gathered inside forward and backward
-    hides_parameters: bool = False  # outside forward, parameters are parts that cannot be computed with
-    owns_step: bool = False  # the wrapper owns the optimizer, so that `step` needs none
+    divisor: float = 1
+    lockstep: bool = False
+    gradients_stay: bool = True
+    judges_gradients: bool = False
+    scales_losses: bool = False
+    shows_partial: bool = False
+    can_be_cast: bool = False
+    gathers: bool = False
+    hides_parameters: bool = False
+    owns_step: bool = False
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
-        """Whether `module` is the wrapper that this engine is for; imports nothing."""
+        """Whether `module` is the wrapper that this engine is for; imports nothing.
+
+        Args:
+            module: Each module in the models, the root and those inside it.
+        """
         return False
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync, peers: Peers | None = None) -> None:
@@ -83,11 +118,20 @@ class Engine(ABC):
         return schedulers
 
     def adopt_max_norm(self, max_norm: float | None) -> float | None:
-        """The norm for `clip`; raises if the wrapper clips at another."""
+        """The norm for `clip`; raises if the wrapper clips at another.
+
+        Args:
+            max_norm: The Accumulator's argument.
+        """
         return max_norm
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes gradients add up in `dtype` or a wider one; raises if the wrapper adds them up in a narrower one."""
+        """Makes gradients add up in `dtype` or a wider one; raises if the wrapper adds them up in a narrower one.
+
+        Args:
+            dtype: `torch.float32` or `torch.float64`.
+            parameters: The models' and the optimizers', each once.
+        """
         raise ValueError(f"{self.name} does not support accumulate_dtype; remove the argument")
 
     def num_laid_out(self) -> int:
@@ -98,7 +142,11 @@ class Engine(ABC):
 
     @abstractmethod
     def check(self, plan: Plan) -> None:
-        """Raises, on all ranks, if this engine cannot run the plan."""
+        """Raises, on all ranks, if this engine cannot run the plan.
+
+        Args:
+            plan: What all ranks know of the window: `counts`, and `num_counted`, micro-batches by rank.
+        """
 
     def num_micro_steps(self, plan: Plan) -> int:
         """Micro-steps of this rank: more than its micro-batches where it must stand in for the others' sake."""
@@ -114,11 +162,22 @@ class Engine(ABC):
 
     @abstractmethod
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins a window: reductions are postponed."""
+        """Begins a window: reductions are postponed.
+
+        Args:
+            plan: As in `check`.
+            parameters: Those whose gradients make up the window.
+        """
 
     @abstractmethod
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        """One `run_backward` from `losses`, weighted by `seeds`; reduces the sum of all if `reduce`."""
+        """One `run_backward` from `losses`, weighted by `seeds`; reduces the sum of all if `reduce`.
+
+        Args:
+            losses: Scalars with a graph, one for each named loss.
+            seeds: Their factors, scalars too; a scaler's scale is in them.
+            reduce: This backward reduces what it and the earlier ones have added up.
+        """
 
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -162,7 +221,12 @@ class Engine(ABC):
             self.sums.clear()
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
-        """Whether there are gradients that `clear` did not leave; `in_window`: before its first backward."""
+        """Whether there are gradients that `clear` did not leave; `in_window`: before its first backward.
+
+        Args:
+            parameters: As in `begin`.
+            in_window: The window has begun and had no backward yet.
+        """
         return any(parameter.grad is not None for parameter in parameters)
 
     def show_parameters(self) -> None:
@@ -170,7 +234,11 @@ class Engine(ABC):
         return
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        """The gradients that this rank's backwards have added up so far, on the host."""
+        """The gradients that this rank's backwards have added up so far, on the host.
+
+        Args:
+            parameters: As in `begin`.
+        """
         raise DistaccumError(
             f"state_dict() in mid-window with {self.name}, which hides the gradients of an open window; call it "
             "between two windows, after window.step()"
@@ -179,12 +247,19 @@ class Engine(ABC):
     def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
         """Restores `partial` after `begin`, on all ranks together, in the place of the backwards that made it.
 
-        `partial["done"]` is the number of this rank's micro-batches that had their backward.
+        Args:
+            parameters: As in `begin`.
+            partial: What `partial` returned, and under `"done"` how many of this rank's micro-batches had their
+                backward.
         """
         raise DistaccumError(f"{self.name} cannot resume in mid-window; load a state from between two windows")
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None if `leaves` show it."""
+        """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None if `leaves` show it.
+
+        Args:
+            parameters: The optimizers'.
+        """
         return "whose engine does not say where a rank's own gradient is; give it hides_own() and leaves()"
 
     def hides_parts(self) -> str | None:
@@ -192,18 +267,33 @@ class Engine(ABC):
         return None
 
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
-        """Where gradients of `parameters` add up on this rank, before they are reduced."""
+        """Where gradients of `parameters` add up on this rank, before they are reduced.
+
+        Args:
+            parameters: The optimizers'.
+        """
         standing = self.sums.standing if self.sums is not None else attrgetter("grad")
         return [Leaf(p, partial(standing, p)) for p in parameters if p.requires_grad]
 
     # The update
 
     def scale(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
-        """Multiplies the final gradient."""
+        """Multiplies the final gradient.
+
+        Args:
+            parameters: As in `begin`.
+            factor: The correction of a window with `lookahead=False`.
+        """
         scale([p.grad for p in parameters if p.grad is not None], factor)
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        """The norm of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity."""
+        """The norm of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity.
+
+        Args:
+            parameters: Those with a gradient.
+            kind: 2 or infinity.
+            over: A scalar that gradients are divided by first, so that squares do not overflow.
+        """
         return total_norm([p.grad for p in parameters if p.grad is not None], kind, over)
 
     def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
@@ -211,11 +301,21 @@ class Engine(ABC):
         return self.norm(parameters).square() / self.peers.num_ranks
 
     def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        """Scales a gradient of norm `norm` to at most `max_norm`."""
+        """Scales a gradient of norm `norm` to at most `max_norm`.
+
+        Args:
+            parameters: Those with a gradient.
+            max_norm: The most.
+            norm: What `norm` returned.
+        """
         clip([p.grad for p in parameters if p.grad is not None], max_norm, norm)
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
-        """Steps the optimizers; returns why not, if the wrapper decided against it."""
+        """Steps the optimizers; returns why not, if the wrapper decided against it.
+
+        Args:
+            optimizers: Those that `adopt_optimizers` returned.
+        """
         for optimizer in optimizers:
             optimizer.step()
         return None

@@ -18,7 +18,18 @@ from .shards import is_part, lies_over
 
 
 class RanksEngine(Engine):
-    """Abstract: an engine whose ranks are a process group."""
+    """An engine whose ranks are a process group. Abstract: subclass it for a wrapper that reduces over several ranks.
+
+    Args:
+        models: As in `Engine`.
+        sync: As in `Engine`.
+        group: The data-parallel ranks.
+
+    Attributes:
+        group (dist.ProcessGroup): The same.
+        host_group (dist.ProcessGroup): A group of the same ranks whose collectives run on the host.
+        divisor (float): The number of ranks; set it to 1 after `super().__init__` if the wrapper sums.
+    """
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync, group: dist.ProcessGroup) -> None:
         peers = GroupPeers(group)
@@ -29,7 +40,12 @@ class RanksEngine(Engine):
     def average(
         self, parameters: Sequence[nn.Parameter], is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False
     ) -> None:
-        """Reduces gradients of which the wrapper reduces none; on all ranks, with the same parameters."""
+        """Reduces gradients of which the wrapper reduces none; on all ranks, with the same parameters.
+
+        Args:
+            parameters: Their `.grad` is summed over the ranks and divided by `divisor`.
+            is_zeroed: Whether a parameter's gradient is zeros that stand for none, so that it may become None.
+        """
         if parameters:
             average_by_hand(parameters, self.group, self.host_group, self.divisor, is_zeroed)
 

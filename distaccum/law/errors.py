@@ -14,8 +14,7 @@ PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 class DistaccumError(RuntimeError):
     """A broken protocol, such as `step()` in mid-window; its text says what was seen, what was expected, and the cure.
 
-    Wrong arguments raise ValueError or TypeError. Where ranks can know of each other's error, all of them raise; no
-    weight has changed then, unless `optimizer.step()` itself failed.
+    Wrong arguments raise ValueError or TypeError. Where ranks can know of each other's error, all of them raise.
     """
 
 

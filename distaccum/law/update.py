@@ -45,7 +45,7 @@ class Update:
 
     @cached_property
     def losses(self) -> dict[str, float]:
-        """The loss of each name over all ranks, the same on each: a mean or a sum, as its reduction says."""
+        """The loss of each name over all ranks, the same on each; a mean or a sum, as its reduction says."""
         if self._terms is None:
             return dict.fromkeys(self.counts, 0.0)
         if self._reduction is not None:
@@ -54,13 +54,12 @@ class Update:
 
     @cached_property
     def loss(self) -> float:
-        """The number whose gradient was taken: the sum of `losses`, over all ranks and the same on each."""
+        """The number whose gradient was taken, the sum of `losses`, over all ranks and the same on each."""
         return sum(self.losses.values())
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """The L2 norm of the whole gradient before clipping; None without `max_norm`, or if the update was skipped
-        early.
+        """The L2 norm of the whole gradient before clipping; None without `max_norm`, or if nothing counted.
 
         `max_norm=math.inf` measures it and clips nothing.
         """

@@ -102,7 +102,7 @@ class Window:
 
     @property
     def can_pause(self) -> bool:
-        """Whether every rank, after this many micro-batches, has another: then all can take a `state_dict()`.
+        """Whether every rank, after this many micro-batches, has another, so that all can take a `state_dict()`.
 
         False in a window's last micro-batch, on engines that cannot (DeepSpeed, FSDP1), and streaming on ranks that
         step alone (DDP).
@@ -111,7 +111,7 @@ class Window:
 
     @property
     def stand_in(self) -> bool:
-        """True while the micro-batch at work only keeps this rank in step with the others: it was there before, its
+        """True while the micro-batch at work only keeps this rank in step with the others; it was there before, its
         share is 0, and it is counted nowhere. A plain module and DDP never need one.
         """
         return self._status.stage is Stage.RUNNING and self._source.is_stand_in
@@ -119,8 +119,7 @@ class Window:
     def __iter__(self) -> Iterator[Any]:
         """Yields this rank's micro-batches in order, once; only the last one's backward reduces (`sync="last"`).
 
-        Leaving the loop by `break` or an exception discards the window. Raises DistaccumError where a micro-batch got
-        no `backward`, or gradients were cleared or changed in the loop.
+        Left early, by `break` or an exception, the window is discarded. A micro-batch without `backward` is an error.
         """
         status, source, observers = self._status, self._source, self._observers
         if status.stage is not Stage.PLANNED:
@@ -203,7 +202,7 @@ class Window:
 
         Args:
             loss: What the criterion gave: a scalar with a graph, not divided and not scaled.
-            **named: With several denominators a loss for each, or None: `window.backward(tokens=a, samples=b)`. One
+            **named: With several denominators a loss for each, `window.backward(tokens=a, samples=b)`, or None. One
                 whose denominator is 0 in this micro-batch is left out.
 
         Raises:

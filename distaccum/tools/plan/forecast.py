@@ -54,14 +54,43 @@ def plan(
 ) -> Forecast:
     """Steps, cut, tail, bytes and seconds of a run, and its learning rate, as far as the arguments determine them.
 
-    `samples` are those of an epoch. Counts may be texts such as "350M". `link_gbit` is the rate between two nodes (each
-    way, nominal; with one node between two ranks), `node_gbit` of one rank within a node. `model` is a model, a batch
-    and a loss_fn to measure parameters and seconds on. `backend` is "nccl" where there is a CUDA device, else "gloo".
-    `cpu_seconds_per_gb` is the time that sending a GB takes of the computing core, where a rank on a CPU has only one.
+    Whole numbers may be texts such as "512", "7e9", "350M" or "1,281,167". What is left out is None in the result.
 
-    >>> forecast = plan(batch_size=1000, micro_batch_size=32, ranks=8)
-    >>> forecast.steps, forecast.windows.samples, str(forecast.split)
-    (4, 1024, '1,000 samples (8 ranks: 125 = 3 x 31 + 1 x 32)')
+    Args:
+        batch_size: Samples per update over all ranks.
+        micro_batch_size: The most samples of one forward on one rank.
+        ranks: Data-parallel ranks; a multiple of `nodes`.
+        nodes: Machines, with as many ranks on each.
+        parameters: Trained parameters of the model.
+        dtype_bytes: Bytes of one number of the gradient; 4 by default, or the model's own with `model`.
+        link_gbit: The rate between two nodes in Gbit/s, each way and nominal; with one node between two ranks.
+        node_gbit: The rate of one rank within a node in Gbit/s, each way and nominal.
+        micro_step_seconds: Seconds of one forward and backward of a micro-batch on one rank, without communication.
+        samples: Samples of an epoch, dealt out to the ranks one by one.
+        model: A model, a batch and a `loss_fn` (micro-batch -> loss), on which parameters and seconds are measured.
+        backend: `"nccl"` or `"gloo"`; by default NCCL where there is a CUDA device.
+        latency_us: Microseconds of one hop of a collective; by default the backend's.
+        efficiency: The part of the nominal rate that reductions reach, above 0 and at most 1; by default the backend's.
+        gather_efficiency: The same of gathers; by default `efficiency`, else the backend's.
+        cpu_seconds_per_gb: Seconds that sending a GB takes of the computing core, where a rank has only one.
+        bucket_mb: Megabytes of gradients that are reduced at a time; 25 by default, as DDP's.
+        base_batch_size: The batch size that `lr` and `betas` were chosen for.
+        lr: The learning rate at `base_batch_size`.
+        optimizer: `"sgd"` or `"adam"`; None gives the rules of both.
+        betas: Adam's, at `base_batch_size`.
+        reduction: The criterion's, as the Accumulator's. `"sum"` has scaled SGD's step with the batch already.
+
+    Returns:
+        A `Forecast`; its `missing` says which arguments to give for what is None.
+
+    Raises:
+        TypeError: A count that is no whole number.
+        ValueError: A number out of range, an unknown choice, or `ranks` that `nodes` does not divide.
+
+    Example:
+        >>> forecast = plan(batch_size=1000, micro_batch_size=32, ranks=8)
+        >>> forecast.steps, forecast.windows.samples, str(forecast.split)
+        (4, 1024, '1,000 samples (8 ranks: 125 = 3 x 31 + 1 x 32)')
     """
     given = _checked(dict(locals()))
     notes = []

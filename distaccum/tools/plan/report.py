@@ -18,14 +18,35 @@ from .plot import bytes_text, draw_plan, seconds_text
 class Forecast:
     """The result of `plan`: None where an argument is missing, which `missing` names.
 
-    `print(forecast)` is the text of `distaccum plan`, `as_dict()` its `--json`, `plot(path)` its `--plot`.
+    `print(forecast)` is the text of `distaccum plan`, `to_json()` its `--json`, `plot(path)` its `--plot`.
+
+    Attributes:
+        given (dict[str, Any]): The arguments, with counts as numbers and what was measured or chosen.
+        gradient_bytes (int | None): Bytes of a whole gradient.
+        steps (int | None): Micro-batches per rank and update.
+        windows (Cut | None): What an update holds by `windows(loader)`, in whole micro-batches: its `samples`, and in
+            `ranks` groups of ranks that hold the same (`ranks`, `samples`, `micro_batches` as pairs of number and
+            size).
+        split (Cut | None): The same by `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
+        windows_tail (Tail | None): The end of an epoch by `windows(loader)`: `updates` of the epoch, the `last` of them
+            (a Cut), its `share` of a whole window's samples, `ranks_with_fewer_micro_batches` and `dry_ranks` in it.
+        split_tail (Tail | None): The same by `split(batch)`.
+        policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`, with these keys: `policy`, its name;
+            `bytes_per_micro_step`, `bytes_once` and `bytes_per_update` that a rank sends; `seconds_per_update` and
+            their `timing`; `window_for`, the shortest windows that expose less than 10% and 5% communication;
+            `next_doubling_wins`, the part of the time per sample that a window twice as long saves; and `line`, seconds
+            per micro-step and per update.
+        learning_rate (dict[str, Any] | None): `kappa`, the batch in base batches; `advice`, sentences; with `optimizer`
+            also `lr_times`, `lr`, and for Adam `betas` and `eps_times`.
+        notes (tuple[str, ...]): What was measured or chosen for you.
+        missing (tuple[str, ...]): Which options to give for what is None.
     """
 
     given: dict[str, Any]
     gradient_bytes: int | None
-    steps: int | None  # micro-batches per rank and update
-    windows: Cut | None  # by windows(loader): whole micro-batches
-    split: Cut | None  # by split(batch) and update(batch, loss_fn): the batch, exactly
+    steps: int | None
+    windows: Cut | None
+    split: Cut | None
     windows_tail: Tail | None
     split_tail: Tail | None
     policies: tuple[dict[str, Any], ...]
@@ -34,9 +55,11 @@ class Forecast:
     missing: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
+        """All attributes as plain dicts, tuples and numbers."""
         return dataclasses.asdict(self)
 
     def to_json(self) -> str:
+        """The same as a JSON text."""
         return json.dumps(self.as_dict(), indent=2)
 
     def __str__(self) -> str:
@@ -56,7 +79,14 @@ class Forecast:
         return "\n".join(wrapped(lines, width()))
 
     def plot(self, path: str | Path) -> None:
-        """Draws seconds per micro-step against the window's length, and the parts of an update (png, svg or pdf)."""
+        """Draws seconds per micro-step against the window's length, and the parts of an update; needs matplotlib.
+
+        Args:
+            path: The file; its ending says png, svg or pdf.
+
+        Raises:
+            ValueError: There are no seconds to draw; `missing` says what to give.
+        """
         draw_plan(self.as_dict(), Path(path))
 
     def _cuts(self) -> Iterator[str]:
