@@ -37,7 +37,8 @@ def arguments(name: str, description: str) -> tuple[Path | None, dict[str, Any] 
     if args.folder is not None and not (args.folder / "moved").is_dir():
         parser.error(f"{args.folder} has no folder `moved`; run get.py first")
     try:
-        return args.folder or get.get(name, Path(tempfile.mkdtemp()) / name, args.checkout), None
+        folder = args.folder or get.get(name, Path(tempfile.mkdtemp()) / name, args.checkout)
+        return folder.resolve(), None  # the children change their folder
     except get.ExampleError as error:
         parser.exit(1, f"measure_{name}.py: {error}\n")
 
