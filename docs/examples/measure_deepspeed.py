@@ -55,7 +55,7 @@ def child(spec: dict[str, Any]) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    seen: dict[str, Any] = {"errors": [], "sizes": [], "largest": 0}
+    seen: dict[str, Any] = {"errors": [], "sizes": []}
     samples: list[Any] = []
     before: list[Any] = []
 
@@ -69,10 +69,8 @@ def child(spec: dict[str, Any]) -> None:
     def stepped(engine: Any, *args: Any, **kwargs: Any) -> Any:
         result = step(engine, *args, **kwargs)
         network = engine.module
-        change = [
-            (b - p.detach().double()) / RATE
-            for b, p in zip(*(n.parameters() for n in (before[0], network)), strict=True)
-        ]
+        pairs = zip(before[0].parameters(), network.parameters(), strict=True)
+        change = [(b - p.detach().double()) / RATE for b, p in pairs]
         if any(bool(one.any()) for one in change):
             of_all: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(of_all, samples)
@@ -93,7 +91,6 @@ def child(spec: dict[str, Any]) -> None:
         def look(module: Any, inputs: Any) -> None:
             if torch.is_grad_enabled():
                 samples.append([inputs[0].clone()])
-                seen["largest"] = max(seen["largest"], len(inputs[0]))
 
         model.register_forward_pre_hook(look)
         return initialize(*args, model=model, **kwargs)
@@ -129,12 +126,11 @@ def main(folder: Path) -> None:
                     case,
                     ranks,
                     stage,
-                    seen["largest"],
                     ", ".join(map(str, seen["sizes"])) + (f"; {seen['left']} left" if seen["left"] else ""),
                     ", ".join(map(measuring.number, seen["errors"])),
                 ]
             )
-    header = ["", "ranks", "ZeRO stage", "images in a forward", "images in each update, 2 epochs"]
+    header = ["", "ranks", "ZeRO stage", "images in each update, 2 epochs"]
     measuring.table([*header, "error of each update's gradient"], rows)
     measuring.versions("deepspeed")
 
