@@ -5,8 +5,8 @@
 The gradient of the adapters just before `optimizer.step()` is compared with that of one batch of all rows of the
 update, in float64. Needs peft and transformers. What train_utils.py imports from the rest of llama-cookbook, and does
 not use here, is replaced by empty modules. The rows are random: a prompt, whose labels are -100, and a summary, of
-lengths drawn from log-normal distributions (medians 40 and 12). Four of five next tokens follow from the token before, by a
-rule that is another one in the rows on which the model was trained before it got its adapters.
+lengths drawn from log-normal distributions (medians 40 and 12). Four of five next tokens follow from the token before,
+by a rule that is another one in the rows on which the model was trained before it got its adapters.
 """
 
 from __future__ import annotations
