@@ -1,7 +1,7 @@
 """How far a LightningModule with an Accumulator is from one big batch per update.
 
-    python docs/examples/lightning.py       # one device
-    python docs/examples/lightning.py 2     # two CPU processes, strategy="ddp", ranks with 14 and 4 samples
+    python docs/examples/measure_lightning.py       # one device
+    python docs/examples/measure_lightning.py 2     # two CPU processes, strategy="ddp", ranks with 14 and 4 samples
 
 It needs pytorch-lightning.
 """

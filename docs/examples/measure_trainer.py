@@ -1,6 +1,6 @@
 """How far transformers' Trainer is from one big batch, by how its loss is written; and the loop of its own beside it.
 
-    python docs/examples/trainer.py
+    python docs/examples/measure_trainer.py
 
 One update of four micro-batches with 20, 3, 7 and 18 labels, in float64 on a CPU. The optimizer is SGD with a learning
 rate of 1, so the change of the weights is the gradient. It needs distaccum[accelerate,transformers].
