@@ -1,6 +1,6 @@
 """Measures train_one_epoch of torchvision's classification reference, with accumulation by hand and moved.
 
-    python docs/examples/measure_torchvision.py --from CHECKOUT
+    python docs/examples/measure_torchvision.py [--from CHECKOUT]
 
 Only that function is run, on the CPU, with a small network (GroupNorm), 44 random images and mixed labels, in float64.
 The gradient at each `optimizer.step()` is compared with that of one batch of all images of the update, and the
@@ -9,7 +9,6 @@ averaged weights (EMA) with those of a loop with batches of 16.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import sys
 from collections import defaultdict
@@ -18,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import get
 import measuring
 import torch
 from torch import nn
@@ -111,25 +109,20 @@ def measure(function: Any, size: int, clip: float | None) -> dict[str, Any]:
 
     optimizer.register_step_pre_hook(look)
     loader = list(zip(images.split(size), labels.split(size), strict=True))
-    args = SimpleNamespace(amp=False, clip_grad_norm=clip, lr_warmup_epochs=0, model_ema_steps=1, print_freq=10)
+    args = SimpleNamespace(clip_grad_norm=clip, lr_warmup_epochs=0, model_ema_steps=1, print_freq=10)
     function(model, criterion, optimizer, loader, "cpu", 0, args, model_ema=ema)
     return {**seen, "average": [p.detach().clone() for p in ema.module.parameters()]}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--from", type=Path, metavar="CHECKOUT", dest="checkout", required=True)
-    path = parser.parse_args().checkout / "references" / "classification" / "train.py"
+def main(folder: Path) -> None:
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    source = path.read_text()
-    hunks = get.parse(Path(__file__).with_name("torchvision.diff").read_text())["train.py"]
-    moved = get.apply(source, hunks)
-    amp = [("with torch.cuda.amp.autocast(enabled=args.amp):", "with torch.autocast('cpu', enabled=args.amp):")]
+    source, moved = ((folder / kind / "train.py").read_text() for kind in ("original", "moved"))
+    on_cpu = [("torch.cuda.amp.autocast(enabled=", "torch.autocast('cpu', enabled=")]
     rows = []
     # Clipping acts in each update: the norms are above it.
     for clip in (None, 0.1):
-        exact = measure(train_one_epoch(source, amp), 16, clip)
+        exact = measure(train_one_epoch(source, on_cpu), 16, clip)
         for case, text, pairs, size in (
             ("as published, batches of 16", source, [], 16),
             ("by hand, EMA in each micro-step", source, DIVIDED + AT_END, 4),
@@ -139,14 +132,16 @@ def main() -> None:
         ):
             if "clipped" in case and clip is None:
                 continue
-            seen = measure(train_one_epoch(text, amp + pairs), size, clip)
+            seen = measure(train_one_epoch(text, on_cpu + pairs), size, clip)
             apart = measuring.relative(seen["average"], exact["average"])
             errors = ", ".join(map(measuring.number, seen["errors"]))
             rows.append([case, "none" if clip is None else clip, errors, seen["ema"], measuring.number(apart)])
     header = ["", "`--clip-grad-norm`", "error of each update's gradient", "EMA updates", "averaged weights off"]
     measuring.table(header, rows)
-    print(f"\ntorch {torch.__version__}")
+    measuring.versions("torchvision")
 
 
 if __name__ == "__main__":
-    main()
+    made, _ = measuring.arguments("torchvision", __doc__)
+    assert made is not None
+    main(made)
