@@ -81,7 +81,7 @@ def try_engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
             yield Finding(about, name, "; ".join(filter(None, [wrong, str(error)])), "wrong")
             return
         if all_wrong:
-            yield Finding(about, name, all_wrong[0], "wrong", "see Limits in the README, or another version of it")
+            yield Finding(about, name, all_wrong[0], "wrong", "see docs/limits.md, or another version of it")
             failed = name if job.world > 1 else ""  # some ranks may still be inside a collective
         else:
             yield Finding(about, name, seen)

@@ -140,7 +140,7 @@ def cut(traces: Sequence[RankTrace], first: int, last: int) -> Timeline:
         asked = f"update {first}" if first == last else f"update {first} to {last}"
         raise ValueError(f"the traces hold {seen}, and not {asked}")
     of_updates = [[one for one in trace.spans if one.update in chosen] for trace in traces]
-    every = [one for found in of_updates for one in found if not one.about.get("ahead")]
+    every = [one for found in of_updates for one in found]
     inside = [one for one in every if "record" not in str(one.about.get("on"))] or every
     begin, end = min(one.begin for one in inside), max(one.end for one in inside)
     times = _by_collective(traces)  # of all updates: a rank that is ahead waits here for a later one of another
