@@ -92,7 +92,7 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
 
 
 def hugging_face(programs: Programs, folder: Path, words: int = 200, **options: Any) -> Path:
-    """A small GPT-2 with dropout, and a tokenizer of `words` words of the README (0: no tokenizer)."""
+    """A small GPT-2 with dropout, and a tokenizer of `words` words of the guide (0: no tokenizer)."""
     pytest.importorskip("tokenizers")
     for module in ("modeling_gpt2", "tokenization_gpt2"):
         programs.load(f"transformers.models.gpt2.{module}")
@@ -112,7 +112,8 @@ def save_gpt2(folder: str, words: int, options: dict[str, Any]) -> None:
     sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
     transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **options})).save_pretrained(folder)
     if words:
-        known = dict.fromkeys(["[UNK]", *re.findall(r"\w+", (ROOT / "README.md").read_text())])
+        text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
+        known = dict.fromkeys(["[UNK]", *re.findall(r"\w+", text)])
         numbered = {word: i for i, word in enumerate(list(known)[:words])}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -126,7 +127,7 @@ NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     model = hugging_face(programs, tmp_path / "model", **NO_DROPOUT)
     text = trained(programs, tmp_path / "run", *TEXT, "--model", model, "--updates", 3)
-    assert f"{model} on README.md: 0.05 million parameters" in text, "the model in that folder"
+    assert f"{model} on docs: 0.05 million parameters" in text, "the model in that folder"
     assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
     proven(programs, tmp_path / "run")
 

@@ -3,7 +3,7 @@
     sudo python launch/bench/advice.py --out launch/results/advice --plot launch/results/advice.png
     python launch/bench/advice.py --parts train --out launch/results/advice  # half of it, without root
 
-Two tasks of launch/train.py, in one process: a small network on digits with SGD, a small GPT on the README with AdamW.
+Two tasks of launch/train.py, in one process: a small network on digits with SGD, a small GPT on the guide with AdamW.
 A window of K micro-batches on each of two ranks has the gradient of one of 2K in one process, so that the same runs
 tell of two nodes; how long their updates take is measured between two network namespaces. `--parts` runs some parts and
 keeps what OUT.json has of the others. Needs root and iproute2 for the nodes, and what launch/ needs.
@@ -70,9 +70,9 @@ SETTINGS = {
         rule="linear",
     ),
     "language": Setting(
-        "GPT on bytes of the README, AdamW",
+        "GPT on bytes of the guide, AdamW",
         Config(
-            task="language", model="gpt", data="README.md", context=32, width=32, layers=1, micro_batch_size=4,
+            task="language", model="gpt", data="docs", context=32, width=32, layers=1, micro_batch_size=4,
             optimizer="adamw", lr=2e-3, schedule="constant",
         ),
         samples=1295 * 5,

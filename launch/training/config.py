@@ -43,7 +43,7 @@ class Config:
     data: str = option(
         "",
         "vision: digits, a torchvision dataset such as CIFAR10, or a folder of images by class (digits); language: "
-        "a text file or a folder of them (this project's README)",
+        "a text file or a folder of them (the pages under docs/)",
     )
     data_folder: str = option("data", "where torchvision datasets are, or are downloaded to")
     image_size: int = option(32, "images are resized to this many pixels a side")
@@ -167,7 +167,7 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         in_file.pop("updates", None)
     config = Config(**{**in_file, **options})
     name = given.config.stem if given.config else "train"
-    default = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "README.md"))}[config.task]
+    default = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "docs"))}[config.task]
     config = dataclasses.replace(
         config,
         model=config.model or default[0],
