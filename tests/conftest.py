@@ -21,6 +21,7 @@ QUICK = {
         *(
             "suite",
             "architecture",
+            "reference",
             "leaving",
             "law",
             "loops",

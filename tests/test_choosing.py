@@ -139,7 +139,7 @@ class Summing(nn.Module):
         return self.module(x)
 
 
-# The README's example, word for word.
+# The example of docs/engine.md, word for word.
 
 
 @final

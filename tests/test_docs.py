@@ -1,37 +1,54 @@
-"""The README's code runs and prints the output in its comments.
+"""The code of the README and of the guide runs and prints the output in its comments; links lead somewhere.
 
 Each python block runs in its own namespace, on the number of ranks in its fence (```python ranks=2). A block that makes
 no model gets one, with an optimizer and data. The comment after a print is the expected output; ` | ` separates
-outputs of several calls. Blocks fenced as ```python run=no are not run; they must be valid Python, and their calls
-must be tested elsewhere.
+outputs of several calls. Blocks fenced as ```python run=no are not run, since they need a GPU or data; they must be
+valid Python, and what they import from distaccum must be there.
 """
 
 from __future__ import annotations
 
+import ast
+import importlib
 import io
 import os
 import re
+import shutil
+import subprocess
+import sys
 import warnings
 from contextlib import nullcontext, redirect_stdout
-from pathlib import Path
 
 import pytest
 import torch
 from engines import import_deepspeed
+from programs import ROOT
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+import distaccum
 from distaccum import Accumulator
 
-README = Path(__file__).parent.parent / "README.md"
-BLOCKS = re.findall(r"^```python(?: ranks=(\d+))?\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+FENCE = re.compile(r"^```python((?: \w+=\w+)*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
+
+
+def blocks(is_run):
+    """A parameter for each block: the number of ranks and the code."""
+    for page in PAGES:
+        name = str(page.relative_to(ROOT))
+        for num, (words, code) in enumerate(FENCE.findall(page.read_text())):
+            options = dict(word.split("=") for word in words.split())
+            if (options.get("run") != "no") is is_run:
+                yield pytest.param(int(options.get("ranks", 0)), code, id=f"{name}-{num}")
 
 
 def printed_by(code):
     warnings.simplefilter("error")
+    torch.manual_seed(0)
     out = io.StringIO()
-    names = {} if "import torch" in code or "from distaccum" in code else made()
+    names = {} if re.search(r"^(import|from) ", code, re.MULTILINE) else made()
     if "import deepspeed" in code:
         import_deepspeed()
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
@@ -40,7 +57,7 @@ def printed_by(code):
     if "import Fabric" in code:
         warnings.simplefilter("ignore")  # lightning's own
     with redirect_stdout(out):
-        exec(compile(code, "README.md", "exec"), names)
+        exec(compile(code, "a page", "exec"), names)
     return out.getvalue().strip().splitlines()
 
 
@@ -62,29 +79,80 @@ def made():
     }
 
 
-@pytest.mark.parametrize(("num", "code"), BLOCKS, ids=[str(i) for i in range(len(BLOCKS))])
+@pytest.mark.parametrize(("num", "code"), list(blocks(is_run=True)))
 def test_block_prints_what_its_comments_say(ranks, num, code):
     comments = re.findall(r"^ *print\(.*\)  # (.*)$", code, re.MULTILINE)
     expected = [line.strip() for comment in comments for line in comment.split(" | ")]
-    for printed in ranks(int(num)).run(printed_by, code) if num else [printed_by(code)]:
+    for printed in ranks(num).run(printed_by, code) if num else [printed_by(code)]:
         assert [line.strip() for line in printed] == expected
 
 
-def test_readme_has_blocks():
-    assert len(BLOCKS) > 5
+@pytest.mark.parametrize(("num", "code"), list(blocks(is_run=False)))
+def test_block_that_is_not_run_is_python_whose_imports_are_there(num, code):
+    for node in ast.walk(compile(code, "a page", "exec", ast.PyCF_ONLY_AST)):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("distaccum"):
+            module = importlib.import_module(str(node.module))
+            assert all(hasattr(module, alias.name) for alias in node.names)
 
 
-SHOWN = re.findall(r"^```python run=no\n(.*?)^```", README.read_text(), re.DOTALL | re.MULTILINE)
+def test_engine_of_the_guide_is_the_one_that_is_tested():
+    (engine,) = (one.values[1] for one in blocks(is_run=False) if "class SummingEngine" in one.values[1])
+    assert engine.strip() in (ROOT / "tests" / "test_choosing.py").read_text()
 
 
-def test_blocks_that_are_not_run_are_python_and_tested_elsewhere():
-    for code in SHOWN:
-        compile(code, "README.md", "exec")
-    tested = (Path(__file__).parent / "test_choosing.py").read_text()
-    engines = [code for code in SHOWN if "class SummingEngine" in code]
-    assert len(engines) == 1 and engines[0].strip() in tested
+def test_fences_of_python_are_all_found():
+    for page in PAGES:
+        assert len(FENCE.findall(page.read_text())) == len(re.findall(r"^```py", page.read_text(), re.MULTILINE)), page
 
 
-def test_links_into_the_repository_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#:]+)\)", README.read_text()):
-        assert (README.parent / target).exists(), target
+def test_links_and_anchors_lead_somewhere():
+    found = subprocess.run([sys.executable, ROOT / "docs" / "links.py"], capture_output=True, text=True)
+    assert (found.returncode, found.stdout) == (0, "")
+
+
+def test_readme_is_read_in_two_minutes():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 220
+    assert max(map(len, lines)) <= 120
+    assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 25
+
+
+def test_dead_links_and_anchors_are_found(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    links = importlib.import_module("links")
+    monkeypatch.setattr(links, "ROOT", tmp_path)
+    (tmp_path / "a.md").write_text("# One `b` *c*!\n\n[x](#one-b-c) [y](#two) [z](b.md) `[q](no.md)` [a](a.md#one)\n")
+    assert [line.partition(": ")[2].partition(":")[0] for line in links.dead(tmp_path / "a.md")] == [
+        "#two",
+        "b.md",
+        "a.md#one",
+    ]
+
+
+# The site
+
+
+def build(folder, out):
+    command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", folder, out]
+    return subprocess.run([*command, "-d", out / ".doctrees"], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_site_builds_without_a_warning(tmp_path):
+    done = build(ROOT / "docs", tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    reference = (tmp_path / "reference.html").read_text()
+    for name in distaccum.__all__:
+        assert f'id="distaccum.{name}"' in reference, name
+
+
+def test_site_with_a_dead_link_or_a_page_that_no_index_lists_is_not_built(tmp_path):
+    docs = tmp_path / "docs"
+    docs.mkdir()
+    shutil.copy(ROOT / "docs" / "conf.py", docs)
+    (docs / "index.md").write_text("# Index\n\n[a](a.md#no) [b](no.md) [c](../no.py)\n")
+    (docs / "a.md").write_text("# A\n")
+    (docs / "lost.md").write_text("# Lost\n")
+    done = build(docs, tmp_path / "out")
+    assert done.returncode
+    for said in ("'no'", "'no.md'", "../no.py is not in the repository", "lost.md"):
+        assert said in done.stderr

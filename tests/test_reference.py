@@ -62,11 +62,11 @@ def public():
 
 
 @pytest.mark.parametrize(("name", "member"), [pytest.param(*one, id=one[0]) for one in public()])
-def test_every_argument_is_described(name, member):
+def test_arguments_are_described(name, member):
     assert undescribed(name, member) == []
 
 
-def test_what_is_not_described_is_found():
+def test_missing_descriptions_are_found():
     class Bare:
         def bare(self, a): ...
 
@@ -96,7 +96,7 @@ def test_what_is_not_described_is_found():
     assert found == ["Bare.bare has no docstring", "Bare.half(b)", "Bare.half has no c", "Bare.silent has no docstring"]
 
 
-def test_every_public_name_stands_in_the_reference():
+def test_public_names_stand_in_the_reference():
     text = REFERENCE.read_text()
     shown = set(re.findall(r"^\.\. auto\w+:: distaccum\.([\w.]+)", text, re.MULTILINE))
     assert set(distaccum.__all__) <= shown
