@@ -119,6 +119,12 @@ def test_wrappers_that_look_plain_are_refused_with_their_own_cure(ranks):
         assert "a pipeline's PipelineStage" in stage and "a pipeline's ScheduleGPipe" in schedule
 
 
+def test_swapped_model_and_optimizer_are_named():
+    net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"model=SGD without forward.*the model comes first, then the optimizer"):
+        Accumulator(SGD(net.parameters(), lr=0.1), net)  # type: ignore[arg-type]
+
+
 def test_plain_module_mixed_wrappers_and_unknown_sync_are_refused(ranks):
     for message in ranks(2).run(plain_in_a_job):
         assert "a plain module in a job of 2 ranks" in message and "FSDP2" in message

@@ -376,6 +376,12 @@ def loss_is_a_float(accumulator, model, optimizer):
         window.backward(loss_of(model, micro_batch).item())
 
 
+def loss_is_a_tuple(accumulator, model, optimizer):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward((model(micro_batch["x"]), loss_of(model, micro_batch)))
+
+
 def loss_is_no_scalar(accumulator, model, optimizer):
     window = accumulator.window(BATCHES)
     for micro_batch in window:
@@ -460,6 +466,7 @@ MISUSES = {
     never_step: (DistaccumError, "while one is complete but not stepped"),
     iterate_twice: (DistaccumError, "iterated once"),
     loss_is_a_float: (TypeError, r"a float, expected the loss as a tensor \(without .item"),
+    loss_is_a_tuple: (TypeError, r"got a tuple of 2, expected the loss as a tensor \(which is one of these"),
     loss_is_no_scalar: (ValueError, r"shape \[2, 6, 4\], expected a scalar; reduce it with mean\(\) or sum\(\)"),
     loss_has_no_graph: (ValueError, r"without a graph.*not from its inputs"),
     no_loss: (TypeError, "got None"),

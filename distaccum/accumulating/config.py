@@ -106,7 +106,13 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
                 "micro-batches itself, so that no window can; let the schedule accumulate, with its n_microbatches"
             )
         if not hasattr(one, needs) or isinstance(one, type):
-            raise TypeError(f"{name}={one!r} is a {type(one).__name__} without {needs}, expected a {name}")
+            swapped = "; the model comes first, then the optimizer" if name == "model" and hasattr(one, "step") else ""
+            seen = (
+                f"{one!r} is a {type(one).__name__}"
+                if one is None or isinstance(one, str | int)
+                else type(one).__name__
+            )
+            raise TypeError(f"{name}={seen} without {needs}, expected a {name}{swapped}")
     if name != "model" and len({id(one) for one in values}) < len(values):
         raise ValueError(f"{name} holds the same {type(values[0]).__name__} twice, which would step twice per update")
     if not values and (name == "model" or value is not None):

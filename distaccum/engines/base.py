@@ -61,8 +61,8 @@ class Engine(ABC):
         owns_step (bool): The wrapper owns the optimizer, so that `step` needs none.
         models (tuple[nn.Module, ...]): The modules as they were given.
         sync (Sync): The policy that was chosen.
-        run_backward (Callable): Runs autograd from losses and their seeds; call it in `backward`. Accelerate replaces
-        it. peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`.
+        run_backward (Callable): Runs autograd from losses and their seeds, for `backward`; Accelerate has its own.
+        peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`.
 
     Raises:
         ValueError: `sync` is not in `policies`.
