@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..law.batches import Count, batch_length, count_samples, cut_batch, largest_sample
+from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
@@ -75,11 +75,13 @@ def candidate_of(
     *,
     has_stand_in: bool,
     agrees: bool,
+    shares_samples: bool,
     reduces_afterwards: Callable[[Batches], bool],
 ) -> Candidate:
     """This rank's micro-batches for window `index`; an error is kept until the other ranks have its report.
 
-    `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window.
+    `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window. `shares_samples`:
+    other ranks must have the same micro-batches.
     """
     batches, counts, error = Batches([]), list[Counts](), None
     try:
@@ -103,6 +105,7 @@ def candidate_of(
         reduce_afterwards=reduces_afterwards(batches),
         largest=max(batches.lengths or [0]),
         largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
+        fingerprint=fingerprint(batches.micro_batches[:1]) if shares_samples else 0,
         totals=tuple(sum(numbers[j] for numbers in counts) for j in range(1 if counts_of is None else len(counts_of))),
     )
     try:

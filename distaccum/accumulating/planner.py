@@ -14,7 +14,7 @@ from torch import nn
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import Plan, RankReport, guess_counts, make_plan
+from ..law.plan import Plan, RankReport, guess_counts, make_plan, report_of_all
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..observers.statistics import Pool
@@ -109,11 +109,17 @@ class Planner:
                 None if manner.is_sum else config.counts,
                 has_stand_in=progress.stand_in is not None,
                 agrees=manner.agreement is not None,
+                shares_samples=engine.peers.shares_samples,
                 reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
             )
             reports = [candidate.report]
-            if engine.peers.num_ranks > 1:
-                reports = [RankReport.from_row(row) for row in engine.peers.gather(candidate.report.to_row())]
+            if not engine.peers.is_alone:
+                shared = engine.peers.gather_shared(candidate.report.to_row())
+                candidate.raise_error()
+                reports = [
+                    report_of_all(ranks, [RankReport.from_row(row) for row in rows])
+                    for ranks, rows in zip(engine.peers.sharing, shared, strict=True)
+                ]
             candidate.raise_error()
             return self._window_of(candidate, reports, manner)
 

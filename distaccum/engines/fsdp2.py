@@ -32,7 +32,7 @@ from .base import Leaf, Sync
 from .partial import from_host, gradients_of, on_host, put_gradients
 from .private import fsdp2 as private
 from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
-from .shards import Groups, norm_over_shards, part_of_square, ranks_along, shard_of, why_tensor_parallel
+from .shards import Groups, norm_over_shards, part_of_square, ranks_along, ranks_sharing, shard_of, why_tensor_parallel
 
 
 @final
@@ -60,7 +60,8 @@ class FullyShardEngine(RanksEngine):
             self.policies = ("last", "every", "gathered")
             if all(map(private.is_hybrid, self._groups)):
                 self.policies += ("replicas",)
-        super().__init__(models, sync, _group_of_meshes(self._groups))
+        group = _group_of_meshes(self._groups)
+        super().__init__(models, sync, group, ranks_sharing([p.sharded_param for p in self._every], group))
         self._device: torch.device = self._every[0].sharded_param.device
         self._policy = sync  # of the current window
         self._found: list[private.GroupFlags] = []

@@ -7,7 +7,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -48,13 +48,30 @@ class Peers:
     global_rank = 0  # in the whole job, tensor-parallel ranks too
     world_size = 1  # of it
     waits: Waits | None = None
+    sharing: Sequence[Sequence[int]] = ((0,),)  # for each rank here, the global ranks that have its samples too
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other rank has a part in this one's updates."""
+        return len(self.sharing) == len(self.sharing[0]) == 1
+
+    @property
+    def shares_samples(self) -> bool:
+        return len(self.sharing[0]) > 1
 
     def gather(self, row: list[float]) -> list[list[float]]:
         """The rows of all ranks, in their order; through the host, never through the device's queue."""
         return [row]
 
+    def gather_shared(self, row: list[float]) -> list[list[list[float]]]:
+        """For each rank the rows of those that share its samples, as `sharing` lists them; also over the host."""
+        return [[row]]
+
     def agree(self, row: list[float]) -> list[list[float]]:
-        """The rows of all ranks, as `gather`, over a group of its own: other ranks may be in another collective."""
+        """The rows of all ranks, as `gather`, over a group of its own: other ranks may be in another collective.
+
+        Where ranks share their samples, each number is the largest of theirs.
+        """
         return self.gather(row)
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -69,6 +86,9 @@ class Peers:
         """Starts to sum `values` in place over the ranks; None: they are summed already."""
         return None
 
+    def share_largest(self, values: Tensor) -> None:
+        """In place the largest of each value over the ranks that share their samples; through the host."""
+
     def refuse_lost(self, error: RuntimeError) -> None:
         """Raises LostRanksError in the place of a library's error about a rank that is gone."""
 
@@ -76,11 +96,15 @@ class Peers:
 class GroupPeers(Peers):
     """The ranks of a process group."""
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, sharing: Sequence[Sequence[int]] | None = None) -> None:
         self.group = group
         self.host_group = host_group(group)
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
+        self.sharing = sharing or [[rank] for rank in dist.get_process_group_ranks(group)]
+        self._shared_group = self.host_group  # of all ranks that have these samples
+        if any(len(ranks) > 1 for ranks in self.sharing):
+            self._shared_group = new_host_group(group, [rank for ranks in self.sharing for rank in ranks])
         self._apart: dist.ProcessGroup | None = None
         self._recent: deque[_Sent] = deque(maxlen=8)  # collectives of the host
         weakref.finalize(self, _release, self._recent)  # when this is dropped, or before the interpreter ends
@@ -88,19 +112,26 @@ class GroupPeers(Peers):
     def gather(self, row: list[float]) -> list[list[float]]:
         return self._gather(row, self.host_group)
 
+    def gather_shared(self, row: list[float]) -> list[list[list[float]]]:
+        return self._by_sharing(self._gather(row, self._shared_group))
+
+    def _by_sharing(self, rows: list[list[float]]) -> list[list[list[float]]]:
+        if self._shared_group is self.host_group:
+            return [[row] for row in rows]
+        by_rank = dict(zip(dist.get_process_group_ranks(self._shared_group), rows, strict=True))
+        return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
+
     def agree(self, row: list[float]) -> list[list[float]]:
         # On the group of the gradients it could be matched with another collective, of a rank that is further on.
         if self._apart is None:
-            if self.waits is None:
-                self._apart = new_host_group(self.group)
-            else:
-                with self.waits.span("waiting", on="the making of a group"):
-                    self._apart = new_host_group(self.group)
-        return self._gather(row, self._apart)
+            with nullcontext() if self.waits is None else self.waits.span("waiting", on="the making of a group"):
+                self._apart = new_host_group(self.group, dist.get_process_group_ranks(self._shared_group))
+        shared = self._by_sharing(self._gather(row, self._apart))
+        return [list(map(max, zip(*rows, strict=True))) for rows in shared]
 
     def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
         mine = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         waiting = None if self.waits is None else self.waits.gathering()
         work = dist.all_gather(rows, mine, group=group, async_op=True)
         self._recent.append((work, [mine, *rows]))
@@ -145,6 +176,11 @@ class GroupPeers(Peers):
             raise
         values.copy_(sent)
         return None
+
+    def share_largest(self, values: Tensor) -> None:
+        if self.shares_samples:
+            rows = self._gather(values.tolist(), self._shared_group)
+            values.copy_(torch.tensor(rows, dtype=torch.float64).amax(0))
 
     def refuse_lost(self, error: RuntimeError) -> None:
         if _is_of_a_collective(error):
@@ -201,8 +237,9 @@ def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     return new_host_group(group)
 
 
-def new_host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    ranks = dist.get_process_group_ranks(group)
+def new_host_group(group: dist.ProcessGroup, ranks: Sequence[int] | None = None) -> dist.ProcessGroup:
+    """A group on the host of the same ranks, or of these, with its timeout; made without asking other ranks."""
+    ranks = list(ranks or dist.get_process_group_ranks(group))
     made: Any = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, timeout=timeout_of(group))
     assert isinstance(made, dist.ProcessGroup)
     return made

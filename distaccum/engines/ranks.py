@@ -31,8 +31,14 @@ class RanksEngine(Engine):
         divisor (float): The number of ranks; set it to 1 after `super().__init__` if the wrapper sums.
     """
 
-    def __init__(self, models: Sequence[nn.Module], sync: Sync, group: dist.ProcessGroup) -> None:
-        peers = GroupPeers(group)
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        sync: Sync,
+        group: dist.ProcessGroup,
+        sharing: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        peers = GroupPeers(group, sharing)
         super().__init__(models, sync, peers)
         self.group, self.host_group = group, peers.host_group
         self.divisor = peers.num_ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,30 @@ def is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
     ranks, placements = lies_over(parameter, group)
     is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
     return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
+
+
+def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[list[int]]:
+    """For each rank of `group`, whose ranks have different samples, those that compute on its samples together.
+
+    They lie along the dimensions of the parameters' meshes on which no other rank of `group` is met.
+    """
+    data, here = dist.get_process_group_ranks(group), dist.get_rank()
+    found = [[rank] for rank in data]
+    for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
+        if mesh.get_coordinate() is None:
+            continue
+        along = [set(dist.get_process_group_ranks(mesh.get_group(i))) for i in range(mesh.ndim)]
+        beside = {i for i, ranks in enumerate(along) if not (ranks - {here}) & set(data)}
+        places = [(mesh.mesh == rank).nonzero().tolist() for rank in data]
+        if not all(places):
+            continue  # a mesh of some of them, as that of the tensor-parallel ranks alone
+        sets = [
+            mesh.mesh[tuple(slice(None) if i in beside else at for i, at in enumerate(place))].flatten().tolist()
+            for (place,) in places
+        ]
+        if len(sets[0]) > len(found[0]):
+            found = sets
+    return found
 
 
 def shard_of(gradient: Any) -> tuple[Groups, Tensor]:

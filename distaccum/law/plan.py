@@ -32,6 +32,7 @@ class RankReport(NamedTuple):
     reduce_afterwards: bool  # no backward may reduce: it is not known yet whether all ranks succeed
     largest: int  # samples in a micro-batch, where a batch was cut
     largest_sample: int  # numbers in a sample of it
+    fingerprint: int  # of the first micro-batch, where other ranks have the same samples; else 0
     totals: tuple[float, ...]  # denominators by name
 
     def to_row(self) -> list[float]:
@@ -39,7 +40,7 @@ class RankReport(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> RankReport:
-        return cls(*map(int, row[:4]), *map(bool, row[4:11]), *map(int, row[11:13]), tuple(row[13:]))  # type: ignore[arg-type,call-arg]  # by place
+        return cls(*map(int, row[:4]), *map(bool, row[4:11]), *map(int, row[11:14]), tuple(row[14:]))  # type: ignore[arg-type,call-arg]  # by place
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,27 @@ class Plan:
     @property
     def some_rank_is_dry(self) -> bool:
         return min(self.num_counted) == 0
+
+
+def report_of_all(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
+    """The one report of `ranks`, which have the same samples; an error where their reports differ."""
+    by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
+    if len(ranks) > 1 and not any(by_rank.failed):
+        for what in ("num_drawn", "num_counted", "totals", "fingerprint"):
+            values = getattr(by_rank, what)
+            if len(set(values)) > 1:
+                told = {"num_drawn": "micro-batches", "num_counted": "micro-batches that count", "totals": "counts"}
+                what = f"{told[what]} {list(values)}" if what in told else "other numbers in their first micro-batch"
+                raise DistaccumError(
+                    f"ranks {list(ranks)} compute on the same samples together, and have {what}; give them the same "
+                    "batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
+                )
+    return reports[0]._replace(
+        failed=any(by_rank.failed),
+        no_more_after=all(by_rank.no_more_after),
+        has_stand_in=all(by_rank.has_stand_in),
+        reduce_afterwards=any(by_rank.reduce_afterwards),
+    )
 
 
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
@@ -119,7 +141,7 @@ def guess_counts(plan: Plan, steps: int) -> Plan:
     Shares that are made with it are corrected at the window's edge. A power of two rounds nothing, and all ranks make
     the same one.
 
-    >>> plan = make_plan(["samples"], [RankReport(0, 8, 1, 1, False, True, True, True, *[False] * 3, 0, 0, (6.0,))])
+    >>> plan = make_plan(["samples"], [RankReport(0, 8, 1, 1, False, True, True, True, *[False] * 3, 0, 0, 0, (6.0,))])
     >>> guess_counts(plan, steps=8).counts
     {'samples': 64.0}
     """

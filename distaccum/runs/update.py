@@ -40,6 +40,7 @@ class Agreement(Observer):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self.own = Vote.OK
         self.votes: list[int] = []  # by rank, the last ones
         self.is_reducing = False  # in a backward that other ranks take part in
 
@@ -68,6 +69,7 @@ class Agreement(Observer):
             self.vote(Vote.OUT_OF_MEMORY if is_out_of_memory(error) else Vote.FAILED)
 
     def vote(self, vote: Vote) -> None:
+        self.own = vote
         self.votes = [int(row[0]) for row in self._engine.peers.agree([float(vote)])]
 
     def ranks(self, vote: Vote) -> str:
@@ -158,7 +160,7 @@ def _settle(planner: Planner, status: Status, agreement: Agreement, error: Excep
                 f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
                 f"collective of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
             ) from lost
-        if agreement.votes[peers.rank] == Vote.FAILED:
+        if agreement.own == Vote.FAILED:
             raise error
         if failed := agreement.ranks(Vote.FAILED):
             raise DistaccumError(
@@ -166,7 +168,7 @@ def _settle(planner: Planner, status: Status, agreement: Agreement, error: Excep
                 "all ranks, and nothing was stepped"
             )
         if not planner.progress.size.ran_out(largest):
-            seen = f": {in_short(error)}" if agreement.votes[peers.rank] == Vote.OUT_OF_MEMORY else ""
+            seen = f": {in_short(error)}" if agreement.own == Vote.OUT_OF_MEMORY else ""
             raise DistaccumError(
                 f"a micro-batch of {largest} sample does not fit into the memory of rank "
                 f"{agreement.ranks(Vote.OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
