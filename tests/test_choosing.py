@@ -101,7 +101,9 @@ def plain_for_a_reason() -> list[str]:
     from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
     composed, lightning = replicate(nn.Linear(2, 2)), LightningModule(2, 2)
-    parallel = parallelize_module(nn.Linear(2, 2), init_device_mesh("cpu", (2,)), ColwiseParallel())
+    parallel = parallelize_module(
+        nn.Linear(2, 2), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"], ColwiseParallel()
+    )
     messages = [message_of(net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)]
     stage = PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
     for part in (stage, ScheduleGPipe(stage, 2)):

@@ -34,7 +34,7 @@ from distaccum import Accumulator, DistaccumError, count_tokens
 pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 # Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
-SHAPES = {"2 x 2": (2, 2), "2 x 2 x 2": (2, 2, 2)}
+SHAPES = {"2": (2,), "2 x 2": (2, 2), "2 x 2 x 2": (2, 2, 2)}
 
 
 class Block(nn.Module):
@@ -93,6 +93,8 @@ def parallelized(net: Text, tensor: Any, plan: str) -> Text:
 def sharded(shape: tuple[int, ...], plan: str, wrap: str = "blocks") -> tuple[Text, int]:
     """The model on a mesh whose last dimension is tensor parallel, and this rank's place among the data's."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    if len(shape) == 1:  # no data parallelism
+        return parallelized(make_text(), init_device_mesh("cpu", shape), plan), 0
     names = ("data", "tensor") if len(shape) == 2 else ("replica", "data", "tensor")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     net = parallelized(make_text(), mesh["tensor"], plan)
@@ -117,15 +119,15 @@ def law_on_a_mesh(shape: str, plan: str, sync: str, options: dict[str, Any], wra
     net, rank = sharded(SHAPES[shape], plan, wrap)
     num = dist.get_world_size() // SHAPES[shape][-1]
     clip = options.get("max_norm", 1e9)
-    accumulator = Accumulator(
-        net, SGD(net.parameters(), lr=1.0), sync=sync, count=count_tokens("labels"), **{"max_norm": clip, **options}
-    )
+    options = {"max_norm": clip, "steps": 9, **options}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=count_tokens("labels"), **options)
+    accumulator_plans = options.get("lookahead", True)
     seen = []
     for index, pair in enumerate(WINDOWS):
-        layout = [pair[r % 2] for r in range(num)]
+        layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
         before = [full(p).detach().clone() for p in net.parameters()]
         own = batches_of(layout, index, rank)
-        window = accumulator.window(own)
+        window = accumulator.window(own) if accumulator_plans else next(accumulator.windows(own))
         with loss_parallel():
             for batch in window:
                 window.backward(criterion(net, batch))
@@ -152,6 +154,17 @@ def within(seen: Any, bound: float = 1e-10) -> None:
 @pytest.mark.parametrize("sync", ["last", "every", "gathered"])
 def test_law_holds_beside_tensor_parallel_ranks(ranks, plan, sync):
     within(ranks(4).run(law_on_a_mesh, "2 x 2", plan, sync, {}))
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence", "loss"])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.05}, {"lookahead": False}])
+def test_law_holds_without_data_parallelism(ranks, plan, options):
+    within(ranks(2).run(law_on_a_mesh, "2", plan, "last", options))
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_streaming_beside_tensor_parallel_ranks_is_exact(ranks, plan):
+    within(ranks(4).run(law_on_a_mesh, "2 x 2", plan, "last", {"lookahead": False}))
 
 
 def test_clipping_counts_each_element_once(ranks):
@@ -255,3 +268,33 @@ def overflow(foreach: bool | None) -> Any:
 def test_overflow_in_one_part_skips_the_update_on_all_ranks(ranks, foreach):
     for seen in ranks(4).run(overflow, foreach):
         assert seen == (False, "the scaled gradients overflowed", 2.0)
+
+
+def resumed(plan: str) -> Any:
+    """A window without a stop, and one that is left after two of three micro-batches and resumed."""
+    ends = []
+    for stops in (False, True):
+        net, _ = sharded((2,), plan)
+        accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), max_norm=0.1)
+        batches = [make_batch(size, seed=size) for size in (3, 1, 2)]
+        window = accumulator.window(batches)
+        for done, batch in enumerate(window, start=1):
+            window.backward(criterion(net, batch))
+            if stops and done == 2:
+                state = accumulator.state_dict()
+                break
+        if stops:
+            net, _ = sharded((2,), plan)
+            accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), max_norm=0.1)
+            accumulator.load_state_dict(state)
+            window = accumulator.window(batches)
+            for batch in window:
+                window.backward(criterion(net, batch))
+        window.step()
+        ends.append(torch.cat([full(p).detach().flatten() for p in net.parameters()]))
+    return torch.equal(*ends)
+
+
+@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+def test_state_in_mid_window_of_tensor_parallel_ranks_resumes_bit_for_bit(ranks, plan):
+    assert ranks(2).run(resumed, plan) == [True, True]

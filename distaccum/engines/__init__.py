@@ -11,6 +11,8 @@ from . import ddp, deepspeed, fsdp1, fsdp2  # noqa: F401  # an engine is found a
 from .base import Engine, Sync
 from .plain import PlainEngine
 from .ranks import RanksEngine
+from .shards import num_ranks_of_meshes
+from .tensor_parallel import TensorParallelEngine
 
 __all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
 
@@ -49,6 +51,8 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
     if found:
         return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if ranks > 1 and num_ranks_of_meshes(modules) == ranks:
+        return TensorParallelEngine(models, sync)
     if ranks > 1:
         raise ValueError(f"{_refusal_of_plain(modules, ranks)}. There are engines for {_names_of(engines)}")
     return PlainEngine(models, sync)
@@ -62,8 +66,9 @@ def _refusal_of_plain(modules: Sequence[nn.Module], ranks: int) -> str:
         cure = "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
     elif is_parallel:
         cure = (
-            "say which ranks have which data: fully_shard(module, mesh=mesh['data']) with "
-            "init_device_mesh(device, (1, ranks), mesh_dim_names=('data', 'tensor')), where all compute on the same"
+            "its parameters do not lie over all ranks, so say which ranks have which data: make one mesh of all with "
+            "init_device_mesh(device, (data, tensor), mesh_dim_names=('data', 'tensor')), parallelize over "
+            "mesh['tensor'], and wrap with fully_shard(module, mesh=mesh['data'])"
         )
     else:
         cure = "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"

@@ -40,7 +40,7 @@ def average_by_hand(
         else:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
-            _settle_placements(one)
+            settle_placements(one)
             if is_part(one, group):
                 local(one.grad).div_(divisor)
             else:
@@ -56,7 +56,7 @@ def average_by_hand(
         _land(*flying.popleft())
 
 
-def _settle_placements(parameter: Any) -> None:
+def settle_placements(parameter: Any) -> None:
     """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
     gradient = parameter.grad
     if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):

@@ -32,7 +32,7 @@ from .base import Leaf, Sync
 from .partial import from_host, gradients_of, on_host, put_gradients
 from .private import fsdp2 as private
 from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
-from .shards import Groups, norm_over_shards, part_of_square, ranks_along, ranks_sharing, shard_of, why_tensor_parallel
+from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing, shards_of, why_tensor_parallel
 
 
 @final
@@ -256,21 +256,12 @@ class FullyShardEngine(RanksEngine):
                 if self.wraps(module):
                     module.unshard()  # type: ignore[operator]  # fully_shard gave it
 
-    def _shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        """Gradients of this rank, by the groups over which they are cut."""
-        shards: dict[Groups, list[Tensor]] = {}
-        for parameter in parameters:
-            if parameter.grad is not None:
-                groups, shard = shard_of(parameter.grad)
-                shards.setdefault(groups, []).append(shard)
-        return shards
-
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """By hand: torch asks DTensor at each kernel, and fails at the largest element of an empty shard."""
-        return norm_over_shards(self._shards(parameters), self._device, kind, over)
+        return norm_over_shards(shards_of(parameters), self._device, kind, over)
 
     def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return part_of_square(self._shards(parameters), self._device, self.peers.num_ranks)
+        return part_of_square(shards_of(parameters), self._device, self.peers.num_ranks)
 
     def _reduce_the_rest(self) -> None:
         """Reduces what no backward did (one that left a term or a module out); no gradient stays where no rank has one.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..gradients.norms import local, total_norm
 
@@ -39,6 +39,13 @@ def is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
     ranks, placements = lies_over(parameter, group)
     is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
     return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
+
+
+def num_ranks_of_meshes(modules: Iterable[nn.Module]) -> int:
+    """The most ranks that a parameter lies over, as a DTensor; 0 where none does."""
+    parameters: Iterable[Any] = (p for module in modules for p in module.parameters(recurse=False))
+    meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
+    return max((mesh.size() for mesh in meshes), default=0)
 
 
 def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[list[int]]:
@@ -74,6 +81,16 @@ def shard_of(gradient: Any) -> tuple[Groups, Tensor]:
         return (), gradient.full_tensor()
     sharded = [i for i, placement in enumerate(gradient.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(i) for i in sharded), local(gradient)
+
+
+def shards_of(parameters: Iterable[nn.Parameter]) -> dict[Groups, list[Tensor]]:
+    """This rank's parts of gradients, by the groups over which they are cut."""
+    shards: dict[Groups, list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            groups, shard = shard_of(parameter.grad)
+            shards.setdefault(groups, []).append(shard)
+    return shards
 
 
 def why_tensor_parallel(parameters: Sequence[Any]) -> str | None:

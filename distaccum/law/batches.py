@@ -109,7 +109,8 @@ def fingerprint(batch: Any) -> int:
     >>> fingerprint({"x": rows}) == fingerprint({"x": rows.clone()}), fingerprint(rows) == fingerprint(rows + 1)
     (True, False)
     """
-    tensors = [array.detach() for array in _arrays(batch) if isinstance(array, Tensor) and array.numel()]
+    found = [array for array in _arrays(batch) if isinstance(array, Tensor) and not hasattr(array, "to_local")]
+    tensors = [array.detach() for array in found if array.numel()]
     some = [one.reshape(-1)[:: -(-one.numel() // 64)].to(torch.float64) for one in tensors if not one.is_complex()]
     shapes = [tuple(one.shape) for one in tensors]
     values = [group.cpu().tolist() for group in map(torch.cat, _by_device(some))]

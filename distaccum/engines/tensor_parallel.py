@@ -1,0 +1,66 @@
+"""Parameters that are DTensors, without a wrapper: all ranks of the job compute on the same samples.
+
+Nothing is reduced over data-parallel ranks, since there is one. DTensor sums over the parts by itself in forward and
+backward; a gradient that it leaves as partial sums adds up so, and is summed once, after the last backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..law.plan import Plan
+from .averaging import settle_placements
+from .base import Sync
+from .partial import gradients_of, put_gradients
+from .ranks import RanksEngine
+from .shards import norm_over_shards, ranks_sharing, shards_of, why_tensor_parallel
+
+
+@final
+class TensorParallelEngine(RanksEngine):
+    """Not found by `wraps`: it stands in for PlainEngine where parameters lie over all ranks of a job."""
+
+    name = "tensor-parallel modules without a wrapper"
+    policies = ("last",)
+    shows_partial = True
+    gathers = True
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        parameters = [p for model in models for p in model.parameters()]
+        super().__init__(models, sync, alone, ranks_sharing(parameters, alone))
+        self._parameters: Sequence[nn.Parameter] = ()
+
+    def check(self, plan: Plan) -> None:
+        pass
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
+        self.run_backward(losses, seeds)
+
+    def finish(self) -> None:
+        for parameter in self._parameters:
+            settle_placements(parameter)
+
+    def release(self) -> None:
+        self._parameters = ()
+
+    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        return {"gradients": gradients_of(parameters)}
+
+    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
+        put_gradients(parameters, partial["gradients"])
+
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        return why_tensor_parallel(parameters)
+
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        device = next((p.device for p in parameters), torch.device("cpu"))
+        return norm_over_shards(shards_of(parameters), device, kind, over)
