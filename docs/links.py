@@ -6,7 +6,6 @@ python docs/links.py
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 import unicodedata
 from collections import Counter
@@ -20,13 +19,8 @@ LINK = re.compile(r"\[(?:[^\[\]]|\[[^\]]*\])*\]\(([^()\s]+(?:\([^()\s]*\))?)\)")
 
 
 def pages() -> list[Path]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT,
-        capture_output=True,
-        check=True,
-    )
-    return [ROOT / name for name in listed.stdout.decode().split("\0") if name and (ROOT / name).exists()]
+    below = (page for folder in ("configs", "docs", "launch", "tests") for page in (ROOT / folder).rglob("*.md"))
+    return sorted([*ROOT.glob("*.md"), *below])
 
 
 @cache
