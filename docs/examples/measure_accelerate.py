@@ -151,10 +151,7 @@ def main(folder: Path) -> None:
         for kind, name in (("original", "as published"), ("moved", "moved")):
             pairs = [] if even else [EVEN, *(UNEVEN if kind == "moved" else UNEVEN_ORIGINAL)]
             place = measuring.copy(folder / kind, work / str(len(rows)), {"gradient_accumulation.py": pairs})
-            results = measuring.run({"folder": str(place)}, ranks)
-            for result in results:
-                if result["error"]:
-                    sys.exit(result["output"])
+            results = measuring.run_well({"folder": str(place)}, ranks)
             seen = results[0]
             each = len(seen["errors"]) // 3  # epochs
             last = [error for i, error in enumerate(seen["errors"]) if (i + 1) % each == 0]
@@ -179,8 +176,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("accelerate", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("accelerate", __doc__, main, child)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import copy
 import os
 import socket
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,10 +115,7 @@ def main(folder: Path) -> None:
             ("moved", "moved", UNCLIPPED),
         ):
             place = measuring.copy(folder / kind, work / str(len(rows)), {"cifar10_deepspeed.py": SMALL + more})
-            results = measuring.run({"folder": str(place), "stage": stage}, ranks, timeout=100)
-            for result in results:
-                if result["error"]:
-                    sys.exit(result["output"])
+            results = measuring.run_well({"folder": str(place), "stage": stage}, ranks, timeout=100)
             seen = results[0]
             rows.append(
                 [
@@ -136,8 +132,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("deepspeed", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("deepspeed", __doc__, main, child)

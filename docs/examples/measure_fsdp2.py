@@ -113,10 +113,7 @@ def main(folder: Path) -> None:
     ):
         replacements = {**HERE, "example.py": [*HERE["example.py"], FREE, *more]}
         place = measuring.copy(folder / kind, work / str(len(rows)), replacements)
-        results = measuring.run({"folder": str(place), "words": words}, ranks=2)
-        for result in results:
-            if result["error"]:
-                sys.exit(result["output"])
+        results = measuring.run_well({"folder": str(place), "words": words}, ranks=2)
         seen = results[0]
         rows.append(
             [
@@ -135,8 +132,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("fsdp2", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("fsdp2", __doc__, main, child)

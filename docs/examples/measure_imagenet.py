@@ -10,7 +10,6 @@ ranks DDP wraps the model on the CPU too. The weights are the same in all runs.
 from __future__ import annotations
 
 import copy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +124,7 @@ def main(folder: Path) -> None:
     ):
         pairs = SMALL + more + (WRAPPED if ranks > 1 else [])
         place = measuring.copy(folder / kind, work / str(len(rows)), {"main.py": pairs})
-        results = measuring.run(
+        results = measuring.run_well(
             {
                 "folder": str(place),
                 "words": words,
@@ -135,9 +134,6 @@ def main(folder: Path) -> None:
             },
             ranks,
         )
-        for result in results:
-            if result["error"]:
-                sys.exit(result["output"])
         seen = results[0]
         rows.append(
             [
@@ -166,8 +162,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("imagenet", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("imagenet", __doc__, main, child)

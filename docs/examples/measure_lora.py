@@ -164,9 +164,7 @@ def unpad(part: dict[str, torch.Tensor]) -> list[list[tuple[int, int]]]:
 def main(folder: Path) -> None:
     table, both = [], {}
     for kind in ("original", "moved"):
-        (result,) = measuring.run({"folder": str(folder / kind)}, timeout=900)
-        if result["error"]:
-            sys.exit(result["output"])
+        (result,) = measuring.run_well({"folder": str(folder / kind)}, timeout=900)
         both[kind] = result["cases"]
     for i, (strategy, steps) in enumerate(CASES):
         for kind in both:
@@ -195,8 +193,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("lora", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("lora", __doc__, main, child)

@@ -104,10 +104,7 @@ def main(folder: Path) -> None:
             tokens = torch.randint(0, 64, (4000,), generator=torch.Generator().manual_seed(0)).to(torch.uint16)
             for name in ("train.bin", "val.bin"):
                 tokens.numpy().tofile(data / name)
-            results = measuring.run({"folder": str(place), "options": OPTIONS}, ranks)
-            for result in results:
-                if result["error"]:
-                    sys.exit(result["output"])
+            results = measuring.run_well({"folder": str(place), "options": OPTIONS}, ranks)
             runs[case, kind] = results[0]
         both = [runs[case, kind] for kind in ("original", "moved")]
         logged = [
@@ -130,8 +127,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("nanogpt", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("nanogpt", __doc__, main, child)

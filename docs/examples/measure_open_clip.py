@@ -112,10 +112,7 @@ def main(folder: Path) -> None:
         both = {}
         for kind in ("original", "moved"):
             spec = {"folder": str(folder / kind), "loss": loss, "steps": steps, "scale": scale, "local": local}
-            results = measuring.run({**spec, "updates": 1, "clip": None}, ranks)
-            for result in results:
-                if result["error"]:
-                    sys.exit(result["output"])
+            results = measuring.run_well({**spec, "updates": 1, "clip": None}, ranks)
             both[kind] = results[0]
         first = both["original"]
         row: list[object] = [f"{loss}, scale {scale:.3g}" + (", `--local-loss`" if local else ""), ranks, steps]
@@ -134,9 +131,7 @@ def main(folder: Path) -> None:
         row = ["none" if clip is None else f"{clip:g}"]
         for kind in ("original", "moved"):
             spec = {"folder": str(folder / kind), "loss": "CLIP", "steps": 4, "scale": 1 / 0.07, "local": False}
-            (result,) = measuring.run({**spec, "updates": 50, "clip": clip})
-            if result["error"]:
-                sys.exit(result["output"])
+            (result,) = measuring.run_well({**spec, "updates": 50, "clip": clip})
             row.append(f"{result['temperature']:.4f}")
         rows.append(row)
     print()
@@ -145,8 +140,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    made, spec = measuring.arguments("open_clip", __doc__)
-    if spec is not None:
-        child(spec)
-    else:
-        main(made)
+    measuring.start("open_clip", __doc__, main, child)

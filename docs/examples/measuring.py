@@ -61,6 +61,25 @@ def remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
+def start(name: str, description: str, main: Callable[[Path], None], child: Callable[[dict[str, Any]], None]) -> None:
+    """What each program does when it is called: measure a folder, or be one of the ranks that do."""
+    folder, spec = arguments(name, description)
+    if spec is not None:
+        child(spec)
+    else:
+        assert folder is not None
+        main(folder)
+
+
+def run_well(what: Mapping[str, Any], ranks: int = 1, timeout: float = 300) -> list[dict[str, Any]]:
+    """As `run`; ends with a rank's output if it failed."""
+    results = run(what, ranks, timeout)
+    for result in results:
+        if result["error"]:
+            sys.exit(result["output"])
+    return results
+
+
 def run(what: Mapping[str, Any], ranks: int = 1, timeout: float = 300) -> list[dict[str, Any]]:
     """Runs the program as `ranks` children with --child, and returns what each wrote with `report`."""
     with tempfile.TemporaryDirectory() as temporary:
