@@ -28,7 +28,6 @@ autodoc_typehints = "signature"
 napoleon_numpy_docstring = False
 maximum_signature_line_length = 100
 python_display_short_literal_types = True
-suppress_warnings = ["misc.highlighting_failure"]  # of what a terminal prints
 
 html_theme = "furo"
 html_title = "distaccum"

@@ -270,6 +270,30 @@ def test_overflow_in_one_part_skips_the_update_on_all_ranks(ranks, foreach):
         assert seen == (False, "the scaled gradients overflowed", 2.0)
 
 
+def placements(plan: str) -> Any:
+    """Of gradients that are partial sums after the first micro-batch, and after the loop."""
+    net, _ = sharded((2,), plan)
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))
+    window, partial = accumulator.window([make_batch(2, seed=i) for i in range(2)]), []
+    for batch in window:
+        window.backward(criterion(net, batch))
+        partial.append(names_of_partial(net))
+    partial.append(names_of_partial(net))
+    window.step()
+    return partial
+
+
+def names_of_partial(net: nn.Module) -> list[str]:
+    gradients = [(name, p.grad) for name, p in net.named_parameters() if hasattr(p.grad, "placements")]
+    return [name for name, gradient in gradients if any(one.is_partial() for one in gradient.placements)]
+
+
+def test_partial_sums_are_settled_once_after_the_last_backward(ranks):
+    for first, last, after in ranks(2).run(placements, "sequence"):
+        assert first and first == last
+        assert after == []
+
+
 def resumed(plan: str) -> Any:
     """A window without a stop, and one that is left after two of three micro-batches and resumed."""
     ends = []

@@ -14,7 +14,7 @@ from torch import nn
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import Plan, RankReport, guess_counts, make_plan, report_of_all
+from ..law.plan import Plan, RankReport, guess_counts, make_plan, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..observers.statistics import Pool
@@ -112,15 +112,10 @@ class Planner:
                 shares_samples=engine.peers.shares_samples,
                 reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
             )
-            reports = [candidate.report]
-            if not engine.peers.is_alone:
-                shared = engine.peers.gather_shared(candidate.report.to_row())
-                candidate.raise_error()
-                reports = [
-                    report_of_all(ranks, [RankReport.from_row(row) for row in rows])
-                    for ranks, rows in zip(engine.peers.sharing, shared, strict=True)
-                ]
+            alone = engine.peers.is_alone
+            shared = [] if alone else engine.peers.gather_shared(candidate.report.to_row())
             candidate.raise_error()
+            reports = [candidate.report] if alone else reports_of(engine.peers.sharing, shared)
             return self._window_of(candidate, reports, manner)
 
     def _reduces_afterwards(self, manner: Manner, batches: Batches) -> bool:

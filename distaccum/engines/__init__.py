@@ -51,9 +51,9 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
     if found:
         return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1 and num_ranks_of_meshes(modules) == ranks:
-        return TensorParallelEngine(models, sync)
     if ranks > 1:
+        if num_ranks_of_meshes(modules) == ranks:
+            return TensorParallelEngine(models, sync)
         raise ValueError(f"{_refusal_of_plain(modules, ranks)}. There are engines for {_names_of(engines)}")
     return PlainEngine(models, sync)
 

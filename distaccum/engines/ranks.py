@@ -24,6 +24,7 @@ class RanksEngine(Engine):
         models: As in `Engine`.
         sync: As in `Engine`.
         group: The data-parallel ranks.
+        sharing: For each of them, the ranks in the job that have its samples too (tensor parallelism); by default none.
 
     Attributes:
         group (dist.ProcessGroup): The same.

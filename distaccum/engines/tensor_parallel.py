@@ -28,7 +28,6 @@ class TensorParallelEngine(RanksEngine):
     name = "tensor-parallel modules without a wrapper"
     policies = ("last",)
     shows_partial = True
-    gathers = True
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -110,11 +110,15 @@ def fingerprint(batch: Any) -> int:
     (True, False)
     """
     found = [array for array in _arrays(batch) if isinstance(array, Tensor) and not hasattr(array, "to_local")]
-    tensors = [array.detach() for array in found if array.numel()]
+    tensors = [array.detach() for array in found if _is_dense(array) and array.numel()]
     some = [one.reshape(-1)[:: -(-one.numel() // 64)].to(torch.float64) for one in tensors if not one.is_complex()]
     shapes = [tuple(one.shape) for one in tensors]
     values = [group.cpu().tolist() for group in map(torch.cat, _by_device(some))]
     return zlib.crc32(repr((shapes, values)).encode())
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

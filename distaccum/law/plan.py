@@ -75,19 +75,31 @@ class Plan:
         return min(self.num_counted) == 0
 
 
-def report_of_all(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
-    """The one report of `ranks`, which have the same samples; an error where their reports differ."""
+# What ranks that share their samples must have alike, and how an error says what they have.
+ALIKE = {
+    "num_drawn": "micro-batches {}",
+    "num_counted": "micro-batches that count {}",
+    "totals": "counts {}",
+    "fingerprint": "other numbers in their first micro-batch",
+}
+
+
+def reports_of(sharing: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[float]]]) -> list[RankReport]:
+    """One report for each set of ranks that share their samples; an error where theirs differ."""
+    return [_shared(ranks, list(map(RankReport.from_row, of_set))) for ranks, of_set in zip(sharing, rows, strict=True)]
+
+
+def _shared(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
+    if len(ranks) == 1:
+        return reports[0]
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    if len(ranks) > 1 and not any(by_rank.failed):
-        for what in ("num_drawn", "num_counted", "totals", "fingerprint"):
-            values = getattr(by_rank, what)
-            if len(set(values)) > 1:
-                told = {"num_drawn": "micro-batches", "num_counted": "micro-batches that count", "totals": "counts"}
-                what = f"{told[what]} {list(values)}" if what in told else "other numbers in their first micro-batch"
-                raise DistaccumError(
-                    f"ranks {list(ranks)} compute on the same samples together, and have {what}; give them the same "
-                    "batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
-                )
+    for field, seen in ALIKE.items():
+        values = getattr(by_rank, field)
+        if len(set(values)) > 1 and not any(by_rank.failed):
+            raise DistaccumError(
+                f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(list(values))}; give "
+                "them the same batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
+            )
     return reports[0]._replace(
         failed=any(by_rank.failed),
         no_more_after=all(by_rank.no_more_after),
