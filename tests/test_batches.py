@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.law.batches import join_batches
+from distaccum.law.batches import fingerprint, join_batches
 from distaccum.law.shares import cut_evenly
 
 Pair = namedtuple("Pair", "image label")
@@ -283,3 +283,11 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
 def test_count_tokens_names_the_type_found_instead_of_labels():
     with pytest.raises(TypeError, match=r"count_tokens\('labels'\) found NoneType in a dict"):
         count_tokens("labels")({"x": 1})
+
+
+def test_fingerprint_passes_over_sparse_and_nested_tensors():
+    dense = torch.arange(3.0)
+    nested = torch.nested.nested_tensor([dense, dense[:2]], layout=torch.jagged)
+    batch = {"x": dense, "sparse": torch.eye(3).to_sparse(), "nested": nested}
+    assert fingerprint(batch) == fingerprint({"x": dense})
+    assert fingerprint(batch) != fingerprint({**batch, "x": dense + 1})
