@@ -87,10 +87,12 @@ class Accumulator:
         batchnorm: What is done about batch normalisation in training mode, whose gradient is not that of the big batch.
             `"warn"`: warns once and names the layers. `"pool"`: running statistics move once per window, by those of
             all its micro-batches. `"ignore"`: they move in each forward, without a warning.
-        lookahead: True plans a window of `windows()` from all its micro-batches. False draws them while the window
-            runs, one ahead; the count is then known at its end, where the gradient is corrected.
+        lookahead: True plans a window of `windows()` from all its micro-batches. False draws them while it runs, one
+            ahead; the count is then known at its end, where the gradient is corrected.
         measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
         trace: A folder, in which each rank writes when it did what, for `distaccum timeline`. None writes nothing.
+        mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more ranks:
+            these have parts of the same samples (context parallelism).
 
     Raises:
         TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.
@@ -121,6 +123,7 @@ class Accumulator:
         lookahead: bool = True,
         measure_noise: bool = False,
         trace: str | os.PathLike[str] | None = None,
+        mesh: Any = None,
     ) -> None:
         reductions, counts = by_name(reduction, count)
         config = Config(
@@ -137,6 +140,7 @@ class Accumulator:
             lookahead=lookahead,
             measure_noise=measure_noise,
             trace=trace,
+            mesh=mesh,
         )
         self._config = config
         self._setup = setup = Setup(config, model, optimizer, scheduler, scaler, accelerator)

@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from ..engines import Sync
-from ..law.batches import Count
+from ..law.batches import Count, TokenCount, count_samples
 from ..law.shares import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
 BatchNorm = Literal["warn", "pool", "ignore"]
@@ -33,11 +33,29 @@ class Config:
     lookahead: bool
     measure_noise: bool
     trace: str | os.PathLike[str] | None
+    mesh: Any
 
     def __post_init__(self) -> None:
         choice("sync", self.sync, get_args(Sync))
         choice("on_nonfinite", self.on_nonfinite, get_args(OnNonfinite))
         choice("batchnorm", self.batchnorm, get_args(BatchNorm))
+        if self.mesh is not None and not (hasattr(self.mesh, "mesh") and hasattr(self.mesh, "get_coordinate")):
+            raise TypeError(
+                f"mesh={self.mesh!r} is a {type(self.mesh).__name__}, expected the dimensions of a DeviceMesh that "
+                "carry data, as mesh['data'] or mesh['replica', 'data']"
+            )
+        for name, is_whole in zip(self.counts, self.counts_whole, strict=True):
+            if is_whole and self.reductions[name] == "mean":
+                raise ValueError(
+                    f"reduction='mean' for {name!r} with count_tokens(over=), which counts whole labels: the mean over "
+                    "a part is weighted by that part's own number. Let the criterion sum, with "
+                    "reduction='sum_to_mean', or count labels that are cut before"
+                )
+            if is_whole and self.mesh is None:
+                raise ValueError(
+                    "count_tokens(over=) says that ranks have parts of the same samples; say it to the Accumulator "
+                    "too, with the dimensions of the mesh that carry data: mesh=mesh['data']"
+                )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm!r}, expected a number above 0, or None")
         if self.accumulate_dtype not in (None, torch.float32, torch.float64):
@@ -62,6 +80,11 @@ class Config:
         ):
             if value is not None and (not callable(value) or name == "micro_batch_size"):
                 object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
+
+    @property
+    def counts_whole(self) -> list[bool | None]:
+        """Of each count, whether it is of what is cut over ranks later; None: it is the caller's own."""
+        return [one.over is not None if isinstance(one, TokenCount) else None for one in self.counts.values()]
 
     def refuse_to_cut(self, name: str) -> None:
         """Where no size says into what."""
@@ -140,8 +163,9 @@ def by_name(
 
 
 def _name_of(count: object) -> str:
-    name = getattr(count, "__name__", "")
-    return {"count_samples": "samples", "tokens": "tokens"}.get(name, "count")
+    if isinstance(count, TokenCount):
+        return "tokens"
+    return "samples" if count is count_samples else "count"
 
 
 def choice(name: str, value: Any, known: Sequence[Any]) -> Any:

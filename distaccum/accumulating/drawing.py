@@ -12,6 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from ..engines.peers import Peers
 from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
@@ -73,15 +74,15 @@ def candidate_of(
     index: int,
     counts_of: Mapping[str, Count] | None,
     *,
+    peers: Peers,
     has_stand_in: bool,
     agrees: bool,
-    shares_samples: bool,
     reduces_afterwards: Callable[[Batches], bool],
 ) -> Candidate:
     """This rank's micro-batches for window `index`; an error is kept until the other ranks have its report.
 
-    `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window. `shares_samples`:
-    other ranks must have the same micro-batches.
+    `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window. What counts nothing
+    is left out, but not where other ranks have parts of it, in which something may count.
     """
     batches, counts, error = Batches([]), list[Counts](), None
     try:
@@ -89,8 +90,8 @@ def candidate_of(
         counts = [(float(n),) for n in batches.lengths or []] if counts_of is None else count_all(counts_of, batches)
     except Exception as caught:
         error = caught
-    counted = [i for i, numbers in enumerate(counts) if any(numbers)]
-    full = [i for i in counted if all(counts[i])]
+    counted = [i for i, numbers in enumerate(counts) if any(numbers) or peers.has_parts]
+    full = [i for i in counted if all(counts[i]) or peers.has_parts]
     report = RankReport(
         update=index,
         steps=batches.steps,
@@ -105,7 +106,7 @@ def candidate_of(
         reduce_afterwards=reduces_afterwards(batches),
         largest=max(batches.lengths or [0]),
         largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
-        fingerprint=fingerprint(batches.micro_batches[:1]) if shares_samples else 0,
+        fingerprint=fingerprint(batches.micro_batches[:1]) if peers.shares_samples or peers.has_parts else 0,
         totals=tuple(sum(numbers[j] for numbers in counts) for j in range(1 if counts_of is None else len(counts_of))),
     )
     try:

@@ -14,7 +14,7 @@ from torch import nn
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import Plan, RankReport, guess_counts, make_plan, reports_of
+from ..law.plan import Plan, RankReport, guess_counts, make_plan, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..observers.statistics import Pool
@@ -107,15 +107,17 @@ class Planner:
                 draw,
                 progress.index,
                 None if manner.is_sum else config.counts,
+                peers=engine.peers,
                 has_stand_in=progress.stand_in is not None,
                 agrees=manner.agreement is not None,
-                shares_samples=engine.peers.shares_samples,
                 reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
             )
             alone = engine.peers.is_alone
             shared = [] if alone else engine.peers.gather_shared(candidate.report.to_row())
             candidate.raise_error()
             reports = [candidate.report] if alone else reports_of(engine.peers.sharing, shared)
+            if engine.peers.has_parts:
+                refuse_unlike_parts(engine.peers.parts, reports, config.counts_whole)
             return self._window_of(candidate, reports, manner)
 
     def _reduces_afterwards(self, manner: Manner, batches: Batches) -> bool:
@@ -276,7 +278,7 @@ class Planner:
         progress.feed = feed = Feed(loader, state, tells_state=tells_state)
         draw = feed.windows(
             self.config,
-            setup.engine.peers.num_ranks,
+            len(setup.engine.peers.parts),
             lambda message: setup.once("batch_size", message),
             alone=not setup.forwards_communicate,
         )

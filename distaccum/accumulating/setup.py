@@ -18,6 +18,7 @@ from ..batchnorm import batchnorms
 from ..engines import Engine, choose_engine
 from ..engines.accelerate import Accelerated
 from ..gradients.scaling import refuse_mixed
+from ..law.batches import count_samples
 from ..law.errors import DistaccumError, Once
 from ..observers.trace import Trace
 from .config import Config, as_list
@@ -37,7 +38,7 @@ class Setup:
             as_list("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
-        self.engine: Engine = choose_engine(self.models, config.sync)
+        self.engine: Engine = choose_engine(self.models, config.sync, config.mesh)
         self.engine.run_backward = self.accelerated.run_backward or self.engine.run_backward
         self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)
         self.schedulers: list[LRScheduler] = self.engine.adopt_schedulers(self.accelerated.schedulers)
@@ -99,6 +100,8 @@ class Setup:
             raise TypeError(
                 "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
             )
+        if engine.peers.has_parts:
+            self._refuse_with_parts(config)
         if not config.lookahead:
             self._refuse_to_stream(config)
         if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):
@@ -139,6 +142,18 @@ class Setup:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
+            )
+
+    def _refuse_with_parts(self, config: Config) -> None:
+        if count_samples in config.counts.values():
+            raise ValueError(
+                "count=count_samples with a mesh whose ranks have parts of the same samples: each would count them "
+                "whole; use count_tokens, or a function of your own that counts this rank's part"
+            )
+        if config.measure_noise or not config.lookahead:
+            raise ValueError(
+                f"{'measure_noise=True' if config.measure_noise else 'lookahead=False'} with a mesh whose ranks have "
+                "parts of the same samples, which is for ranks with samples of their own; leave it out"
             )
 
     def _refuse_to_stream(self, config: Config) -> None:

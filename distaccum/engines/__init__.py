@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -31,7 +32,15 @@ UNKNOWN = {
 }
 
 
-def choose_engine(models: Sequence[nn.Module], sync: Sync) -> Engine:
+def choose_engine(models: Sequence[nn.Module], sync: Sync, mesh: Any = None) -> Engine:
+    """`mesh`: the dimensions of a DeviceMesh that carry data; by default all ranks that an engine reduces over."""
+    engine = _engine_for(models, sync)
+    if mesh is not None:
+        engine.peers.cut_samples(mesh.mesh.flatten().tolist(), engine.name)
+    return engine
+
+
+def _engine_for(models: Sequence[nn.Module], sync: Sync) -> Engine:
     modules = [module for model in models for module in model.modules()]
     engines = known_engines()
     for module in modules:

@@ -49,6 +49,7 @@ class Peers:
     world_size = 1  # of it
     waits: Waits | None = None
     sharing: Sequence[Sequence[int]] = ((0,),)  # for each rank here, the global ranks that have its samples too
+    parts: Sequence[Sequence[int]] = ((0,),)  # the ranks here, those together that have parts of the same samples
 
     @property
     def is_alone(self) -> bool:
@@ -58,6 +59,25 @@ class Peers:
     @property
     def shares_samples(self) -> bool:
         return len(self.sharing[0]) > 1
+
+    @property
+    def has_parts(self) -> bool:
+        return len(self.parts[0]) > 1
+
+    def refuse_parts(self, call: str) -> None:
+        if self.has_parts:
+            raise DistaccumError(
+                f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
+                "on a model whose ranks have samples of their own"
+            )
+
+    def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
+        """Says that only `data_ranks` have other samples than this rank; the rest have parts of the same."""
+        if list(data_ranks) != [self.global_rank]:
+            raise ValueError(
+                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over rank {self.global_rank} alone; "
+                "wrap the model over these ranks, or leave mesh out"
+            )
 
     def gather(self, row: list[float]) -> list[list[float]]:
         """The rows of all ranks, in their order; through the host, never through the device's queue."""
@@ -102,12 +122,25 @@ class GroupPeers(Peers):
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
         self.sharing = sharing or [[rank] for rank in dist.get_process_group_ranks(group)]
+        self.parts = [[rank] for rank in range(self.num_ranks)]
         self._shared_group = self.host_group  # of all ranks that have these samples
         if any(len(ranks) > 1 for ranks in self.sharing):
             self._shared_group = new_host_group(group, [rank for ranks in self.sharing for rank in ranks])
         self._apart: dist.ProcessGroup | None = None
         self._recent: deque[_Sent] = deque(maxlen=8)  # collectives of the host
         weakref.finalize(self, _release, self._recent)  # when this is dropped, or before the interpreter ends
+
+    def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
+        here, by_rank = dist.get_process_group_ranks(self.group), self.gather_objects(list(data_ranks))
+        places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(here, by_rank, strict=True)]
+        parts = [[rank for rank, place in enumerate(places) if place == one] for one in range(len(data_ranks))]
+        if not set(data_ranks) <= set(here) or len({len(ranks) for ranks in parts}) != 1 or -1 in places:
+            raise ValueError(
+                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over ranks {here}, expected some of "
+                "these; give the dimensions of one mesh that carry data, as mesh=mesh['data'], and wrap the model over "
+                "them and those that cut samples"
+            )
+        self.parts = parts
 
     def gather(self, row: list[float]) -> list[list[float]]:
         return self._gather(row, self.host_group)

@@ -38,15 +38,44 @@ def count_samples(batch: Any) -> int:
     return batch_length(batch)
 
 
+@dataclasses.dataclass(frozen=True)
+class TokenCount:
+    """What `count_tokens` returns."""
+
+    labels: str | int
+    ignore_index: int
+    shift: bool
+    over: Any  # the mesh over which what it counts is cut later
+
+    def __call__(self, batch: Any) -> Tensor:
+        labels = self.labels
+        try:
+            found = batch[labels]
+        except (TypeError, KeyError, IndexError):
+            found = getattr(batch, labels, None) if isinstance(labels, str) else None
+        if not isinstance(found, Tensor):
+            raise TypeError(
+                f"count_tokens({labels!r}) found {type(found).__name__} in a {type(batch).__name__}, "
+                "expected a tensor; name the key, attribute or position of the labels"
+            )
+        number: Tensor = (found[..., 1:] if self.shift else found).ne(self.ignore_index).sum()
+        if self.over is None:
+            return number
+        ranks, rank = int(self.over.size()), int(self.over.get_local_rank())
+        return (number + (ranks - 1 - rank)) // ranks  # whole numbers, which add up to the whole
+
+
 def count_tokens(
-    labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False
-) -> Callable[[Any], Tensor]:
+    labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False, over: Any = None
+) -> TokenCount:
     """A function that counts the labels that a token loss keeps, for `count=`.
 
     Args:
         labels: The key, attribute or position of the labels in a micro-batch; a tensor of integers.
         ignore_index: The label that the criterion leaves out, as in `CrossEntropyLoss`.
         shift: Leaves out the first label of each row (the last dimension), as losses on the next token do.
+        over: The mesh of the ranks that have the same whole labels and cut them after they are counted, as
+            `mesh["context"]`; each brings its part of the number. For criterions that sum.
 
     Returns:
         A callable from a micro-batch to a tensor of one number, on the labels' device. It raises TypeError if there is
@@ -58,20 +87,7 @@ def count_tokens(
         >>> int(count_tokens("labels")(batch)), int(count_tokens("labels", shift=True)(batch))
         (3, 1)
     """
-
-    def tokens(batch: Any) -> Tensor:
-        try:
-            found = batch[labels]
-        except (TypeError, KeyError, IndexError):
-            found = getattr(batch, labels, None) if isinstance(labels, str) else None
-        if not isinstance(found, Tensor):
-            raise TypeError(
-                f"count_tokens({labels!r}) found {type(found).__name__} in a {type(batch).__name__}, "
-                "expected a tensor; name the key, attribute or position of the labels"
-            )
-        return (found[..., 1:] if shift else found).ne(ignore_index).sum()
-
-    return tokens
+    return TokenCount(labels, ignore_index, shift, over)
 
 
 def batch_length(batch: Any) -> int:

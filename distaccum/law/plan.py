@@ -68,7 +68,7 @@ class Plan:
     @property
     def is_empty(self) -> bool:
         """No micro-batch has anything that counts, so there is no update."""
-        return max(self.num_counted) == 0
+        return max(self.num_counted) == 0 or not any(self.counts.values())
 
     @property
     def some_rank_is_dry(self) -> bool:
@@ -106,6 +106,37 @@ def _shared(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
         has_stand_in=all(by_rank.has_stand_in),
         reduce_afterwards=any(by_rank.reduce_afterwards),
     )
+
+
+def refuse_unlike_parts(
+    parts: Sequence[Sequence[int]], reports: Sequence[RankReport], is_whole: Sequence[bool | None]
+) -> None:
+    """An error where ranks that have parts of the same samples do not go through them together, or count them twice.
+
+    `is_whole`: of each named count, whether it is known to count what is cut later (True) or was cut before (False).
+    """
+    for ranks in parts:
+        own = [reports[rank] for rank in ranks]
+        if any(one.failed for one in own):
+            return  # whose own error says why
+        drawn = [one.num_drawn for one in own]
+        if len(set(drawn)) > 1:
+            raise DistaccumError(
+                f"ranks {list(ranks)} of the group have parts of the same samples, and have {drawn} micro-batches; "
+                "give each of them its part of every micro-batch, also one in which nothing counts"
+            )
+        is_same = len({one.fingerprint for one in own}) == 1
+        if drawn[0] and is_same and False in is_whole and len({one.totals for one in own}) == 1:
+            raise DistaccumError(
+                f"ranks {list(ranks)} of the group have parts of the same samples, and each counted the same whole "
+                f"labels ({list(own[0].totals)}), so that all are counted {len(ranks)} times; count what is cut: say "
+                "count_tokens(..., over=) with the mesh over which labels are cut later, or cut before the window"
+            )
+        if drawn[0] and not is_same and True in is_whole:
+            raise DistaccumError(
+                f"count_tokens(..., over=) is for labels that are whole when they are counted, and ranks {list(ranks)} "
+                "of the group have different ones; leave over out where they are cut before"
+            )
 
 
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:

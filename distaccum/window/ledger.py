@@ -78,8 +78,10 @@ class Ledger(ABC):
         """The factor of each named loss of a micro-batch; None: the term is left out."""
         found = self._shares.get(counts)
         if found is None:
+            # Ranks that have parts of the same samples run each backward together, also one in which nothing counts.
+            runs = self._totals if self._engine.peers.has_parts else dict(zip(self._names, counts, strict=True))
             found = self._shares[counts] = tuple(
-                share_of(self._reductions[name], n, self._totals[name], self._engine.divisor) if n else None
+                share_of(self._reductions[name], n, self._totals[name], self._engine.divisor) if runs[name] else None
                 for name, n in zip(self._names, counts, strict=True)
             )
         return found
@@ -88,21 +90,24 @@ class Ledger(ABC):
         self, counts: Counts, is_stand_in: bool, loss: Tensor | None, named: Mapping[str, Tensor | None]
     ) -> Weighed:
         """Losses and seeds for a backward, and what `note` is given once it ended."""
-        shares = tuple(0.0 if n else None for n in counts) if is_stand_in else self._shares_of(counts)
+        shares = self._shares_of(counts)
+        if is_stand_in:
+            shares = tuple(None if share is None else 0.0 for share in shares)
         # The record has its own numbers: what the caller does to the loss in place, also in a hook, is no part of it.
         if not named and not self.has_several:
-            one, weight = self._weighted(self._names[0], loss, shares[0] or 0.0)
-            return (one,), (weight.seed,), ((weight, one.detach().clone()),)
+            share = shares[0] or 0.0
+            one, weight = self._weighted(self._names[0], loss, share)
+            return (one,), (weight.seed,), ((weight, one.detach().clone()),) if share else ()
         given = self._by_name(loss, named)
         # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
         terms = [
-            self._weighted(name, given[name], share)
+            (*self._weighted(name, given[name], share), share)
             for name, share in zip(self._names, shares, strict=True)
             if name in given and share is not None
         ]
         self._given.update(given)
-        entry = [(weight, one.detach().clone()) for one, weight in terms]
-        return [one for one, _ in terms], [weight.seed for _, weight in terms], entry
+        entry = [(weight, one.detach().clone()) for one, weight, share in terms if share]
+        return [one for one, *_ in terms], [weight.seed for _, weight, _ in terms], entry
 
     def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         if loss is not None:  # positional, or a name that happens to be "loss"

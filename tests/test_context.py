@@ -1,0 +1,395 @@
+"""Ranks with parts of the same sequences: context parallelism over the ranks that FSDP2 or DDP reduces over.
+
+The oracle is one big batch of whole sequences, in one process.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, full
+from problems import IGNORED, error, gradient, join, make_batch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError, count_tokens
+
+pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+TOKENS = 6
+# Sizes of micro-batches by data rank: even, uneven, a dry rank.
+WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
+
+
+class Rotate(torch.autograd.Function):
+    """Sends a tensor to the next rank of the ring, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: Any, by: int = 1) -> Tensor:
+        ctx.group, ctx.by = group, by
+        ranks = dist.get_process_group_ranks(group)
+        sent = sent.contiguous()
+        here, got = ranks.index(dist.get_rank()), torch.empty_like(sent)
+        work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, ranks[(here + by) % len(ranks)], group),
+                dist.P2POp(dist.irecv, got, ranks[(here - by) % len(ranks)], group),
+            ]
+        )
+        for one in work:
+            one.wait()
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return Rotate.apply(gradient, ctx.group, -ctx.by), None, None
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    """Keys and values go round; sums of exponentials are added up, as ring attention does."""
+    weights, values = 0.0, 0.0
+    for turn in range(dist.get_world_size(group)):
+        if turn:
+            k, v = Rotate.apply(k, group), Rotate.apply(v, group)
+        part = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).exp()
+        weights, values = weights + part.sum(-1, keepdim=True), values + part @ v
+    return values / weights
+
+
+class Gather(torch.autograd.Function):
+    """The parts of all ranks along the tokens; in backward their sum, of which each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = gradient.contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)], None
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    k, v = Gather.apply(k, group), Gather.apply(v, group)
+    return attention(q, k, v)
+
+
+def swapped(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    """Each rank has all tokens of its heads meanwhile."""
+    num = dist.get_world_size(group)
+
+    def swap(one: Tensor, cut: int, join: int) -> Tensor:
+        pieces = torch.stack(one.chunk(num, dim=cut)).contiguous()
+        return torch.cat(list(all_to_all_single(torch.empty_like(pieces), pieces, group=group)), dim=join)
+
+    return swap(attention(*(swap(one, 1, 2) for one in (q, k, v))), 2, 1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+class Reader(nn.Module):
+    """An attention over all tokens between layers on each."""
+
+    def __init__(self, attend: Any = attention) -> None:
+        super().__init__()
+        self.attend = attend
+        self.enter, self.qkv, self.leave = nn.Linear(5, 8), nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1))
+        return self.leave(x + self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def make_reader(attend: Any = attention) -> Reader:
+    torch.manual_seed(3)
+    return Reader(attend).double()
+
+
+ATTENTIONS = {"ring": ring, "gathered": gathered, "swapped": swapped}
+
+
+def on_a_mesh(attend: str, wrap: str) -> tuple[nn.Module, Any]:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    warnings.filterwarnings("ignore", message="torch.distributed.nn.functional", category=FutureWarning)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "context"))
+    net = make_reader(partial(ATTENTIONS[attend], group=mesh["context"].get_group()))
+    if wrap == "DDP":
+        return DistributedDataParallel(net), mesh
+    both = init_device_mesh("cpu", (dist.get_world_size(),))  # the same ranks, flat
+    fully_shard(net.qkv, mesh=both)
+    fully_shard(net, mesh=both)
+    return net, mesh
+
+
+def criterion(model: nn.Module, batch: Any, how: str) -> Tensor:
+    return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction=how)
+
+
+def batches_of(layout: Any, index: int, rank: int) -> list[Any]:
+    batches = [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(layout[rank])]
+    if index == 1:  # nothing counts in one part of the first, nor in the whole second
+        batches[0]["labels"][:, TOKENS // 2 :] = IGNORED
+        batches[1]["labels"][:] = IGNORED
+    return batches
+
+
+def cut(batch: Any, mesh: Any) -> Any:
+    rank, num = mesh.get_local_rank(), mesh.size()
+    return {key: value.chunk(num, dim=1)[rank].contiguous() for key, value in batch.items()}
+
+
+def law_with_parts(attend: str, wrap: str, sync: str, reduction: str, whole: bool) -> Any:
+    """By window: how far the step, the norm and the loss are off, and the counts."""
+    net, mesh = on_a_mesh(attend, wrap)
+    num, rank = mesh["data"].size(), mesh["data"].get_local_rank()
+    count = count_tokens("labels", over=mesh["context"]) if whole else count_tokens("labels")
+    accumulator = Accumulator(
+        net,
+        SGD(net.parameters(), lr=1.0),
+        sync=sync,
+        reduction=reduction,
+        count=count,
+        max_norm=1e9,
+        steps=9,
+        mesh=mesh["data"],
+    )
+    how, seen = "mean" if reduction == "mean" else "sum", []
+    for index, pair in enumerate(WINDOWS):
+        layout = [pair[r % 2] for r in range(num)]
+        before = [full(p).detach().clone() for p in net.parameters()]
+        own = batches_of(layout, index, rank)
+        window = accumulator.window(own if whole else [cut(one, mesh["context"]) for one in own])
+        for batch in window:
+            window.backward(criterion(net, cut(batch, mesh["context"]) if whole else batch, how))
+        update = window.step()
+        plain = make_reader()
+        nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in before]), plain.parameters())
+        everyone = join([b for r in range(num) for b in batches_of(layout, index, r)])
+        loss = criterion(plain, everyone, "sum" if reduction == "sum" else "mean")
+        loss.backward()
+        moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
+        norm = gradient(plain).norm().item()
+        assert update.counts == {"tokens": int(everyone["labels"].ne(IGNORED).sum())}
+        off = abs(update.loss - loss.item()) / abs(loss.item())
+        seen.append((error(moved, gradient(plain)), abs(update.grad_norm - norm) / norm, off))
+    return seen
+
+
+def within(seen: Any, bound: float = 1e-10) -> None:
+    for of_rank in seen:
+        assert len(of_rank) == len(WINDOWS)
+        for numbers in of_rank:
+            assert max(numbers) <= bound, of_rank
+
+
+@pytest.mark.parametrize("attend", ATTENTIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sum_to_mean"])
+def test_law_holds_with_parts_of_sequences(ranks, attend, reduction):
+    within(ranks(4).run(law_with_parts, attend, "fsdp2", "last", reduction, False))
+
+
+@pytest.mark.parametrize("sync", ["every", "gathered"])
+def test_law_holds_with_parts_of_sequences_under_each_policy(ranks, sync):
+    within(ranks(4).run(law_with_parts, "ring", "fsdp2", sync, "mean", False))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum_to_mean"])
+def test_law_holds_with_parts_of_sequences_under_ddp(ranks, reduction):
+    within(ranks(4).run(law_with_parts, "gathered", "DDP", "last", reduction, False))
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_to_mean"])
+@pytest.mark.parametrize("wrap", ["fsdp2", "DDP"])
+def test_whole_labels_that_are_cut_later_are_counted_once(ranks, reduction, wrap):
+    within(ranks(4).run(law_with_parts, "ring", wrap, "last", reduction, True))
+
+
+def cut_by_torch() -> Any:
+    """torch's context_parallel cuts in place, the outer quarters to rank 0; its attention has no CPU kernel."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    net, mesh = on_a_mesh("ring", "fsdp2")
+    count = count_tokens("labels", over=mesh["context"])
+    accumulator = Accumulator(
+        net, SGD(net.parameters(), lr=1.0), reduction="sum_to_mean", count=count, max_norm=1e9, mesh=mesh["data"]
+    )
+    batches = [{key: value[:, :4].contiguous() for key, value in make_batch(2, seed=i).items()} for i in range(4)]
+    exact = make_reader()
+    criterion(exact, join(batches), "mean").backward()
+    before = [full(p).detach().clone() for p in net.parameters()]
+    window = accumulator.window(batches[mesh["data"].get_local_rank() :: 2])
+    for batch in window:
+        with context_parallel(mesh["context"], buffers=list(batch.values()), buffer_seq_dims=[1, 1]):
+            assert batch["x"].shape == (2, 2, 5)
+            window.backward(criterion(net, batch, "sum"))
+    window.step()
+    moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
+    return error(moved, gradient(exact))
+
+
+def test_law_holds_where_torch_cuts_sequences(ranks):
+    assert max(ranks(4).run(cut_by_torch)) <= 1e-10
+
+
+def plans_refused(what: str) -> str:
+    net, mesh = on_a_mesh("ring", "fsdp2")
+    over = mesh["context"] if what in ("cut before", "update") else None
+    accumulator = Accumulator(
+        net,
+        SGD(net.parameters(), lr=0.0),
+        reduction="sum_to_mean",
+        count=count_tokens("labels", over=over),
+        mesh=mesh["data"],
+    )
+    whole = [make_batch(2, seed=mesh["data"].get_local_rank()) for _ in range(2)]
+    batches = whole if what == "counted whole" else [cut(one, mesh["context"]) for one in whole]
+    if what == "fewer" and dist.get_rank() == 3:
+        batches.pop()
+    try:
+        accumulator.window(batches)
+    except DistaccumError as raised:
+        good = [cut(one, mesh["context"]) for one in whole] if over is None else whole
+        window = accumulator.window(good)  # the next one is exact
+        for batch in window:
+            window.backward(criterion(net, batch if over is None else cut(batch, mesh["context"]), "sum"))
+        return str(raised) if window.step().stepped else "no step"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("counted whole", "so that all are counted 2 times; count what is cut"),
+        ("cut before", "leave over out where they are cut before"),
+        ("fewer", "ranks [2, 3] of the group have parts of the same samples, and have [2, 1] micro-batches"),
+    ],
+)
+def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(ranks, what, said):
+    for message in ranks(4).run(plans_refused, what):
+        assert said in message
+
+
+def options_refused() -> list[str]:
+    net, mesh = on_a_mesh("ring", "fsdp2")
+    tokens, whole = count_tokens("labels"), count_tokens("labels", over=mesh["context"])
+    said = []
+    for options in (
+        {"count": tokens, "mesh": mesh["data"], "measure_noise": True},
+        {"count": tokens, "mesh": mesh["data"], "lookahead": False},
+        {"mesh": mesh["data"]},
+        {"count": whole, "reduction": "sum_to_mean"},
+        {"count": whole, "mesh": mesh["data"]},
+        {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
+        {"count": tokens, "mesh": "data"},
+    ):
+        try:
+            Accumulator(net, SGD(net.parameters(), lr=0.1), **options)
+            said.append("nothing")
+        except (TypeError, ValueError) as raised:
+            said.append(f"{type(raised).__name__}: {raised}")
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.1), count=tokens, mesh=mesh["data"], micro_batch_size=1)
+    batch = cut(make_batch(2, seed=0), mesh["context"])
+    for call in (
+        lambda: accumulator.check(batch, lambda one: criterion(net, one, "mean")),
+        lambda: accumulator.contrast(batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()),
+    ):
+        try:
+            call()
+            said.append("nothing")
+        except DistaccumError as raised:
+            said.append(str(raised))
+    return said
+
+
+def test_options_that_need_whole_samples_are_refused(ranks):
+    for said in ranks(4).run(options_refused):
+        assert "measure_noise=True with a mesh whose ranks have parts" in said[0]
+        assert "lookahead=False with a mesh whose ranks have parts" in said[1]
+        assert "count=count_samples with a mesh" in said[2]
+        assert "say it to the Accumulator too" in said[3]
+        assert "weighted by that part's own number" in said[4]
+        assert said[5] == "nothing"  # all of them carry data, as if no mesh were given
+        assert "expected the dimensions of a DeviceMesh" in said[6]
+        assert "check() with a mesh" in said[7]
+        assert "contrast() with a mesh" in said[8]
+
+
+def updates() -> Any:
+    """update() cuts each rank's part alike, and `batch_size` is of samples that are counted once."""
+    net, mesh = on_a_mesh("ring", "fsdp2")
+    accumulator = Accumulator(
+        net,
+        SGD(net.parameters(), lr=1.0),
+        count=count_tokens("labels"),
+        batch_size=8,
+        micro_batch_size=2,
+        max_norm=1e9,
+        mesh=mesh["data"],
+    )
+    own, exact = mesh["data"].get_local_rank(), make_reader()
+    criterion(exact, join([make_batch(5, seed=rank) for rank in range(2)]), "mean").backward()
+    before = [full(p).detach().clone() for p in net.parameters()]
+    update = accumulator.update(cut(make_batch(5, seed=own), mesh["context"]), lambda one: criterion(net, one, "mean"))
+    moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
+    loader = [cut(make_batch(2, seed=own + i), mesh["context"]) for i in range(4)]
+    lengths = []
+    for window in accumulator.windows(loader):
+        for batch in window:
+            window.backward(criterion(net, batch, "mean"))
+        lengths.append(window.step().micro_batches)
+    return error(moved, gradient(exact)), update.micro_batches, lengths
+
+
+def test_update_cuts_parts_alike_and_counts_samples_once(ranks):
+    for off, num, lengths in ranks(4).run(updates):
+        assert off <= 1e-10 and num == 3 and lengths == [2, 2]
+
+
+def resumed(wrap: str) -> bool:
+    """A window without a stop, and one that is left after one of two micro-batches and resumed."""
+    ends = []
+    for stops in (False, True):
+        net, mesh = on_a_mesh("gathered", wrap)
+        options = {"count": count_tokens("labels"), "max_norm": 0.1, "mesh": mesh["data"]}
+        accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **options)
+        batches = [cut(make_batch(2, seed=i + mesh["data"].get_local_rank()), mesh["context"]) for i in range(2)]
+        window = accumulator.window(batches)
+        for batch in window:
+            window.backward(criterion(net, batch, "mean"))
+            if stops:
+                state = accumulator.state_dict()
+                break
+        if stops:
+            net, mesh = on_a_mesh("gathered", wrap)
+            accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **{**options, "mesh": mesh["data"]})
+            accumulator.load_state_dict(state)
+            window = accumulator.window(batches)
+            for batch in window:
+                window.backward(criterion(net, batch, "mean"))
+        window.step()
+        ends.append(torch.cat([full(p).detach().flatten() for p in net.parameters()]))
+    return torch.equal(*ends)
+
+
+@pytest.mark.parametrize("wrap", ["fsdp2", "DDP"])
+def test_state_in_mid_window_with_parts_resumes_bit_for_bit(ranks, wrap):
+    assert ranks(4).run(resumed, wrap) == [True] * 4
