@@ -68,8 +68,7 @@ class Accumulator:
         count: The denominator of a micro-batch: a callable that gets one as the loader yields it and returns a finite
             number of at least 0, or a tensor of one; or a dict of these by the loss's name, with the keys of
             `reduction`. A micro-batch whose every count is 0 is left out. `count_tokens` makes one for token losses.
-        max_norm: Clips the L2 norm of the whole gradient, over all ranks, once per update. `math.inf` measures the norm
-            and clips nothing; None does neither, and `Update.grad_norm` is None.
+        max_norm: Clips the L2 norm of the whole gradient, over all ranks, once per update; `math.inf` only measures it.
         scheduler: One or several; each steps once per update that changed the weights.
         scaler: A `torch.amp.GradScaler`. The window scales, unscales and updates; do not call the scaler yourself.
         accelerator: The Hugging Face `Accelerator` whose `prepare` made the model; its `backward` and scaler are used.
