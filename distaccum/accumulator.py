@@ -90,8 +90,8 @@ class Accumulator:
             ahead; the count is then known at its end, where the gradient is corrected.
         measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
         trace: A folder, in which each rank writes when it did what, for `distaccum timeline`. None writes nothing.
-        mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more ranks:
-            these have parts of the same samples (context parallelism).
+        mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more
+            ranks, which have parts of the same samples (context parallelism).
 
     Raises:
         TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.

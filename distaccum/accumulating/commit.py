@@ -160,7 +160,7 @@ class Committer:
     def _unscaled(self, complete: Complete) -> Gradient:
         """Unscales what the scaler scaled, or sees to it that the step does."""
         stepped = [parameter for parameter in self._setup.parameters().stepped if parameter.grad is not None]
-        gradient = Gradient(stepped, partial(self._engine.norm, stepped))
+        gradient = Gradient(stepped, partial(self._engine.whole_norm, stepped))
         compares = self._compares(complete)
         looks = self._on_nonfinite != "ignore" and self._scaler is None  # and will take a norm
         measures = (self._max_norm is not None or (compares and looks)) and not self._engine.judges_gradients

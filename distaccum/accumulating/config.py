@@ -124,10 +124,9 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for one in values:
         if type(one).__module__.startswith("torch.distributed.pipelining"):
-            raise TypeError(
-                f"{name} is a pipeline's {type(one).__name__}, whose schedule runs forward and backward of all "
-                "micro-batches itself, so that no window can; let the schedule accumulate, with its n_microbatches"
-            )
+            if name == "model" and hasattr(one, "scale_grads"):
+                continue  # a schedule, which has the stages
+            raise TypeError(f"{name} is a pipeline's {type(one).__name__}, expected its schedule, as the model")
         if not hasattr(one, needs) or isinstance(one, type):
             swapped = "; the model comes first, then the optimizer" if name == "model" and hasattr(one, "step") else ""
             seen = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, final
@@ -12,7 +12,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..engines.peers import Peers
+from ..engines import Engine
 from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
@@ -55,6 +55,7 @@ class Candidate:
     report: RankReport
     batches: Batches
     counts: list[Counts]
+    pieces: list[list[Counts]]  # of each micro-batch, those that it is run in
     counted: list[int]  # micro-batches with anything that counts
     full: list[int]  # those with a count for each name
     error: Exception | None  # of drawing or counting
@@ -74,7 +75,7 @@ def candidate_of(
     index: int,
     counts_of: Mapping[str, Count] | None,
     *,
-    peers: Peers,
+    engine: Engine,
     has_stand_in: bool,
     agrees: bool,
     reduces_afterwards: Callable[[Batches], bool],
@@ -84,10 +85,17 @@ def candidate_of(
     `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window. What counts nothing
     is left out, but not where other ranks have parts of it, in which something may count.
     """
-    batches, counts, error = Batches([]), list[Counts](), None
+    batches, counts, pieces, error = Batches([]), list[Counts](), list[list[Counts]](), None
+    peers = engine.peers
     try:
         batches = draw(index)
-        counts = [(float(n),) for n in batches.lengths or []] if counts_of is None else count_all(counts_of, batches)
+        if counts_of is None:
+            counts = [(float(n),) for n in batches.lengths or []]
+        elif engine.pipeline is None:
+            counts = count_all(counts_of, batches)
+        else:
+            pieces = count_pieces(counts_of, batches.micro_batches, engine.pieces)
+            counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
     except Exception as caught:
         error = caught
     counted = [i for i, numbers in enumerate(counts) if any(numbers) or peers.has_parts]
@@ -110,7 +118,7 @@ def candidate_of(
         totals=tuple(sum(numbers[j] for numbers in counts) for j in range(1 if counts_of is None else len(counts_of))),
     )
     try:
-        return Candidate(report, batches, counts, counted, full, error)
+        return Candidate(report, batches, counts, pieces, counted, full, error)
     finally:
         del error, batches  # or its traceback would keep this frame, and that itself and what was drawn
 
@@ -132,6 +140,15 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
             )
     numbers = [float(value) for value in values]
     return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
+
+
+def count_pieces(
+    counts_of: Mapping[str, Count], micro_batches: Sequence[Any], pieces_of: Callable[[Any], list[Any]]
+) -> list[list[Counts]]:
+    """The denominators of what each micro-batch is run in."""
+    cut = [pieces_of(micro_batch) for micro_batch in micro_batches]
+    counts = iter(count_all(counts_of, Batches([piece for pieces in cut for piece in pieces])))
+    return [[next(counts) for _ in pieces] for pieces in cut]
 
 
 def _read(values: list[Any]) -> list[Any]:

@@ -56,7 +56,8 @@ class NonfiniteError(DistaccumError):
 
 def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
     """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip."""
-    found = find_nonfinite(complete, engine)
+    # Ranks that share samples may hold different parameters, as stages do, and only one of them the losses.
+    found = min(engine.peers.share_objects(find_nonfinite(complete, engine)), key=lambda one: one.vagueness)
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({found.message})"
     complete.undo()
@@ -75,7 +76,7 @@ class LookAtEnd(Observer):
         self._engine = engine
 
     def complete(self, complete: Complete) -> None:
-        if not look_at(partial(self._engine.norm, complete.parameters), None).finite:
+        if not look_at(partial(self._engine.whole_norm, complete.parameters), None).finite:
             judge(complete, self._engine, "gradient", "raise")
 
 
@@ -83,7 +84,12 @@ class LookAtEnd(Observer):
 class Found:
     message: str  # the same on all ranks
     is_placed: bool  # True: in a micro-batch; False: every loss is finite and no backward was inspected
+    names_some: bool = True  # parameters
     cure: str = "Look for it in the data or lower the learning rate"
+
+    @property
+    def vagueness(self) -> tuple[bool, bool]:
+        return not self.is_placed, not self.names_some
 
 
 def find_nonfinite(complete: Complete, engine: Engine) -> Found:
@@ -98,7 +104,7 @@ def find_nonfinite(complete: Complete, engine: Engine) -> Found:
     rows = engine.peers.gather([float(place), value, float(seen), *_listing(bad), *_listing(weights)])
     if first := _named([row[4 + SHOWN :] for row in rows], parameters, names):
         message = f"before its first backward there were weights that are not finite already, first in {first}"
-        return Found(message, True, "Go back to a checkpoint, or look at how they were initialised or loaded")
+        return Found(message, True, cure="Go back to a checkpoint, or look at how they were initialised or loaded")
 
     places = []
     for rank, (in_loss, value, in_gradient, *_) in enumerate(rows):
@@ -114,7 +120,7 @@ def find_nonfinite(complete: Complete, engine: Engine) -> Found:
     parts = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
     if listing := _named([row[3 : 4 + SHOWN] for row in rows], parameters, names):
         parts.append(f"first in {listing}")
-    return Found("; ".join(parts), bool(places))
+    return Found("; ".join(parts), bool(places), bool(listing))
 
 
 def _listing(places: Sequence[int]) -> list[float]:

@@ -107,7 +107,7 @@ class Planner:
                 draw,
                 progress.index,
                 None if manner.is_sum else config.counts,
-                peers=engine.peers,
+                engine=engine,
                 has_stand_in=progress.stand_in is not None,
                 agrees=manner.agreement is not None,
                 reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
@@ -123,6 +123,7 @@ class Planner:
     def _reduces_afterwards(self, manner: Manner, batches: Batches) -> bool:
         return (
             manner.reduces_afterwards
+            or self.setup.engine.pipeline is not None
             or (manner.inspects and not self.setup.forwards_communicate)
             or (manner.agreement is not None and self._is_unproven(batches))
         )
@@ -162,6 +163,7 @@ class Planner:
         source: Listed | Streamed
         if stream is None:
             source = Listed(engine, plan, stand_in, micro_batches, counts, candidate.counted)
+            source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
         else:
             source = Streamed(engine, plan, stand_in, micro_batches, counts, stream)
         ledger = manner.ledger(

@@ -31,14 +31,14 @@ class Setup:
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
-        self.models: list[nn.Module] = as_list("model", model, "forward")
         self.accelerated = Accelerated(
             accelerator,
             as_list("optimizer", optimizer, "param_groups"),
             as_list("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
-        self.engine: Engine = choose_engine(self.models, config.sync, config.mesh)
+        self.engine: Engine = choose_engine(as_list("model", model, "forward"), config.sync, config.mesh)
+        self.models: list[nn.Module] = list(self.engine.models)
         self.engine.run_backward = self.accelerated.run_backward or self.engine.run_backward
         self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)
         self.schedulers: list[LRScheduler] = self.engine.adopt_schedulers(self.accelerated.schedulers)
@@ -102,6 +102,11 @@ class Setup:
             )
         if engine.peers.has_parts:
             self._refuse_with_parts(config)
+        if engine.pipeline is not None and (config.measure_noise or not config.lookahead):
+            raise ValueError(
+                f"{'measure_noise=True' if config.measure_noise else 'lookahead=False'} with a pipeline's schedule, "
+                "which runs its chunks in one call; leave it out"
+            )
         if not config.lookahead:
             self._refuse_to_stream(config)
         if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -10,10 +10,11 @@ from torch import nn
 
 from . import ddp, deepspeed, fsdp1, fsdp2  # noqa: F401  # an engine is found as a subclass
 from .base import Engine, Sync
+from .pipeline import Pipeline, schedule_in
 from .plain import PlainEngine
 from .ranks import RanksEngine
 from .shards import num_ranks_of_meshes
-from .tensor_parallel import TensorParallelEngine
+from .unwrapped import UnwrappedEngine
 
 __all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
 
@@ -33,14 +34,25 @@ UNKNOWN = {
 
 
 def choose_engine(models: Sequence[nn.Module], sync: Sync, mesh: Any = None) -> Engine:
-    """`mesh`: the dimensions of a DeviceMesh that carry data; by default all ranks that an engine reduces over."""
-    engine = _engine_for(models, sync)
+    """`models`: modules, or a pipeline's schedule. `mesh`: the dimensions of a DeviceMesh that carry data; by default
+    all ranks that an engine reduces over.
+    """
+    schedule = schedule_in(models)
+    if schedule is None:
+        engine = _engine_for(models, sync)
+    else:
+        pipeline = Pipeline(schedule)
+        engine = _engine_for(pipeline.modules, sync, lambda ranks: pipeline.group.size() == ranks)
+        engine.follow(pipeline)
     if mesh is not None:
         engine.peers.cut_samples(mesh.mesh.flatten().tolist(), engine.name)
     return engine
 
 
-def _engine_for(models: Sequence[nn.Module], sync: Sync) -> Engine:
+def _engine_for(
+    models: Sequence[nn.Module], sync: Sync, share_samples: Callable[[int], bool] = lambda ranks: False
+) -> Engine:
+    """`share_samples`: whether this many ranks, all of the job, are known to have the same."""
     modules = [module for model in models for module in model.modules()]
     engines = known_engines()
     for module in modules:
@@ -61,8 +73,8 @@ def _engine_for(models: Sequence[nn.Module], sync: Sync) -> Engine:
         return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     if ranks > 1:
-        if num_ranks_of_meshes(modules) == ranks:
-            return TensorParallelEngine(models, sync)
+        if num_ranks_of_meshes(modules) == ranks or share_samples(ranks):
+            return UnwrappedEngine(models, sync)
         raise ValueError(f"{_refusal_of_plain(modules, ranks)}. There are engines for {_names_of(engines)}")
     return PlainEngine(models, sync)
 

@@ -22,6 +22,7 @@ from ..gradients.wide import Sums
 from ..law.errors import DistaccumError
 from ..law.plan import Plan
 from .peers import Peers
+from .pipeline import RunsStages
 from .private.autograd import run_backward
 
 Sync = Literal["last", "every", "replicas", "gathered"]
@@ -34,7 +35,7 @@ class Leaf(NamedTuple):
     standing: Callable[[], Tensor | None]  # its sum since the window began
 
 
-class Engine(ABC):
+class Engine(RunsStages, ABC):
     """What differs between the wrappers of a model. Abstract: write one final class for a wrapper, here or in your
     package.
 

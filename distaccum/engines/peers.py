@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 import weakref
@@ -63,6 +64,23 @@ class Peers:
     @property
     def has_parts(self) -> bool:
         return len(self.parts[0]) > 1
+
+    def add_stages(self, group: Any) -> None:
+        """Says that the ranks of `group` hold other stages of the model, for the same samples."""
+        raise NotImplementedError
+
+    def over_stages(self, norm: Tensor, kind: float) -> Tensor:
+        """The norm over all stages, from that of this rank's; `kind` is 2 or infinity."""
+        return norm
+
+    def share_objects(self, value: Any) -> list[Any]:
+        """Small values of all ranks that share samples with one here; through the host."""
+        return [value]
+
+    @property
+    def part(self) -> int:
+        """This rank's place among those that share its samples."""
+        return list(self.sharing[self.rank]).index(self.global_rank)
 
     def refuse_parts(self, call: str) -> None:
         if self.has_parts:
@@ -126,6 +144,8 @@ class GroupPeers(Peers):
         self._shared_group = self.host_group  # of all ranks that have these samples
         if any(len(ranks) > 1 for ranks in self.sharing):
             self._shared_group = new_host_group(group, [rank for ranks in self.sharing for rank in ranks])
+        self._stages: dist.ProcessGroup | None = None
+        self._record_group, self._record_host = group, self.host_group  # of the ranks whose losses add up
         self._apart: dist.ProcessGroup | None = None
         self._recent: deque[_Sent] = deque(maxlen=8)  # collectives of the host
         weakref.finalize(self, _release, self._recent)  # when this is dropped, or before the interpreter ends
@@ -141,6 +161,25 @@ class GroupPeers(Peers):
                 "them and those that cut samples"
             )
         self.parts = parts
+
+    def add_stages(self, group: dist.ProcessGroup) -> None:
+        column = dist.get_process_group_ranks(group)
+        of_stages: list[Any] = [None] * len(column)
+        dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=host_group(group))
+        rows = self.gather_objects(({rank for ranks in of_stages for rank in ranks}, column))
+        self.sharing = [sorted(ranks) for ranks, _ in rows]
+        self._shared_group = new_host_group(self.group, sorted({one for ranks in self.sharing for one in ranks}))
+        columns = sorted({one for _, ranks in rows for one in ranks})
+        made: Any = dist.new_group(columns, use_local_synchronization=True)
+        self._stages, self._record_group, self._record_host = group, made, host_group(made)
+
+    def over_stages(self, norm: Tensor, kind: float) -> Tensor:
+        if self._stages is None:
+            return norm
+        whole = norm if math.isinf(kind) else norm.pow(kind)
+        op = dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM
+        dist.all_reduce(whole, op=op, group=self._stages)
+        return whole if math.isinf(kind) else whole.pow(1 / kind)
 
     def gather(self, row: list[float]) -> list[list[float]]:
         return self._gather(row, self.host_group)
@@ -183,6 +222,13 @@ class GroupPeers(Peers):
         dist.all_gather_object(values, value, group=self.host_group)
         return values
 
+    def share_objects(self, value: Any) -> list[Any]:
+        if not self.shares_samples:
+            return [value]
+        values: list[Any] = [None] * dist.get_world_size(self._shared_group)
+        dist.all_gather_object(values, value, group=self._shared_group)
+        return values
+
     def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
         longest = max(sizes)
         padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
@@ -191,8 +237,8 @@ class GroupPeers(Peers):
         return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
     def sum(self, values: Tensor) -> Waitable | None:
-        group = self._group_for(values)
         kind = values.device.type
+        group = self._record_host if kind == "cpu" else self._record_group
         on_host = kind == "cpu" or f"{kind}:gloo" in dist.get_backend_config(group)
         sent = values.clone() if on_host else values
         work = dist.all_reduce(sent, group=group, async_op=True)

@@ -36,7 +36,8 @@ class Trace(Observer):
     """One rank's file. The arguments of its spans say to which update, micro-batch and attempt they belong."""
 
     def __init__(self, folder: str | os.PathLike[str], engine: Engine, device: torch.device) -> None:
-        self.path = Path(folder).absolute() / f"rank{engine.peers.rank}.json"
+        part = f"part{engine.peers.part}" if engine.peers.part else ""  # of ranks that share samples, the first is here
+        self.path = Path(folder).absolute() / part / f"rank{engine.peers.rank}.json"
         self._device = _Device(device) if device.type == "cuda" else None
         self._engine: Engine = weakref.proxy(engine)  # which holds this trace
         self._edges = _Edges()

@@ -35,7 +35,7 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: Callable[..., Tensor]) -> Update:
     """One update of a loss over all pairs of a batch."""
-    planner.setup.engine.peers.refuse_parts("contrast")
+    planner.setup.engine.refuse_closure("contrast")
     verifies = planner.progress.num_contrasts < PROOFS
 
     def begin(agreement: Agreement) -> tuple[Callable[[Window], None], Manner]:

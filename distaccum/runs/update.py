@@ -91,6 +91,7 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
 
 def update(planner: Planner, batch: Any, loss_fn: LossFn) -> Update:
     """One update of a batch that is cut."""
+    planner.setup.engine.refuse_closure("update")
     draw = cut_up(batch, planner.config, planner.progress.size)
     return retry(planner, draw, lambda _: (partial(run_all, loss_fn=loss_fn), LOOP))
 

@@ -178,6 +178,10 @@ class Ledger(ABC):
             weight.losses.append(loss)
             weight.numbers.append(number)
 
+    def expect_none(self) -> None:
+        """The losses of this micro-batch are another rank's."""
+        self._given.update(self._names)
+
     def missing(self, counts: Counts) -> list[str]:
         """Names with a count in the micro-batch that ended, of which no backward got a loss."""
         given, self._given = self._given, set()

@@ -53,6 +53,7 @@ class Source(ABC):
         self.num_counted = plan.num_counted  # micro-batches by rank; streaming, those known
         self._micro_batches: deque[Any] = deque(micro_batches)
         self.counts = list(counts)  # of this rank's micro-batches
+        self.pieces: Sequence[Sequence[Counts]] = ()  # of each, the counts of what it is run in, where that is cut
         self.numbers = list(numbers)  # their places among all that were drawn
         # Of the micro-step at work:
         self.is_stand_in = False  # it is no micro-batch of this rank's own

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn, TypeVar, final
 
 import torch
@@ -19,15 +18,15 @@ from ..gradients.snapshot import set_random_state
 from ..law.errors import DistaccumError, Once
 from ..law.shares import as_int_if_whole
 from ..law.update import Update
+from .backwards import TAMPERED, Backwards
 from .observer import Complete, Observer
 from .parts import each_head, each_part
-from .refusals import end_micro_batch, refuse_backward, refuse_inference_mode
+from .refusals import end_micro_batch, refuse_inference_mode
 from .resume import Unfinished, suspended
 from .source import Streamed, untouched_statistics
-from .status import DONE, FAILED, WAITING, Stage, Status
+from .status import DONE, WAITING, Stage, Status
 from .tamper import Tamper
 
-TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)"
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
 
@@ -81,7 +80,7 @@ class Window:
         self._ledger, self._observers, self._commit = status.ledger, observers, commit
         self._unfinished = unfinished
         self._tamper = Tamper(trained.engine, trained.groups)
-        self._is_first = True  # no backward ended yet
+        self._backwards = Backwards(status, trained.engine, trained.parameters, observers, self._tamper)
 
     def __getstate__(self) -> dict[str, Any]:
         self._status.refuse_copy()
@@ -169,7 +168,7 @@ class Window:
             self._ledger.load(unfinished.losses)
             for observer in self._observers:
                 observer.load(unfinished.observers.get(observer.key))
-            self._is_first = False
+            self._backwards.is_first = False
             self._source.skip(unfinished.done)
             set_random_state(unfinished.random)  # what was drawn since then has drawn numbers too
 
@@ -210,49 +209,32 @@ class Window:
             DistaccumError: A second backward in one micro-batch, one outside the loop, or gradients that were changed.
         """
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
-        status, source = self._status, self._source
-        if status.turn is not WAITING:
-            refuse_backward(status)
-        if self._is_first and self._engine.stale(self._parameters, in_window=True):
-            self._refuse_lost("gradients came into the window that its backward() did not make")
-        if self._tamper.differs():
-            self._refuse_lost(TAMPERED)
-        if not status.has_more_parts:
-            source.look_ahead()
-        reduce = source.reduces and not status.has_more_parts
+        source, backwards = self._source, self._backwards
+        reduce = backwards.begin(self._refuse_lost)
         losses, seeds, entry = self._ledger.weigh(source.counts_here, source.is_stand_in, loss, named)
-        self._run(losses, seeds, reduce)
+        if losses:
+            backwards.run(reduce, self._engine.backward, losses, seeds, reduce)
+        else:
+            backwards.run(reduce, self._engine.skip)
         if not source.is_stand_in:
             self._ledger.note(entry, source.numbers[source.place])
-        self._after_backward(reduce)
+        backwards.end(reduce)
 
-    def _run(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        status, observers = self._status, self._observers
-        if observers:
-            sends = self._engine.will_reduce(reduce)
-            for observer in observers:
-                observer.before_backward(status, sends)
-        status.turn = FAILED
-        try:
-            if losses:
-                self._engine.backward(losses, seeds, reduce)
-            else:
-                self._engine.skip()
-        except RuntimeError as error:
-            self._engine.peers.refuse_lost(error)
-            raise
-        for observer in observers:
-            observer.after_backward(status)
-        status.turn, self._is_first = DONE, False
-        if status.has_more_parts:
-            for observer in observers:
-                observer.forward(status)
+    def run(self, *inputs: Any, **options: Any) -> Any:
+        """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
 
-    def _after_backward(self, reduced: bool) -> None:
-        if not self._status.has_more_parts:
-            for observer in self._observers:
-                observer.after_micro_batch(self._status)
-        self._tamper.stamp(reduced)
+        Args:
+            *inputs: Of the first stage; other stages leave them.
+            **options: `target` for the last stage's loss function, `losses=[]` to be filled there with each chunk's,
+                and keywords of the stages' forward.
+
+        Returns:
+            What the schedule's `step()` does: the outputs on the last stage, else None.
+
+        Raises:
+            DistaccumError: The model is no pipeline's schedule, or as in `backward()`.
+        """
+        return self._backwards.run_pieces(inputs, options, self._refuse_lost)
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
         """Yields `items`; each gets a backward of its own, so that one graph lives at a time, and only the last may
@@ -284,7 +266,7 @@ class Window:
         """
         if self._engine.owns_step:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
-        return each_head(self._status, outputs, items, partial(_run_trunk, self))
+        return each_head(self._status, outputs, items, self._backwards.run_trunk)
 
     def step(self) -> Update:
         """The record of the update: clips, steps, updates the scaler, steps the schedule, clears the gradients.
@@ -363,17 +345,3 @@ def _complete(window: Window) -> Complete:
         undo=window.discard,
         close=window._close,
     )
-
-
-def _run_trunk(window: Window, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    """The backward of what `heads` cut off."""
-    source, engine = window._source, window._engine
-    if not outputs and all(source.counts_here):  # else the term was left out
-        raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-    source.look_ahead()
-    losses, seeds = list(outputs), window._ledger.unscaled(gradients)
-    reduce = source.reduces
-    if engine.will_reduce(reduce):
-        losses, seeds = map(list, engine.with_earlier(losses, seeds))
-    window._run(losses, seeds, reduce)
-    window._after_backward(reduce)

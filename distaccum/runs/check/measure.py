@@ -42,7 +42,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
     """The report; all else is as it was before."""
     planner.make_way()
     setup = planner.setup
-    setup.engine.peers.refuse_parts("check")
+    setup.engine.refuse_closure("check")
     if setup.engine.owns_step:
         raise DistaccumError(
             f"check() with {setup.engine.name}, which shows no gradient; check the module before it is wrapped"

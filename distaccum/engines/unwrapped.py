@@ -1,4 +1,4 @@
-"""Parameters that are DTensors, without a wrapper: all ranks of the job compute on the same samples.
+"""Modules without a wrapper in a job whose ranks all compute on the same samples: tensor-parallel ones, or stages.
 
 Nothing is reduced over data-parallel ranks, since there is one. DTensor sums over the parts by itself in forward and
 backward; a gradient that it leaves as partial sums adds up so, and is summed once, after the last backward.
@@ -22,10 +22,10 @@ from .shards import norm_over_shards, ranks_sharing, shards_of, why_tensor_paral
 
 
 @final
-class TensorParallelEngine(RanksEngine):
-    """Not found by `wraps`: it stands in for PlainEngine where parameters lie over all ranks of a job."""
+class UnwrappedEngine(RanksEngine):
+    """Not found by `wraps`: it stands in for PlainEngine where all ranks of a job share their samples."""
 
-    name = "tensor-parallel modules without a wrapper"
+    name = "modules without a wrapper"
     policies = ("last",)
     shows_partial = True
 

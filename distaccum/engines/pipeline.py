@@ -1,0 +1,180 @@
+"""A schedule of torch.distributed.pipelining, which runs the forwards and backwards of a micro-batch in one call.
+
+It cuts the micro-batch into chunks, and its ranks hold stages of the model. The engine is that of the stages' own
+wrappers; here is what a schedule adds: a loss for each chunk, which is multiplied by its share since the schedule gives
+backward no seed, and gradients that stay unreduced until the window's end.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ..law.batches import batch_length, cut_batch
+from ..law.errors import DistaccumError
+from .peers import Peers
+from .private import pipelining as private
+from .private.pipelining import WeighChunk
+
+
+def schedule_in(models: Sequence[Any]) -> Any | None:
+    """The schedule among them, if there is one; imports nothing."""
+    pipelining = sys.modules.get("torch.distributed.pipelining.schedules")
+    if pipelining is None:
+        return None
+    kinds = (pipelining.PipelineScheduleSingle, pipelining.PipelineScheduleMulti)
+    found = [one for one in models if isinstance(one, kinds)]
+    if found and len(models) > 1:
+        raise ValueError(
+            f"model holds a {type(found[0]).__name__} and {len(models) - 1} more, expected the schedule alone; give "
+            "what it does not train an Accumulator of its own"
+        )
+    return found[0] if found else None
+
+
+@final
+class Pipeline:
+    """The schedule, and the stages of the model on this rank."""
+
+    def __init__(self, schedule: Any) -> None:
+        name = type(schedule).__name__
+        self._schedule, self._stages = schedule, private.stages_of(schedule)
+        if schedule.scale_grads:
+            raise ValueError(
+                f"the {name} divides gradients by its number of chunks (scale_grads=True, torch's default), and so "
+                "does the share of each; make it with scale_grads=False"
+            )
+        if not private.has_loss(schedule):
+            raise ValueError(f"the {name} has no loss_fn, so it runs no backward; give it one on every rank")
+        self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
+        self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
+        self.num_chunks = private.num_chunks(schedule)
+        is_sharded = [hasattr(module, "set_requires_gradient_sync") for module in self.modules]
+        if any(is_sharded) and not private.postpones_reduction(schedule):
+            raise ValueError(
+                f"a stage of the {name} is under fully_shard, whose gradients this version of torch reduces in each "
+                "call of the schedule; use torch 2.15, or DistributedDataParallel"
+            )
+        self._options = {"finalize_gradients": False} if any(is_sharded) else {}
+        self._weigh: WeighChunk | None = None  # while a window runs the schedule
+        private.weigh_losses(schedule, lambda: self._weigh)
+
+    def pieces(self, micro_batch: Any) -> list[Any]:
+        """The chunks that the schedule cuts it into."""
+        if self.num_chunks == 1:
+            return [micro_batch]
+        length = batch_length(micro_batch)
+        if length % self.num_chunks:
+            raise ValueError(
+                f"a micro-batch has {length} samples, and the {type(self._schedule).__name__} cuts it into "
+                f"{self.num_chunks} chunks of one shape; give it a multiple of {self.num_chunks}"
+            )
+        return list(cut_batch(micro_batch, [length // self.num_chunks] * self.num_chunks, length))
+
+    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: WeighChunk) -> Any:
+        """All chunks through all stages, forward and backward; what the schedule returns."""
+        losses: Any = options.pop("losses", None)
+        target, taken = options.pop("target", None), dict[int, Any]()
+
+        def weigh_noted(chunk: int, output: Any, take_loss: Any) -> Tensor:
+            def take() -> Any:
+                taken[chunk] = take_loss()
+                return taken[chunk]
+
+            return weigh(chunk, output, take)
+
+        if any(stage.is_last for stage in self._stages):
+            options["target"] = target
+        self._weigh = weigh_noted
+        try:
+            for stage in self._stages:
+                if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
+                    stage.submod = stage.submod.module
+            is_first = any(stage.is_first for stage in self._stages)
+            outputs = self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
+        finally:
+            self._weigh = None
+            for stage, module in zip(self._stages, self.modules, strict=True):
+                stage.submod = module
+        if losses is not None:
+            losses[:] = [taken[chunk] for chunk in sorted(taken)]
+        return outputs
+
+    def refuse_backward(self, losses: object, seeds: object) -> None:
+        raise DistaccumError(
+            f"window.backward() with a {type(self._schedule).__name__}, which runs forward and backward itself; call "
+            "window.run(inputs, target=labels) on every stage"
+        )
+
+    def refuse_closure(self, call: str) -> None:
+        raise DistaccumError(
+            f"{call}() takes a function that returns a loss, and a {type(self._schedule).__name__} runs forward and "
+            "backward itself; write the loop: for inputs, labels in window: window.run(inputs, target=labels)"
+        )
+
+
+class RunsStages(ABC):
+    """What an engine does where its models are stages that a schedule runs. Abstract: part of every `Engine`."""
+
+    name: ClassVar[str]
+    policies: tuple[Any, ...]
+    sync: Any
+    peers: Peers
+    run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
+    pipeline: Pipeline | None = None  # that runs the models; None: their forward is the caller's
+
+    def follow(self, pipeline: Pipeline) -> None:
+        """The models are stages that `pipeline` runs; nothing is reduced before the window's end."""
+        if self.sync != "last":
+            raise ValueError(f"sync={self.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'")
+        self.pipeline, self.policies = pipeline, ("last",)
+        self.run_backward = pipeline.refuse_backward
+        self.peers.add_stages(pipeline.group)
+
+    def pieces(self, micro_batch: Any) -> list[Any]:
+        """What a micro-batch is run in, each with a loss of its own; most run it whole."""
+        return [micro_batch] if self.pipeline is None else self.pipeline.pieces(micro_batch)
+
+    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: WeighChunk) -> Any:
+        """Forwards and backwards of a micro-batch in one call.
+
+        Args:
+            inputs: Of the first stage.
+            options: The schedule's other arguments.
+            weigh: Called with the number of a piece, its outputs and what takes its loss; returns the loss, weighted.
+        """
+        if self.pipeline is None:
+            raise DistaccumError(f"window.run() with {self.name}, whose forward is yours: window.backward(loss)")
+        return self.pipeline.run(inputs, options, weigh)
+
+    def refuse_closure(self, call: str) -> None:
+        """Raises if `call`, which takes a function of the caller, cannot run it."""
+        if self.pipeline is not None:
+            self.pipeline.refuse_closure(call)
+        if call != "update":  # which needs no samples in whole
+            self.peers.refuse_parts(call)
+
+    def whole_norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+        """`norm`, over all stages where the models are some of several.
+
+        Args:
+            parameters: As in `norm`.
+            kind: As in `norm`.
+            over: As in `norm`.
+        """
+        return self.peers.over_stages(self.norm(parameters, kind, over), kind)
+
+    @abstractmethod
+    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor: ...
+
+
+def nothing_of(outputs: Any) -> Tensor:
+    """A loss of 0 that reaches all of a chunk's graph, where nothing in it counts; its criterion may give NaN."""
+    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    return torch.stack([one.flatten()[:0].sum().float() for one in tensors if one.requires_grad]).sum()

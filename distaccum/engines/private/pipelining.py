@@ -1,0 +1,62 @@
+"""Private names of torch.distributed.pipelining: a schedule shows neither its stages nor which chunk a loss is of.
+
+Seen in torch 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import require
+
+WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor]  # its number, its output, what takes its loss
+
+
+def stages_of(schedule: Any) -> list[Any]:
+    """Those on this rank."""
+    stages = getattr(schedule, "_stages", None)
+    if stages is None:
+        require("torch", schedule, "_stage")
+        stages = [schedule._stage]
+    return list(stages)
+
+
+def num_chunks(schedule: Any) -> int:
+    require("torch", schedule, "_n_microbatches")
+    return int(schedule._n_microbatches)
+
+
+def has_loss(schedule: Any) -> bool:
+    require("torch", schedule, "_loss_fn")
+    return schedule._loss_fn is not None
+
+
+def postpones_reduction(schedule: Any) -> bool:
+    """Whether step() can leave the gradients of fully_shard unreduced, from torch 2.15 on."""
+    return "finalize_gradients" in inspect.signature(schedule.step).parameters
+
+
+def weigh_losses(schedule: Any, weigh: Callable[[], WeighChunk | None]) -> None:
+    """Makes the schedule's losses go through what `weigh` returns; None, and in its trial run, leaves them alone."""
+    require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
+    loss_fn, compute = schedule._loss_fn, schedule._maybe_compute_loss
+    at: list[int] = []  # the chunk whose loss is taken; none in the trial run that finds out shapes
+
+    def loss_of(output: Any, *target: Any, **options: Any) -> Any:
+        weigh_chunk = weigh() if at else None
+        if weigh_chunk is None:
+            return loss_fn(output, *target, **options)
+        return weigh_chunk(at[0], output, lambda: loss_fn(output, *target, **options))
+
+    def compute_at(stage: Any, output: Any, targets: Sequence[Any] | None, chunk: int, *others: Any) -> Any:
+        at.append(chunk)
+        try:
+            return compute(stage, output, targets, chunk, *others)
+        finally:
+            at.clear()
+
+    schedule._loss_fn, schedule._maybe_compute_loss = loss_of, compute_at
