@@ -106,19 +106,23 @@ def plain_for_a_reason() -> list[str]:
     )
     messages = [message_of(net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)]
     stage = PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
-    for part in (stage, ScheduleGPipe(stage, 2)):
-        with pytest.raises(TypeError, match="whose schedule runs forward and backward") as raised:
-            Accumulator(part)  # type: ignore[arg-type]  # no module
-        messages.append(str(raised.value))
+    divides, without_loss = ScheduleGPipe(stage, 2), ScheduleGPipe(stage, 2, scale_grads=False)
+    for model in (stage, divides, without_loss, [without_loss, nn.Linear(2, 2)]):
+        with pytest.raises((TypeError, ValueError)) as raised:
+            Accumulator(model)  # type: ignore[arg-type]  # no module
+        messages.append(f"{type(raised.value).__name__}: {raised.value}")
     return messages
 
 
 def test_wrappers_that_look_plain_are_refused_with_their_own_cure(ranks):
-    for composed, lightning, parallel, stage, schedule in ranks(2).run(plain_for_a_reason):
+    for composed, lightning, parallel, stage, divides, without_loss, two in ranks(2).run(plain_for_a_reason):
         assert "replicate.DDP, which has no engine here; use DistributedDataParallel(module)" in composed
         assert "give the Accumulator trainer.strategy.model" in lightning
         assert "a tensor-parallel module alone in a job of 2 ranks" in parallel and "mesh=mesh['data']" in parallel
-        assert "a pipeline's PipelineStage" in stage and "a pipeline's ScheduleGPipe" in schedule
+        assert "TypeError: model is a pipeline's PipelineStage, expected its schedule" in stage
+        assert "ValueError: the ScheduleGPipe divides gradients" in divides and "with scale_grads=False" in divides
+        assert "ValueError: the ScheduleGPipe has no loss_fn" in without_loss
+        assert "ValueError: model holds a ScheduleGPipe and 1 more" in two
 
 
 def test_swapped_model_and_optimizer_are_named():

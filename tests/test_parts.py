@@ -102,7 +102,10 @@ def refused() -> list[str]:
 
 def test_dtensor_of_unknown_gradient_is_refused_outside_of_the_wrapper(ranks):
     for replicated, gathered, fsdp1 in ranks(2).run(refused):
-        assert "table is a DTensor outside of FSDP2" in replicated and "Place it as Shard over all" in replicated
+        assert (
+            "table is a DTensor outside of FSDP2" in replicated
+            and "Place it as Shard over data-parallel ranks" in replicated
+        )
         assert "with table, cut over the data-parallel ranks" in gathered
         assert "table is a DTensor outside of FSDP1" in fsdp1 and "use fully_shard" in fsdp1
 

@@ -124,7 +124,7 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
     values = [] if value is None else list(value) if isinstance(value, list | tuple) else [value]
     for one in values:
         if type(one).__module__.startswith("torch.distributed.pipelining"):
-            if name == "model" and hasattr(one, "scale_grads"):
+            if name == "model" and hasattr(one, "step"):
                 continue  # a schedule, which has the stages
             raise TypeError(f"{name} is a pipeline's {type(one).__name__}, expected its schedule, as the model")
         if not hasattr(one, needs) or isinstance(one, type):

@@ -31,13 +31,14 @@ class Setup:
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
+        given = as_list("model", model, "forward")
         self.accelerated = Accelerated(
             accelerator,
             as_list("optimizer", optimizer, "param_groups"),
             as_list("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
-        self.engine: Engine = choose_engine(as_list("model", model, "forward"), config.sync, config.mesh)
+        self.engine: Engine = choose_engine(given, config.sync, config.mesh)
         self.models: list[nn.Module] = list(self.engine.models)
         self.engine.run_backward = self.accelerated.run_backward or self.engine.run_backward
         self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)

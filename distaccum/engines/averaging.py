@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..gradients.norms import local
-from .shards import is_part
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 UNUSED, DENSE, SPARSE = range(3)
@@ -19,39 +18,43 @@ UNUSED, DENSE, SPARSE = range(3)
 
 def average_by_hand(
     parameters: Sequence[nn.Parameter],
-    group: dist.ProcessGroup,
+    copies_of: Callable[[nn.Parameter], dist.ProcessGroup | None],
     hosts: dist.ProcessGroup,
     divisor: float,
     is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
 ) -> None:
-    """Sums gradients over `group` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
+    """Sums gradients over `copies_of` and divides by `divisor`, a bucket at a time; those that no rank has stay None.
 
-    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have. If
-    a parameter is cut over `group`, backward has summed its gradient already.
+    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
+    Over the ranks that a parameter is cut over, backward has summed its gradient already; None: over all.
     """
     kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8)
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
-    dense: list[Any] = []
+    dense: dict[dist.ProcessGroup, list[Any]] = {}
     for one, kind in zip(parameters, kinds.tolist(), strict=True):
         if kind == UNUSED:
             one.grad = None
-        elif kind == SPARSE:
+            continue
+        group = copies_of(one)
+        if kind == SPARSE:
+            assert group is not None  # DTensors have none
             _average_sparse(one, group, divisor)
         else:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
             settle_placements(one)
-            if is_part(one, group):
+            if group is None:
                 local(one.grad).div_(divisor)
             else:
-                dense.append(one)
+                dense.setdefault(group, []).append(one)
 
     flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
-    for gradients in _in_buckets([local(one.grad) for one in dense]):
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(divisor)
-        flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
-        if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
-            _land(*flying.popleft())
+    for group, parts in dense.items():
+        for gradients in _in_buckets([local(one.grad) for one in parts]):
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(divisor)
+            flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
+            if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
+                _land(*flying.popleft())
     while flying:
         _land(*flying.popleft())
 

@@ -68,6 +68,8 @@ class FullyShardEngine(RanksEngine):
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
         self._parts = self.refuse_unknown_parts(self._outside(self.parameters()))
+        experts = [one for one in self._groups if len(_data_ranks(one)) < self.peers.num_ranks]
+        self._parts += [p.sharded_param for one in experts for p in one.fsdp_params]
         if self._parts:  # whose forwards wait for all ranks; with "gathered" each would run only its own
             self.policies = tuple(policy for policy in self.policies if policy != "gathered")
             if sync == "gathered":
@@ -302,19 +304,21 @@ def _refuse_sparse_embeddings(models: Sequence[nn.Module]) -> None:
 
 def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
     """The ranks that hold different samples: the mesh's shards and replicas, not its tensor-parallel dimension."""
-    sets = {}
+    sets: dict[tuple[int, ...], Any] = {}
     for group in groups:
-        info = group.mesh_info
-        sets[tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))] = group
-    if len(sets) > 1:
-        seen = "; ".join(
-            f"{private.name_of(group.fsdp_params[0])} over ranks {list(ranks)}" for ranks, group in sets.items()
-        )
-        raise ValueError(
-            f"fully_shard was called with meshes over different ranks ({seen}), expected one data-parallel group; use "
-            "an Accumulator each, or one mesh"
-        )
-    (ranks, group), *_ = sets.items()
+        sets.setdefault(_data_ranks(group), group)
+    ranks = max(sets, key=len)
+    for group in groups:
+        if _data_ranks(group) != ranks and not all(_is_expert(p.sharded_param, ranks) for p in group.fsdp_params):
+            seen = "; ".join(
+                f"{private.name_of(one.fsdp_params[0])} over ranks {list(ranks)}" for ranks, one in sets.items()
+            )
+            raise ValueError(
+                f"fully_shard was called with meshes over different ranks ({seen}), expected one data-parallel "
+                "group, or fewer ranks for parameters that are cut over the others (experts, as Shard on their own "
+                "mesh); use an Accumulator each, or one mesh"
+            )
+    group = sets[ranks]
     if not (private.is_sharded(group) and private.is_hybrid(group)):
         info = group.mesh_info
         made: Any = info.shard_process_group if private.is_sharded(group) else info.replicate_process_group
@@ -324,6 +328,22 @@ def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
         made = dist.new_group(list(ranks), use_local_synchronization=True)
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def _data_ranks(group: Any) -> tuple[int, ...]:
+    """Those over which fully_shard reduces."""
+    info = group.mesh_info
+    return tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))
+
+
+def _is_expert(parameter: Any, data_ranks: Sequence[int]) -> bool:
+    """Whether what fully_shard does not reduce over has parts of its own: their gradients hold all ranks' samples."""
+    mesh = parameter.device_mesh
+    meeting = [
+        i for i in range(mesh.ndim) if len({*dist.get_process_group_ranks(mesh.get_group(i))} & {*data_ranks}) > 1
+    ]
+    is_cut = not any(parameter.placements[i].is_replicate() for i in meeting)
+    return is_cut and {*ranks_along(mesh, meeting)} == {*data_ranks}
 
 
 def _divides_by(groups: Sequence[Any], num_ranks: int) -> float:
@@ -342,12 +362,12 @@ def _divides_by(groups: Sequence[Any], num_ranks: int) -> float:
                 "from which the factor cannot be read; leave it out (shares cancel what FSDP2 divides by)"
             )
         factor = getattr(group, "gradient_divide_factor", None)
-        by_factor.setdefault(float(factor or num_ranks), []).append(name)
+        by_factor.setdefault(float(factor or len(_data_ranks(group))), []).append(name)
     if len(by_factor) > 1:
         seen = "; ".join(f"{factor:g} for the module of {shorten(names)}" for factor, names in by_factor.items())
         raise DistaccumError(
             f"gradients are divided by different factors ({seen}): set_gradient_divide_factor is not recursive; call "
-            "it on each module under fully_shard, or on none"
+            f"it on each module under fully_shard, or on none; on experts with a mesh of their own, with {num_ranks}"
         )
     return next(iter(by_factor))
 

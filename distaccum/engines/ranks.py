@@ -14,7 +14,7 @@ from ..law.plan import Plan
 from .averaging import average_by_hand
 from .base import Engine, Sync
 from .peers import GroupPeers
-from .shards import is_part, lies_over
+from .shards import cut_over, is_part, lies_over
 
 
 class RanksEngine(Engine):
@@ -43,6 +43,7 @@ class RanksEngine(Engine):
         super().__init__(models, sync, peers)
         self.group, self.host_group = group, peers.host_group
         self.divisor = peers.num_ranks
+        self._copies: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by the ranks over which a parameter is cut
 
     def average(
         self, parameters: Sequence[nn.Parameter], is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False
@@ -54,7 +55,26 @@ class RanksEngine(Engine):
             is_zeroed: Whether a parameter's gradient is zeros that stand for none, so that it may become None.
         """
         if parameters:
-            average_by_hand(parameters, self.group, self.host_group, self.divisor, is_zeroed)
+            average_by_hand(parameters, self._copies_of, self.host_group, self.divisor, is_zeroed)
+
+    def _copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """The ranks that hold what this rank does of `parameter`; None: no other."""
+        if is_part(parameter, self.group):
+            return None
+        return self._copies.get(tuple(cut_over(parameter, self.group)), self.group)
+
+    def _find_copies(self, cut: tuple[int, ...]) -> None:
+        """For parameters that are cut over some of the ranks, as experts are: those with the same place among them."""
+        here = dist.get_process_group_ranks(self.group)
+        places = [ranks.index(rank) for rank, ranks in zip(here, self.peers.gather_objects(cut), strict=True)]
+        copies = [rank for rank, place in zip(here, places, strict=True) if place == cut.index(dist.get_rank())]
+        if len(copies) * len(cut) != len(here):
+            raise ValueError(
+                f"{self.name}: parameters outside of it are cut over ranks {list(cut)}, and ranks {copies} hold the "
+                f"same part, expected meshes of one size that divide the data-parallel ranks {here}"
+            )
+        made: Any = dist.new_group(copies, use_local_synchronization=True)
+        self._copies[cut] = made
 
     def whole_loss(self, loss: Any) -> Tensor:
         ranks, placements = lies_over(loss, self.group)
@@ -66,21 +86,24 @@ class RanksEngine(Engine):
         return super().whole_loss(loss)
 
     def refuse_unknown_parts(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Those of `parameters`, which no wrapper reduces, that are cut over the data-parallel ranks.
+        """Those of `parameters`, which no wrapper reduces, that are cut over data-parallel ranks, or some of them.
 
         Raises if a DTensor lies over some of these ranks in another way: its gradient may be of this rank's samples or
         of all ranks'.
         """
         for parameter in parameters:
             ranks, placements = lies_over(parameter, self.group)
-            if ranks and not is_part(parameter, self.group):
+            cut = tuple(cut_over(parameter, self.group))
+            if ranks and not cut:
                 raise ValueError(
                     f"{self.name_of(parameter)} is a DTensor outside of {self.name}, placed as {placements} over ranks "
                     f"{ranks}, so it cannot be known whether its gradient is of this rank's samples or of all ranks'. "
-                    f"Place it as Shard over all data-parallel ranks {dist.get_process_group_ranks(self.group)}, or as "
-                    "a plain tensor on each of them"
+                    "Place it as Shard over data-parallel ranks (of "
+                    f"{dist.get_process_group_ranks(self.group)}), or as a plain tensor on each of them"
                 )
-        return [parameter for parameter in parameters if is_part(parameter, self.group)]
+            if cut and cut not in self._copies and not is_part(parameter, self.group):
+                self._find_copies(cut)
+        return [parameter for parameter in parameters if cut_over(parameter, self.group)]
 
     def name_of(self, parameter: nn.Parameter) -> str:
         named = ((n, p) for model in self.models for n, p in model.named_parameters())

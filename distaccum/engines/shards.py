@@ -34,11 +34,15 @@ def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tupl
     return ranks_along(mesh, meeting) if meeting else [], tuple(parameter.placements[i] for i in meeting)
 
 
+def cut_over(parameter: Any, group: dist.ProcessGroup) -> list[int]:
+    """The ranks of `group` over which `parameter` is cut as a DTensor, a part of its own each; none: it is not."""
+    ranks, placements = lies_over(parameter, group)
+    return [] if any(one.is_replicate() or one.is_partial() for one in placements) else ranks
+
+
 def is_part(parameter: Any, group: dist.ProcessGroup) -> bool:
     """Whether `parameter` is a DTensor that is cut over the whole of `group`: each rank has a part of its own."""
-    ranks, placements = lies_over(parameter, group)
-    is_cut = bool(placements) and not any(one.is_replicate() or one.is_partial() for one in placements)
-    return is_cut and sorted(ranks) == sorted(dist.get_process_group_ranks(group))
+    return sorted(cut_over(parameter, group)) == sorted(dist.get_process_group_ranks(group))
 
 
 def num_ranks_of_meshes(modules: Iterable[nn.Module]) -> int:

@@ -1,0 +1,196 @@
+"""Experts that lie over data-parallel ranks: under fully_shard on a mesh of their own, and left out of it.
+
+Each rank sends its tokens to the experts of all ranks of the expert mesh, so an expert's gradient holds their samples
+before anything is reduced. The oracle is one big batch in one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from engines import FSDP2_RUNS_ON_CPU, full
+from problems import IGNORED, error, gradient, join, make_batch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+
+pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+EXPERTS = 4
+# Sizes of micro-batches by data rank: even, uneven, two dry ranks.
+WINDOWS = [[[2, 2], [2, 2], [1, 3], [2, 1]], [[3, 1], [2], [1, 2, 1], [4]], [[], [3, 1], [2], []]]
+
+
+def rows_of(tokens: Tensor, group: Any) -> list[int]:
+    sizes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(sizes, len(tokens), group=group)
+    return sizes
+
+
+def gather(own: Tensor, sizes: list[int], group: Any) -> Tensor:
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def add_up(every: Tensor, sizes: list[int], group: Any) -> Tensor:
+    """The sum over ranks, of which each takes its own rows."""
+    whole = every.contiguous().clone()
+    dist.all_reduce(whole, group=group)
+    return whole.split(sizes)[dist.get_rank(group)]
+
+
+class Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sizes: list[int], group: Any) -> Tensor:
+        ctx.given = sizes, group
+        return gather(own, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, every: Tensor) -> Any:
+        return add_up(every, *ctx.given), None, None
+
+
+class Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, every: Tensor, sizes: list[int], group: Any) -> Tensor:
+        ctx.given = sizes, group
+        return add_up(every, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, own: Tensor) -> Any:
+        return gather(own, *ctx.given), None, None
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+        self.group: Any = None  # over which they are cut
+
+    def forward(self, tokens: Tensor, gates: Tensor) -> Tensor:
+        weight = self.weight
+        if self.group is None:
+            return torch.einsum("te,eij,tj->ti", gates, weight, tokens)
+        sizes, here = rows_of(tokens, self.group), dist.get_rank(self.group)
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        every, gates = Dispatch.apply(tokens, sizes, self.group), Dispatch.apply(gates, sizes, self.group)
+        gates = gates[:, here * len(weight) : (here + 1) * len(weight)]
+        return Combine.apply(torch.einsum("te,eij,tj->ti", gates, weight, every), sizes, self.group)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.router, self.leave = nn.Linear(5, 8), nn.Linear(8, EXPERTS), nn.Linear(8, 4)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.tanh(self.enter(x)).flatten(0, 1)
+        gates = torch.softmax(self.router(tokens), dim=-1)
+        gates = gates * (gates >= gates.topk(2, dim=-1).values[:, 1:])  # the best two
+        return self.leave(tokens + self.experts(tokens, gates)), gates.square().sum(-1).unflatten(0, x.shape[:2])
+
+
+def make_mixture() -> Mixture:
+    torch.manual_seed(3)
+    return Mixture().double()
+
+
+def on_a_mesh(how: str) -> Mixture:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    net, ranks = make_mixture(), dist.get_world_size()
+    num = ranks if how == "ignored, over all" else 2
+    mesh = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("copies", "experts"))
+    cut = distribute_tensor(net.experts.weight.detach(), mesh["experts"], [Shard(0)])
+    net.experts.weight, net.experts.group = nn.Parameter(cut), mesh["experts"].get_group()
+    every = init_device_mesh("cpu", (ranks,))
+    if how.startswith("ignored"):
+        fully_shard(net, mesh=every, ignored_params={net.experts.weight})
+        return net
+    along = (lambda parameter: Shard(1)) if how == "along another dimension" else None
+    fully_shard(net.experts, mesh=mesh["copies"], shard_placement_fn=along)
+    if how != "no factor":
+        net.experts.set_gradient_divide_factor(ranks)
+    fully_shard(net, mesh=every)
+    return net
+
+
+HOW = ["along another dimension", "along the same dimension", "ignored, over some", "ignored, over all"]
+
+
+def losses(net: nn.Module, batch: Any, router: bool) -> dict[str, Tensor]:
+    logits, usage = net(batch["x"])
+    found = {"tokens": cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED)}
+    return {**found, "samples": 0.1 * usage.mean()} if router else found
+
+
+def batches_of(layout: Any, index: int, rank: int) -> list[Any]:
+    return [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(layout[rank])]
+
+
+def law_of_experts(how: str, sync: str, router: bool) -> Any:
+    """By window: how far the step, the norm and the loss are off."""
+    net, rank, ranks = on_a_mesh(how), dist.get_rank(), dist.get_world_size()
+    counts = {"tokens": count_tokens("labels"), "samples": count_samples}
+    count = counts if router else {"tokens": counts["tokens"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=count, max_norm=1e9)
+    seen = []
+    for index, layout in enumerate(WINDOWS):
+        before = [full(p).detach().clone() for p in net.parameters()]
+        window = accumulator.window(batches_of(layout, index, rank))
+        for batch in window:
+            window.backward(**losses(net, batch, router))
+        update = window.step()
+        plain = make_mixture()
+        nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in before]), plain.parameters())
+        exact = losses(plain, join([b for r in range(ranks) for b in batches_of(layout, index, r)]), router)
+        sum(exact.values()).backward()
+        moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
+        norm = gradient(plain).norm().item()
+        off = max(abs(update.losses[name] - value.item()) for name, value in exact.items())
+        seen.append((error(moved, gradient(plain)), abs(update.grad_norm - norm) / norm, off))
+    return seen
+
+
+def within(seen: Any, bound: float = 1e-10) -> None:
+    for of_rank in seen:
+        assert len(of_rank) == len(WINDOWS)
+        for numbers in of_rank:
+            assert max(numbers) <= bound, of_rank
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("sync", ["last", "every"])
+def test_law_holds_with_experts(ranks, how, sync):
+    within(ranks(4).run(law_of_experts, how, sync, False))
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_law_holds_with_the_loss_of_a_router(ranks, how):
+    within(ranks(4).run(law_of_experts, how, "last", True))
+
+
+def refused(how: str, sync: str) -> str:
+    try:
+        law_of_experts(how, sync, False)
+    except (ValueError, RuntimeError) as raised:
+        return str(raised)
+    return "nothing"
+
+
+def test_factors_that_differ_and_gathered_parameters_are_refused_with_experts(ranks):
+    for message in ranks(4).run(refused, "no factor", "last"):
+        assert "on experts with a mesh of their own, with 4" in message
+    for message in ranks(4).run(refused, "along another dimension", "gathered"):
+        assert "experts.weight" in message and "use 'last' or 'every'" in message
