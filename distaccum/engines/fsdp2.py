@@ -226,6 +226,8 @@ class FullyShardEngine(RanksEngine):
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
 
     def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
+        if self.pipeline is not None:  # whose schedule finds out shapes in its first call, and then drops gradients
+            return super().partial(parameters)
         unused = {id(p) for p in self._unused}
         sums = [private.not_over_replicas(group) for group in self._groups]
         return {

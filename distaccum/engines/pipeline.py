@@ -55,13 +55,13 @@ class Pipeline:
         self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
         self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
         self.num_chunks = private.num_chunks(schedule)
-        is_sharded = [hasattr(module, "set_requires_gradient_sync") for module in self.modules]
-        if any(is_sharded) and not private.postpones_reduction(schedule):
+        self.is_sharded = any(hasattr(module, "set_requires_gradient_sync") for module in self.modules)
+        if self.is_sharded and not private.postpones_reduction(schedule):
             raise ValueError(
                 f"a stage of the {name} is under fully_shard, whose gradients this version of torch reduces in each "
                 "call of the schedule; use torch 2.15, or DistributedDataParallel"
             )
-        self._options = {"finalize_gradients": False} if any(is_sharded) else {}
+        self._options = {"finalize_gradients": False} if self.is_sharded else {}
         self._weigh: WeighChunk | None = None  # while a window runs the schedule
         private.weigh_losses(schedule, lambda: self._weigh)
 
@@ -125,6 +125,7 @@ class RunsStages(ABC):
     name: ClassVar[str]
     policies: tuple[Any, ...]
     sync: Any
+    shows_partial: bool
     peers: Peers
     run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
     pipeline: Pipeline | None = None  # that runs the models; None: their forward is the caller's
@@ -134,6 +135,7 @@ class RunsStages(ABC):
         if self.sync != "last":
             raise ValueError(f"sync={self.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'")
         self.pipeline, self.policies = pipeline, ("last",)
+        self.shows_partial = self.shows_partial and not pipeline.is_sharded
         self.run_backward = pipeline.refuse_backward
         self.peers.add_stages(pipeline.group)
 
