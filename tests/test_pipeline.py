@@ -19,11 +19,13 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, count_tokens
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
 pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 CHUNKS = 2
@@ -148,3 +150,187 @@ def test_law_holds_over_stages_without_data_parallelism(ranks, kind):
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_law_holds_over_stages_for_each_reduction_and_clipped(ranks, options, wrap):
     within(ranks(4).run(law_of_stages, "1F1B", wrap, options))
+
+
+def named_losses() -> Any:
+    """A loss over tokens and one over samples, of which some chunks have no token."""
+    pipe = Pipe("1F1B", "ddp", two_losses)
+    counts = {"tokens": count_tokens(1), "samples": count_samples}
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), count=counts)
+    exact = nn.Sequential(*by_stage("1F1B"))
+    x, labels = map(torch.cat, zip(*[b for r in range(2) for b in batches_of(1, r, 3)], strict=True))
+    wanted = two_losses(exact(x), labels)
+    sum(wanted.values()).backward()
+    before = [p.detach().clone() for p in pipe.parameters()]
+    window, losses = accumulator.window(batches_of(1, pipe.rank, 3)), []
+    for x, labels in window:
+        window.run(x, target=labels, losses=losses)
+    update = window.step()
+    moved = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, pipe.parameters(), strict=True)])
+    off = error(moved, torch.cat([p.grad.flatten() for p in pipe.of_rank(exact)]))
+    return off, max(abs(update.losses[name] - value.item()) for name, value in wanted.items()), len(losses)
+
+
+def two_losses(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"tokens": criterion(outputs, labels), "samples": outputs.square().mean()}
+
+
+def test_named_losses_are_exact_over_stages(ranks):
+    for rank, (off, of_loss, num) in enumerate(ranks(4).run(named_losses)):
+        assert off <= 1e-10 and of_loss <= 1e-10
+        assert num == (CHUNKS if rank % 2 else 0)  # of the last micro-batch, on the last stage
+
+
+class Part(nn.Module):
+    """A stage whose two layers tensor-parallel ranks cut between them."""
+
+    def __init__(self, size: int, tensor: Any = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(size, 8), nn.Linear(8, 4)
+        self.double()
+        if tensor is not None:
+            parallelize_module(self, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+def three_dimensions() -> Any:
+    """Data, stages and tensor-parallel ranks, two of each."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "stage", "tensor"))
+    data, here = mesh["data"].get_local_rank(), mesh["stage"].get_local_rank()
+    torch.manual_seed(3)
+    exact = nn.Sequential(Part(5), Part(4))
+    part = Part([5, 4][here], mesh["tensor"])
+    for mine, other in zip(part.parameters(), exact[here].parameters(), strict=True):
+        whole = distribute_tensor(other.detach(), mine.device_mesh, mine.placements)
+        mine.data.copy_(whole)
+    fully_shard(part, mesh=mesh["data"])
+    stage = pipelining.PipelineStage(part, here, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    schedule = pipelining.Schedule1F1B(stage, CHUNKS, loss_fn=criterion, scale_grads=False)
+    accumulator = Accumulator(schedule, SGD(part.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
+    x, labels = map(torch.cat, zip(*[b for r in range(2) for b in batches_of(1, r, 1 + r)], strict=True))
+    loss = criterion(exact(x), labels)
+    loss.backward()
+    before = [full(p).detach().clone() for p in part.parameters()]
+    window = accumulator.window(batches_of(1, data, 1 + data))
+    for x, labels in window:
+        window.run(x, target=labels)
+    update = window.step()
+    moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, part.parameters(), strict=True)])
+    norm = math.hypot(*(float(p.grad.norm()) for p in exact.parameters()))
+    wanted = torch.cat([p.grad.flatten() for p in exact[here].parameters()])
+    return error(moved, wanted), abs(update.grad_norm - norm) / norm, abs(update.loss - loss.item())
+
+
+def test_law_holds_over_stages_beside_tensor_parallel_ranks(ranks):
+    for numbers in ranks(8).run(three_dimensions):
+        assert max(numbers) <= 1e-10
+
+
+# Misuse, and windows that are left
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except (DistaccumError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+def misused() -> list[str]:
+    pipe = Pipe("1F1B", "ddp")
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1), micro_batch_size=4)
+    batches = batches_of(0, pipe.rank, 1)
+    said = []
+
+    window = accumulator.window(batches)
+    for x, _ in window:
+        said.append(message_of(lambda x=x: window.backward(x.clone().requires_grad_().sum())))
+        break
+    window.discard()
+
+    window = accumulator.window(batches)
+    for x, labels in window:
+        window.run(x, target=labels)
+        said.append(message_of(lambda x=x, labels=labels: window.run(x, target=labels)))
+        break
+    window.discard()
+
+    for call in (
+        lambda: accumulator.update(batches[0], lambda batch: pipe.modules[0](batch[0]).sum()),
+        lambda: accumulator.check(batches[0], lambda batch: pipe.modules[0](batch[0]).sum()),
+        lambda: accumulator.contrast(batches[0], lambda batch: batch[0].flatten(1), lambda x: x.sum()),
+        lambda: accumulator.window([tuple(one[:3] for one in batches[0])]),
+        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), measure_noise=True),
+        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), lookahead=False),
+        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), sync="every"),
+        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), accumulate_dtype=torch.float64),
+    ):
+        said.append(message_of(call))
+    other = batches_of(5, dist.get_rank(), 1)  # other samples on each stage
+    said.append(message_of(lambda: accumulator.window(other)))
+    return said
+
+
+def test_misuse_of_a_pipeline_is_refused_on_all_stages(ranks):
+    for said in ranks(4).run(misused):
+        assert "window.backward() with a Schedule1F1B" in said[0] and "call window.run(inputs" in said[0]
+        assert "DistaccumError" in said[1]  # a second run in one micro-batch
+        for call, message in zip(("update", "check", "contrast"), said[2:5], strict=True):
+            assert f"{call}() takes a function that returns a loss" in message
+        assert "a micro-batch has 3 samples" in said[5] and "a multiple of 2" in said[5]
+        assert "measure_noise=True with a pipeline's schedule" in said[6]
+        assert "lookahead=False with a pipeline's schedule" in said[7]
+        assert "sync='every' with a pipeline" in said[8]
+        assert "accumulate_dtype with a pipeline's schedule" in said[9]
+        assert "compute on the same samples together, and have" in said[10]
+
+
+def test_run_is_refused_without_a_pipeline():
+    net = nn.Linear(2, 1)
+    window = Accumulator(net, SGD(net.parameters(), lr=0.1)).window([torch.ones(1, 2)])
+    for x in window:
+        with pytest.raises(DistaccumError, match=r"window.run\(\) with a plain module"):
+            window.run(x)
+        break
+
+
+def left(wrap: str) -> Any:
+    """A window that is left by break, one that is used for evaluation in between, and an exact one."""
+    pipe = Pipe("1F1B", wrap)
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), count=count_tokens(1))
+    window = accumulator.window(batches_of(0, pipe.rank, 2))
+    for x, labels in window:
+        window.run(x, target=labels)
+        break
+    window.discard()
+    x, labels = batches_of(3, 0, 1)[0]
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        options = {"target": labels, "losses": losses} if pipe.is_last else {}
+        pipe.schedule.eval(*([] if pipe.is_last else [x]), **options)
+    return losses, law_after(pipe, accumulator)
+
+
+def law_after(pipe: Pipe, accumulator: Accumulator) -> float:
+    exact = nn.Sequential(*by_stage("1F1B"))
+    x, labels = map(torch.cat, zip(*[b for r in range(2) for b in batches_of(0, r, 2)], strict=True))
+    criterion(exact(x), labels).backward()
+    before = [full(p).detach().clone() for p in pipe.parameters()]
+    window = accumulator.window(batches_of(0, pipe.rank, 2))
+    for x, labels in window:
+        window.run(x, target=labels)
+    window.step()
+    moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, pipe.parameters(), strict=True)])
+    return error(moved, torch.cat([p.grad.flatten() for p in pipe.of_rank(exact)]))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+def test_window_that_is_left_leaves_no_trace_in_a_pipeline(ranks, wrap):
+    for losses, off in ranks(4).run(left, wrap):
+        assert off <= 1e-10
+        for loss in losses:  # whole: no window weighs what is only looked at
+            assert float(loss) > 0.5

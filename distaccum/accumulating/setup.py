@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batchnorm import batchnorms
 from ..engines import Engine, choose_engine
 from ..engines.accelerate import Accelerated
+from ..engines.pipeline import Pipeline
 from ..gradients.scaling import refuse_mixed
 from ..law.batches import count_samples
 from ..law.errors import DistaccumError, Once
@@ -103,11 +104,8 @@ class Setup:
             )
         if engine.peers.has_parts:
             self._refuse_with_parts(config)
-        if engine.pipeline is not None and (config.measure_noise or not config.lookahead):
-            raise ValueError(
-                f"{'measure_noise=True' if config.measure_noise else 'lookahead=False'} with a pipeline's schedule, "
-                "which runs its chunks in one call; leave it out"
-            )
+        if engine.pipeline is not None:
+            self._refuse_with_pieces(config, engine.pipeline)
         if not config.lookahead:
             self._refuse_to_stream(config)
         if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):
@@ -160,6 +158,20 @@ class Setup:
             raise ValueError(
                 f"{'measure_noise=True' if config.measure_noise else 'lookahead=False'} with a mesh whose ranks have "
                 "parts of the same samples, which is for ranks with samples of their own; leave it out"
+            )
+
+    def _refuse_with_pieces(self, config: Config, pipeline: Pipeline) -> None:
+        wanted = {
+            "accelerator": self.accelerated.run_backward is not None,
+            "measure_noise=True": config.measure_noise,
+            "lookahead=False": not config.lookahead,
+            "accumulate_dtype": config.accumulate_dtype is not None and not pipeline.is_sharded,
+        }
+        if any(wanted.values()):
+            given = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
+            raise ValueError(
+                f"{given} with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it "
+                "out"
             )
 
     def _refuse_to_stream(self, config: Config) -> None:

@@ -38,6 +38,7 @@ from .stamp import GradientStamp, ZeroedViews
 @final
 class DDPEngine(RanksEngine):
     name = "DistributedDataParallel"
+    follows = True
     shows_partial = True
 
     @classmethod

@@ -38,6 +38,7 @@ from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing
 @final
 class FullyShardEngine(RanksEngine):
     name = "FSDP2 (fully_shard)"
+    follows = True
     shows_partial = True
     lockstep = True
     gathers = True

@@ -67,7 +67,6 @@ class Peers:
 
     def add_stages(self, group: Any) -> None:
         """Says that the ranks of `group` hold other stages of the model, for the same samples."""
-        raise NotImplementedError
 
     def over_stages(self, norm: Tensor, kind: float) -> Tensor:
         """The norm over all stages, from that of this rank's; `kind` is 2 or infinity."""

@@ -123,6 +123,7 @@ class RunsStages(ABC):
     """What an engine does where its models are stages that a schedule runs. Abstract: part of every `Engine`."""
 
     name: ClassVar[str]
+    follows: ClassVar[bool] = False  # what it wraps may be a stage of a pipeline
     policies: tuple[Any, ...]
     sync: Any
     shows_partial: bool
@@ -132,6 +133,8 @@ class RunsStages(ABC):
 
     def follow(self, pipeline: Pipeline) -> None:
         """The models are stages that `pipeline` runs; nothing is reduced before the window's end."""
+        if not self.follows:
+            raise ValueError(f"stages of a pipeline under {self.name}, expected DistributedDataParallel or fully_shard")
         if self.sync != "last":
             raise ValueError(f"sync={self.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'")
         self.pipeline, self.policies = pipeline, ("last",)

@@ -18,6 +18,7 @@ from .shards import why_tensor_parallel
 @final
 class PlainEngine(Engine):
     name = "a plain module"
+    follows = True
     can_be_cast = True
     shows_partial = True
 

@@ -26,6 +26,7 @@ class UnwrappedEngine(RanksEngine):
     """Not found by `wraps`: it stands in for PlainEngine where all ranks of a job share their samples."""
 
     name = "modules without a wrapper"
+    follows = True
     policies = ("last",)
     shows_partial = True
 

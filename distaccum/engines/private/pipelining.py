@@ -6,7 +6,7 @@ Seen in torch 2.6 to 2.15.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +49,8 @@ def weigh_losses(schedule: Any, weigh: Callable[[], WeighChunk | None]) -> None:
     def loss_of(output: Any, *target: Any, **options: Any) -> Any:
         weigh_chunk = weigh() if at else None
         if weigh_chunk is None:
-            return loss_fn(output, *target, **options)
+            loss = loss_fn(output, *target, **options)
+            return sum(loss.values()) if isinstance(loss, Mapping) else loss
         return weigh_chunk(at[0], output, lambda: loss_fn(output, *target, **options))
 
     def compute_at(stage: Any, output: Any, targets: Sequence[Any] | None, chunk: int, *others: Any) -> Any:
