@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
@@ -179,6 +180,24 @@ def test_law_holds_with_experts(ranks, how, sync):
 @pytest.mark.parametrize("how", HOW)
 def test_law_holds_with_the_loss_of_a_router(ranks, how):
     within(ranks(4).run(law_of_experts, how, "last", True))
+
+
+def beside_ddp() -> str:
+    """Experts over two of four ranks, outside of DDP."""
+    net, ranks = make_mixture(), dist.get_world_size()
+    mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
+    model = DistributedDataParallel(nn.Linear(5, 8))
+    try:
+        Accumulator([model, experts], SGD([*model.parameters(), *experts.parameters()], lr=1.0))
+    except ValueError as raised:
+        return str(raised)
+    return "nothing"
+
+
+def test_experts_beside_ddp_are_refused(ranks):
+    for message in ranks(4).run(beside_ddp):
+        assert "weight is a DTensor over data-parallel ranks, outside of DDP" in message and "ignored_params" in message
 
 
 def refused(how: str, sync: str) -> str:

@@ -31,7 +31,7 @@ from .ddp_flags import NotesStrays, give_back_flags, take_flags, takers_of
 from .partial import gradients_of, put_gradients
 from .private import ddp as private
 from .ranks import RanksEngine
-from .shards import why_tensor_parallel
+from .shards import lies_over, why_tensor_parallel
 from .stamp import GradientStamp, ZeroedViews
 
 
@@ -62,6 +62,13 @@ class DDPEngine(RanksEngine):
         super().__init__(models, sync, group)
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
+        own = {id(parameter) for parameter in self._own}
+        for parameter in self.parameters():
+            if id(parameter) not in own and lies_over(parameter, group)[0]:
+                raise ValueError(
+                    f"{self.name_of(parameter)} is a DTensor over data-parallel ranks, outside of DDP, whose forwards "
+                    "do not wait for each other as its own do; use fully_shard, with ignored_params for it"
+                )
         # Where DDP looks for unused parameters, a zero would count as a gradient in the next window.
         as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
         self._zeroed = ZeroedViews(self._reduced_by_any(as_views))
