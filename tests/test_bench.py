@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from engines import COALESCES
+from engines import COALESCES, FSDP2_RUNS_ON_CPU
 from programs import ROOT, Done, Programs
 
 
@@ -45,6 +45,27 @@ def test_measured_noise_scale_is_close_to_the_true_value(programs, tmp_path):
     result = json.loads(out.with_suffix(".json").read_text())
     assert result["cost"]["tiny, one process"]["8"]["with"]["median"] > 0
     assert all(0.5 < runs[0][-1] < 2 for runs in result["in_parts_of_true"].values())
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path):
+    out = tmp_path / "meshes"
+    done = run(programs, "meshes.py", "--rounds", 1, "--width", 64, "--out", out)
+    assert done.status == 0, done.errors
+    meshes = json.loads(out.with_suffix(".json").read_text())["meshes"]
+    assert list(meshes) == ["tensor", "context", "experts", "stages"]
+    for kind, found in meshes.items():
+        by_hand, ours, default = found["collectives"].values()
+        large = {name: number for name, number in ours.items() if "small" not in name}
+        assert large == {name: number for name, number in by_hand.items() if "small" not in name}
+        assert any("reduce-scatter" in name for name in large)
+        small = {name: number - by_hand.get(name, 0) for name, number in ours.items() if "small" in name}
+        assert small.pop("all four: small all-gather") == 1  # the plan
+        # The record, and which parameters were used: among the ranks with samples, and their other stages.
+        data, four = "data: small all-reduce", "all four: small all-reduce"
+        assert small == {"tensor": {data: 2}, "stages": {data: 1, four: 1}}.get(kind, {four: 2})
+        norms = {name: number - ours.get(name, 0) for name, number in default.items() if "small" in name}
+        assert all(number <= 2 for number in norms.values())
 
 
 @pytest.mark.parametrize(
