@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate
+from torch.nn.functional import cross_entropy, interpolate, pad
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset, TensorDataset
 
@@ -22,9 +21,11 @@ from distaccum.batchnorm import to_groupnorm
 
 from .config import BrokenFileError, Config, a_line, read_text, stop
 from .data import Keyed
+from .gpt import GPT
 from .job import DTYPES
 
 HELD_OUT = 5  # one sample in five is held out, where the data has no split of its own
+IGNORED = -100  # the label of what has no next token, which cross_entropy leaves out
 
 
 @dataclass(frozen=True)
@@ -265,18 +266,21 @@ def _language(config: Config, *_: object) -> Task:
     held_out, kept = _split(len(rows), config.seed)
 
     def collate(rows: list[Tensor]) -> dict[str, Tensor]:
-        """Padded at the end, where a causal model's earlier tokens do not see it."""
-        tokens, labels = (pad_sequence(rows, batch_first=True, padding_value=value) for value in (0, -100))
-        return {"tokens": tokens, "labels": labels}
+        """The label of a token is the next one. Padded at the end, where a causal model's earlier tokens do not see it.
+
+        Labels are moved here and not in the loss: where ranks have parts of a row, the next token may be another's.
+        """
+        tokens = pad_sequence(rows, batch_first=True)
+        labels = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+        return {"tokens": tokens, "labels": pad(labels, (0, 1), value=IGNORED)}
 
     def loss(model: nn.Module, batch: Any) -> Tensor:
-        return _next_token(model, batch, "mean")
+        return token_loss(model(batch["tokens"]), batch["labels"])
 
     def measure(model: nn.Module, batch: Any) -> Tensor:
-        total = _next_token(model, batch, "sum")
-        return torch.stack([count(batch), total, torch.zeros_like(total)])
+        return measure_tokens(model(batch["tokens"]), batch["labels"])
 
-    count = count_tokens("labels", shift=True)
+    count = count_tokens("labels")
     return Task(
         model,
         f"{config.model} on {Path(config.data).name}",
@@ -291,12 +295,15 @@ def _language(config: Config, *_: object) -> Task:
     )
 
 
-def _next_token(model: nn.Module, batch: Any, reduction: str) -> Tensor:
-    scores = model(batch["tokens"])
+def token_loss(scores: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
     scores = getattr(scores, "logits", scores)  # Hugging Face's models wrap them
     scores = scores if scores.dtype == torch.float64 else scores.float()
-    labels = batch["labels"][:, 1:]
-    return cross_entropy(scores[:, :-1].flatten(0, 1), labels.flatten(), reduction=reduction)
+    return cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction=reduction, ignore_index=IGNORED)
+
+
+def measure_tokens(scores: Any, labels: Tensor) -> Tensor:
+    total = token_loss(scores, labels, "sum")
+    return torch.stack([labels.ne(IGNORED).sum(), total, torch.zeros_like(total)])
 
 
 def _paragraphs(path: Path) -> list[str]:
@@ -348,35 +355,6 @@ def _check_tokens(config: Config, model: Any, rows: list[Tensor]) -> None:
         stop(f"the tokenizer of {config.model} knows no word of {config.data}, expected the one of its model")
 
 
-class GPT(nn.Module):
-    """A small causal language model over bytes."""
-
-    def __init__(self, width: int, layers: int, context: int, tokens: int = 256) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(tokens, width)
-        self.places = nn.Embedding(context, width)
-        self.layers = nn.ModuleList(
-            nn.TransformerEncoderLayer(
-                width, math.gcd(width, max(1, width // 32)), 4 * width, 0.0, batch_first=True, norm_first=True
-            )
-            for _ in range(layers)
-        )
-        self.norm = nn.LayerNorm(width)
-        self.scores = nn.Linear(width, tokens, bias=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        length = tokens.shape[1]
-        places = torch.arange(length, device=tokens.device)
-        mask = nn.Transformer.generate_square_subsequent_mask(
-            length, device=tokens.device, dtype=self.norm.weight.dtype
-        )
-        hidden = self.tokens(tokens) + self.places(places)
-        for layer in self.layers:
-            hidden = layer(hidden, src_mask=mask, is_causal=True)
-        scores: Tensor = self.scores(self.norm(hidden))
-        return scores
-
-
 def to_device(batch: Any, device: torch.device) -> Any:
     """Tensors in a dict or a tuple, moved without waiting for the copy."""
     move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
@@ -387,6 +365,6 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:
     """The parts that a sharded model gathers one at a time: its repeated blocks, those of a Hugging Face model too."""
-    names = {"BasicBlock", "Bottleneck", "EncoderBlock", "TransformerEncoderLayer"}
+    names = {"BasicBlock", "Bottleneck", "EncoderBlock", "Block"}
     names |= set(getattr(model, "_no_split_modules", None) or [])
     return [module for module in model.modules() if type(module).__name__ in names]

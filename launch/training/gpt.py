@@ -1,0 +1,128 @@
+"""A small causal language model over bytes, whose layers can be cut over ranks: by heads, by tokens, or into stages."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import relu, scaled_dot_product_attention
+
+
+class GPT(nn.Module):
+    """`tokens` and `places` are None behind the first of several stages, `norm` and `scores` before the last."""
+
+    def __init__(self, width: int, layers: int, context: int, tokens: int = 256) -> None:
+        super().__init__()
+        self.tokens: nn.Embedding | None = nn.Embedding(tokens, width)
+        self.places: nn.Embedding | None = nn.Embedding(context, width)
+        self.layers = nn.ModuleDict({str(i): Block(width) for i in range(layers)})
+        self.norm: nn.LayerNorm | None = nn.LayerNorm(width)
+        self.scores: nn.Linear | None = nn.Linear(width, tokens, bias=False)
+        self._part = 0  # of each row's tokens, the one that this rank has
+
+    def forward(self, entering: Tensor) -> Tensor:
+        """Scores of the next token, from tokens; of a stage, from what the one before it gave."""
+        hidden = entering
+        if self.tokens is not None and self.places is not None:
+            length = entering.shape[1]
+            places = torch.arange(self._part * length, (self._part + 1) * length, device=entering.device)
+            hidden = self.tokens(entering) + self.places(places)
+        for layer in self.layers.values():
+            hidden = layer(hidden)
+        if self.norm is not None and self.scores is not None:
+            hidden = self.scores(self.norm(hidden))
+        return hidden
+
+    def cut_heads(self, mesh: Any) -> None:
+        """Tensor parallelism: each rank of `mesh` has some of the heads, and a part of what follows them."""
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            ParallelStyle,
+            RowwiseParallel,
+            parallelize_module,
+        )
+
+        for layer in self.layers.values():
+            plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("query", "key", "value", "widen")}
+            plan |= {name: RowwiseParallel() for name in ("leave", "narrow")}
+            parallelize_module(layer, mesh, plan)
+
+    def cut_rows(self, mesh: Any) -> None:
+        """Context parallelism: each rank of `mesh` has one part of the tokens of each row, in order."""
+        self._part = mesh.get_local_rank()
+        for layer in self.layers.values():
+            layer.mesh = mesh
+
+    def cut_layers(self, stage: int, stages: int) -> None:
+        """Pipeline: keeps the layers of one stage."""
+        names = list(self.layers)
+        kept = names[stage * len(names) // stages : (stage + 1) * len(names) // stages]
+        for name in set(names) - set(kept):
+            del self.layers[name]
+        if stage > 0:
+            self.tokens = self.places = None
+        if stage < stages - 1:
+            self.norm = self.scores = None
+
+
+class Block(nn.Module):
+    """Causal attention, and two layers on each token: `nn.TransformerEncoderLayer` without dropout, norms first.
+
+    That has query, key and value in one weight, which cannot be cut by heads. Its weights are drawn alike here.
+    """
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.head = width // num_heads(width)
+        self.mesh: Any = None  # of the ranks that have the other parts of each row
+        self.leave = nn.Linear(width, width)
+        packed = nn.init.xavier_uniform_(torch.empty(3 * width, width))
+        self.query, self.key, self.value = (_without_values(width) for _ in range(3))
+        with torch.no_grad():
+            for linear, weight in zip((self.query, self.key, self.value), packed.chunk(3), strict=True):
+                linear.weight.copy_(weight)
+            for linear in (self.query, self.key, self.value, self.leave):
+                linear.bias.zero_()
+        self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        hidden = hidden + self.leave(self._attend(self.norm1(hidden)))
+        narrowed: Tensor = self.narrow(relu(self.widen(self.norm2(hidden))))
+        return hidden + narrowed
+
+    def _attend(self, hidden: Tensor) -> Tensor:
+        linears = (self.query, self.key, self.value)
+        query, key, value = (one(hidden).unflatten(-1, (-1, self.head)).transpose(1, 2) for one in linears)
+        if self.mesh is None:
+            attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            key, value = whole_rows(torch.stack([key, value]), self.mesh)
+            attended = scaled_dot_product_attention(query, key, value, attn_mask=self._mask(query, key))
+        return attended.transpose(1, 2).flatten(2)
+
+    def _mask(self, query: Tensor, key: Tensor) -> Tensor:
+        """Which tokens of the row each token of this rank's part sees."""
+        part, length = self.mesh.get_local_rank(), query.shape[2]
+        own = torch.arange(part * length, (part + 1) * length, device=query.device)
+        return own[:, None] >= torch.arange(key.shape[2], device=query.device)
+
+
+def _without_values(width: int) -> nn.Linear:
+    """Draws no random number."""
+    return nn.Linear(width, width, device="meta").to_empty(device="cpu")
+
+
+def num_heads(width: int) -> int:
+    """Of 32 numbers each where that divides the width."""
+    return math.gcd(width, max(1, width // 32))
+
+
+def whole_rows(parts: Tensor, mesh: Any) -> Tensor:
+    """The parts of all ranks, joined along the tokens; in backward each part gets the sum of its gradients."""
+    from torch.distributed.tensor import DTensor, Partial, Shard
+
+    cut = DTensor.from_local(parts.contiguous(), mesh, [Shard(parts.dim() - 2)], run_check=False)
+    return cut.full_tensor(grad_placements=[Partial()])
