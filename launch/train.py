@@ -20,6 +20,7 @@ from training.config import Config, failures_in_a_line, read_config, refusals_in
 from training.data import MicroBatches, Order
 from training.evaluation import evaluate
 from training.job import Job, Signals
+from training.meshes import cut_task
 from training.report import Report, plan
 from training.tasks import make_task, to_device, try_model
 from training.wrapping import wrap
@@ -31,7 +32,7 @@ def train(config: Config, job: Job) -> int:
     """Trains, and gives the exit status."""
     task = make_task(config, job.is_first_here, job.wait_for_all)
     order = Order(len(task.train), config.batch_size, config.seed)
-    steps = math.ceil(config.batch_size / (job.ranks * config.micro_batch_size))
+    steps = math.ceil(config.batch_size / (job.data_ranks * config.micro_batch_size))
     updates = config.updates or config.epochs * order.updates_per_epoch
     job.say(plan(config, job, task, order, steps, updates))
     if job.is_planned:
@@ -40,9 +41,9 @@ def train(config: Config, job: Job) -> int:
 
     with refusals_in_a_line():
         wrapped = wrap(task.model, config, job, updates)
-        model = wrapped.model
+        task, model = cut_task(task, config, wrapped.mesh), wrapped.model
         accumulator = Accumulator(
-            model,
+            wrapped.pipeline or model,
             wrapped.optimizer,
             steps=steps,
             count=task.count,
@@ -54,6 +55,7 @@ def train(config: Config, job: Job) -> int:
             on_nonfinite=config.on_nonfinite,
             measure_noise=config.measure_noise,
             trace=config.trace or None,
+            mesh=wrapped.mesh["data"] if config.cp > 1 else None,  # FSDP2 reduces over the ranks with parts, too
         )
     checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)
     torch.manual_seed(config.seed + 1 + job.rank)  # weights are alike on all ranks, dropout is not
@@ -70,7 +72,7 @@ def train(config: Config, job: Job) -> int:
         Report(config, job, task.unit, updates, accumulator.index) as report,
     ):
         while not left:  # an epoch, or what is left of it
-            micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.rank, job.ranks)
+            micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.data_rank, job.data_ranks)
             loader = DataLoader(
                 task.train,
                 batch_sampler=micro_batches,
@@ -81,9 +83,13 @@ def train(config: Config, job: Job) -> int:
             )
             for window in accumulator.windows(loader):
                 for batch in window:
-                    with job.autocast():
-                        loss = task.loss(model, to_device(batch, job.device))
-                    window.backward(loss)
+                    batch = to_device(batch, job.device)
+                    if wrapped.pipeline is not None:
+                        window.run(batch["tokens"], target=batch["labels"])
+                    else:
+                        with job.autocast():
+                            loss = task.loss(model, batch)
+                        window.backward(loss)
                     report.progress(accumulator.index, window.num_done)
                     if window.can_pause:  # on all ranks alike
                         stopped, is_due = signals.agreed(checkpoints.overdue(), in_window=True)

@@ -24,23 +24,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
 
 from distaccum import Accumulator
 
 from .config import MAY_CHANGE, Config, a_line, read_interval, stop
 from .job import EXCHANGE_SECONDS, Job
+from .states import put_state, whole_state
 from .wrapping import Wrapped
 
 NAME = re.compile(r"update-\d{8}(-\d{6})?")
 # What MAY_CHANGE between two windows, and not within one.
-IN_A_WINDOW = {"data", "micro_batch_size", "engine", "sync", "replicas"}
+IN_A_WINDOW = {"data", "micro_batch_size", "engine", "sync", "replicas", "tp", "cp", "pp"}
 IN_A_STATE = {"update", "micro_batches", "accumulator", "schedule", "num_samples", "stage", "random", "config"}
 
 
@@ -93,13 +87,13 @@ class Checkpoints:
             with writing(partial):
                 wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
             job.wait_for_all()
-        elif wrapped.schedule.last_epoch and (wrapped.inner.state or not micro_batches):
-            weights, optimizer = get_state_dict(wrapped.model, wrapped.inner, options=_whole())
-            if job.is_first:
+        else:
+            # Before its first step the optimizer has no state yet, and torch would step it to make one.
+            has_stepped = bool(wrapped.schedule.last_epoch and (wrapped.inner.state or not micro_batches))
+            weights, optimizer = whole_state(wrapped, with_optimizer=has_stepped)
+            if job.is_first and optimizer is not None:
                 fill_state(optimizer, {name: weights[name] for name in wrapped.trained}, self._kinds())
             state["model"], state["optimizer"] = weights, optimizer
-        else:  # before its first step the optimizer has no state yet, and torch would step it to make one
-            state["model"], state["optimizer"] = get_model_state_dict(wrapped.model, options=_whole()), None
         parts = self._collect_parts(accumulator) if micro_batches else []
         if job.is_first:
             with writing(partial):
@@ -154,10 +148,7 @@ class Checkpoints:
         if wrapped.is_deepspeed:
             wrapped.model.load_checkpoint(str(folder), tag="deepspeed")  # type: ignore[operator]
         else:
-            options = _whole(broadcast_from_rank0=job.ranks > 1)
-            set_model_state_dict(wrapped.model, tensors[0], options=options)
-            if newest["has_optimizer"]:
-                set_optimizer_state_dict(wrapped.model, wrapped.inner, tensors[1], options=options)
+            put_state(wrapped, tensors[0], tensors[1] if newest["has_optimizer"] else None)
         wrapped.set_schedule(newest["schedule"])
         if micro_batches:
             newest["accumulator"][f"rank {job.rank}"] = self._read_part(folder)
@@ -369,7 +360,7 @@ def _checksum(path: Path) -> str:
 
 def _weights(wrapped: Wrapped) -> dict[str, Any]:
     if not wrapped.is_deepspeed:
-        return get_model_state_dict(wrapped.model, options=_whole())
+        return whole_state(wrapped, with_optimizer=False)[0]
     import deepspeed
 
     module: Any = wrapped.model.module
@@ -389,10 +380,6 @@ def _receive(rank: int) -> bytes:
     numbers = torch.empty(int(length), dtype=torch.uint8)
     dist.recv(numbers, rank)
     return numbers.numpy().tobytes()
-
-
-def _whole(**more: Any) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=True, cpu_offload=not more.get("broadcast_from_rank0"), **more)
 
 
 def _set_random_state(state: dict[str, Tensor]) -> None:

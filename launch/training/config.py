@@ -74,6 +74,9 @@ class Config:
     )
     sync: Literal["last", "every", "gathered", "replicas"] = option("last", "when gradients are reduced")
     replicas: int = option(1, "fsdp2: groups of ranks that hold the whole model each (HSDP)")
+    tp: int = option(1, "gpt on fsdp2: ranks that share the heads of each layer (tensor parallelism)")
+    cp: int = option(1, "gpt on fsdp2: ranks that share the tokens of each row (context parallelism)")
+    pp: int = option(1, "gpt on fsdp2: ranks that share the layers, as stages of a pipeline")
     stage: int = option(2, "deepspeed: the ZeRO stage, 0 to 3, as in configs/deepspeed/")
     deepspeed_config: str = option("", "deepspeed: another JSON file; its stage is then the one used")
     device: Literal["auto", "cpu", "cuda"] = option("auto", "auto: GPUs if the machine has any")
@@ -98,7 +101,7 @@ class Config:
 # A run may resume a checkpoint that was made with another value of these.
 MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
-    "engine", "sync", "replicas", "stage", "deepspeed_config", "device", "workers", "out", "resume",
+    "engine", "sync", "replicas", "tp", "cp", "pp", "stage", "deepspeed_config", "device", "workers", "out", "resume",
     "checkpoint_every", "keep", "timeout", "evaluate_every", "progress_every", "quiet", "tensorboard",
     "measure_noise", "trace",
 }  # fmt: skip
@@ -120,6 +123,9 @@ ABOVE_0 = {
     "epochs",
     "lr",
     "replicas",
+    "tp",
+    "cp",
+    "pp",
     "keep",
     "timeout",
 }
@@ -274,7 +280,7 @@ def read_interval(text: str) -> tuple[int, float]:
 
 
 def check_batch(config: Config, ranks: int) -> None:
-    """Stops where the batch cannot be cut over the ranks: each update gives every rank as many micro-batches."""
+    """Stops where the batch cannot be cut over data ranks: each update gives every one as many micro-batches."""
     batch, micro = config.batch_size, config.micro_batch_size
     steps = -(-batch // (ranks * micro))
     if batch // ranks < steps:

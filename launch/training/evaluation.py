@@ -17,13 +17,13 @@ def evaluate(model: nn.Module, task: Task, config: Config, job: Job) -> dict[str
     """The mean loss, with accuracy or perplexity; every held-out sample counts once.
 
     All ranks run as many forwards, since those of a sharded model communicate; one that has no samples left runs
-    one that is not counted.
+    one that is not counted. Of ranks that share samples each measures a part, or one measures all.
     """
     number = len(task.held_out)  # type: ignore[arg-type]
-    mine = range(job.rank, number, job.ranks)
+    mine = range(job.data_rank, number, job.data_ranks)
     sums = torch.zeros(3, dtype=torch.float64)
     model.eval()
-    for at in range(0, -(-number // job.ranks), config.micro_batch_size):
+    for at in range(0, -(-number // job.data_ranks), config.micro_batch_size):
         indices = mine[at : at + config.micro_batch_size]
         batch = to_device(task.collate([task.held_out[i] for i in indices or [0]]), job.device)
         with job.autocast():

@@ -19,6 +19,7 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 from distaccum import DistaccumError
 
 from .config import Config, check_batch, stop
+from .sharing import check_sharing, sharing
 
 POLICIES = {
     "plain": ("last", "every"),
@@ -44,6 +45,7 @@ class Job:
     timeout: float = 10.0  # minutes
     is_planned: bool = False  # nothing is started
     is_quiet: bool = False
+    sharing: int = 1  # ranks that share samples
 
     @classmethod
     def find(cls, config: Config, plan: int | None = None) -> Job:
@@ -66,10 +68,11 @@ class Job:
                     "start as many processes as GPUs, or use --device cpu",
                     everywhere=True,
                 )
-        check_batch(config, ranks)
+        check_sharing(config, ranks)
+        check_batch(config, ranks // sharing(config)[1])
         engine = config.engine
         if engine == "auto":
-            engine = "ddp" if ranks > 1 else "plain"
+            engine = "fsdp2" if sharing(config)[0] else "ddp" if ranks > 1 else "plain"
         if engine == "plain" and ranks > 1:
             stop(f"engine = 'plain' on {ranks} ranks, whose gradients nothing would reduce; use ddp or one process")
         if config.sync not in POLICIES[engine]:
@@ -81,7 +84,7 @@ class Job:
         is_planned = plan is not None
         return cls(
             rank, ranks, local_rank, device, engine, config.precision, config.timeout, is_planned,
-            config.quiet and not is_planned,
+            config.quiet and not is_planned, sharing(config)[1],
         )  # fmt: skip
 
     def __enter__(self) -> Job:
@@ -107,6 +110,15 @@ class Job:
     def __exit__(self, kind: Any, *_: object) -> None:
         if dist.is_initialized() and kind is None:  # after an error the others may be waiting: leave at once
             dist.destroy_process_group()
+
+    @property
+    def data_rank(self) -> int:
+        """Among the groups of ranks that share samples, which are neighbours."""
+        return self.rank // self.sharing
+
+    @property
+    def data_ranks(self) -> int:
+        return self.ranks // self.sharing
 
     @property
     def is_first(self) -> bool:

@@ -16,6 +16,7 @@ from .job import DTYPES
 from .sharing import SHARING, sharing
 from .tasks import IGNORED, Task, measure_tokens, token_loss
 
+
 def cut_model(model: nn.Module, config: Config, device: torch.device) -> tuple[Any, Any]:
     """Cuts the model in place; the mesh of data ranks and those that share samples, and the one FSDP2 works over.
 

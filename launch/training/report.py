@@ -21,6 +21,7 @@ from distaccum.noise import meaning
 from .config import Config
 from .data import Order
 from .job import DTYPES, Job
+from .sharing import SHARERS, sharing
 from .tasks import Task
 from .wrapping import read_deepspeed
 
@@ -37,23 +38,28 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     """Ranks, steps and bytes, worked out from the batch that is wanted and what fits."""
     number = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
     batch, epoch = config.batch_size, order.updates_per_epoch
-    largest, tail = -(-batch // (job.ranks * steps)), order.num_samples % batch
+    largest, tail = -(-batch // (job.data_ranks * steps)), order.num_samples % batch
     engine = NAMES[job.engine]
     if job.engine == "deepspeed":
         engine += f" ZeRO {read_deepspeed(config).get('zero_optimization', {}).get('stage', 0)}"
+    name, number_sharing = sharing(config)
+    if name:
+        engine += f", {job.data_ranks} data ranks x {number_sharing} {SHARERS[name]},"
     if config.replicas > 1:
         engine += f", {config.replicas} replicas of {job.ranks // config.replicas} shards,"
     lines = [
         f"{task.title}: {number / 1e6:.2f} million parameters, {order.num_samples} samples to train on",
         f"{job.ranks} rank{'s' * (job.ranks > 1)}, {engine} on {job.device.type}, {config.precision}",
-        f"an update is {batch} samples: {job.ranks} x {steps} micro-batches of {largest}"
-        + ("" if job.ranks * steps * largest == batch else " or fewer")
+        f"an update is {batch} samples: {job.data_ranks} x {steps} micro-batches of {largest}"
+        + ("" if job.data_ranks * steps * largest == batch else " or fewer")
         + (f"; about {batch * task.per_sample:.0f} {task.unit}" if task.unit != "samples" else ""),
         f"{updates} updates, {epoch} per epoch" + (f", whose last is {tail} samples" if tail else ""),
     ]
     # What autocast and FSDP2's policy lower is not the gradient; DeepSpeed's bf16 and fp16 lower that too.
     dtype = config.precision if job.engine == "deepspeed" or config.precision == "float64" else "float32"
     gradients = f"{number * DTYPES[dtype].itemsize / 1e6:.1f} MB of gradients"
+    if name in ("tp", "pp"):
+        gradients += f" over {number_sharing} {SHARERS[name]}"
     each = f"in each of {steps} micro-steps" if steps > 1 else "in its one micro-step"
     if job.ranks == 1:
         lines.append("one rank: nothing to reduce")

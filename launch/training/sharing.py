@@ -6,6 +6,7 @@ from .config import Config, stop
 from .gpt import num_heads
 
 SHARING = {"tp": "tensor", "cp": "context", "pp": "stage"}  # options, and the dimensions of the mesh
+SHARERS = {"tp": "tensor-parallel ranks", "cp": "context-parallel ranks", "pp": "stages"}
 
 
 def sharing(config: Config) -> tuple[str, int]:
@@ -34,6 +35,8 @@ def check_sharing(config: Config, ranks: int) -> None:
     heads = num_heads(config.width)
     if name == "tp" and heads % number:
         stop(f"{given} and width = {config.width}, which makes {heads} heads, expected a number that divides them")
+    if name == "cp" and config.context % number:
+        stop(f"{given} and context = {config.context}, expected a number that divides it")
     if name == "pp":
         _check_pipeline(config)
 

@@ -1,4 +1,4 @@
-"""The whole weights and optimizer state by name: gathered from ranks that have parts or stages of them, and put back."""
+"""The whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back."""
 
 from __future__ import annotations
 
@@ -73,7 +73,10 @@ def _of_all_stages(mesh: Any, weights: State, optimizer: State | None) -> tuple[
 def _of_stage(wrapped: Wrapped, weights: State, optimizer: State | None) -> tuple[State, State | None]:
     own = set(wrapped.model.state_dict())
     if optimizer is not None:
-        groups = [{**group, "params": [name for name in group["params"] if name in own]} for group in optimizer["param_groups"]]
+        groups = [
+            {**group, "params": [name for name in group["params"] if name in own]}
+            for group in optimizer["param_groups"]
+        ]
         optimizer = {"state": _named(optimizer["state"], own), "param_groups": groups}
     return _named(weights, own), optimizer
 

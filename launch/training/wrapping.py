@@ -18,6 +18,7 @@ from distaccum.tools import wrap as wrappers
 
 from .config import ROOT, Config, read_text, stop
 from .job import DTYPES, Job
+from .meshes import cut_model, make_pipeline
 from .tasks import blocks
 
 
@@ -31,6 +32,8 @@ class Wrapped:
     accelerator: Any = None
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the model's tensors, before it was wrapped
     trained: set[str] = field(default_factory=set)  # the names of its trainable parameters
+    mesh: Any = None  # of data ranks and those that share samples, if there are any
+    pipeline: Any = None  # the schedule that calls the model, which is then one of its stages
 
     @property
     def lr(self) -> float:
@@ -62,13 +65,19 @@ def _wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
         return _deepspeed(model, config, job, updates)
     if job.engine == "accelerate":
         return _accelerate(model, config, job, updates)
+    mesh: Any = None
+    shards = pipeline = None
     if job.engine == "ddp":
         model = wrappers.ddp(model, gradient_as_bucket_view=True)
     elif job.engine == "fsdp2":
-        _shard(model, config, job)
+        if job.sharing > 1:
+            mesh, shards = cut_model(model, config, job.device)
+        _shard(model, config, job, shards)
+        if config.pp > 1:
+            pipeline = make_pipeline(model, mesh["stage"], job.device)
     optimizer, schedule = make_optimizer(model, config, updates)
     scaler = torch.amp.GradScaler(job.device.type) if config.precision == "fp16" else None
-    return Wrapped(model, optimizer, schedule, optimizer, scaler)
+    return Wrapped(model, optimizer, schedule, optimizer, scaler, mesh=mesh, pipeline=pipeline)
 
 
 def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Optimizer, LambdaLR]:
@@ -95,14 +104,14 @@ def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Opti
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def _shard(model: nn.Module, config: Config, job: Job) -> None:
+def _shard(model: nn.Module, config: Config, job: Job, shards: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     policy = MixedPrecisionPolicy()
     if config.precision in ("bf16", "fp16"):
         policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
     shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else ()
-    wrappers.fully_sharded(model, blocks(model), shape=shape, mp_policy=policy)
+    wrappers.fully_sharded(model, blocks(model), shape=shape, mesh=shards, mp_policy=policy)
 
 
 def read_deepspeed(config: Config) -> dict[str, Any]:

@@ -1,0 +1,119 @@
+"""launch/train.py on meshes: tensor parallelism, context parallelism and pipelines end as data ranks alone do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from engines import FSDP2_RUNS_ON_CPU
+from programs import ROOT
+from test_train import go_back, log_of, only_line, proven, same, trained
+from torch import nn
+
+needs_fsdp2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+CONFIGS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+# 30 samples are 15 on each of two data ranks: micro-batches of 3 and 4. An epoch of 48 has a window of 18.
+SMALL = ("--width", 64, "--layers", 2, "--context", 48, "--batch-size", 30, "--warmup", 0)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Rows of many lengths."""
+    path = tmp_path / "text.md"
+    path.write_text("\n\n".join(f"paragraph {i} has " + "some words " * (i % 7 + 1) for i in range(60)))
+    return path
+
+
+@needs_fsdp2
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_ends_as_data_ranks_alone(programs, tmp_path, text, name):
+    config = ("--config", ROOT / "configs" / f"{CONFIGS[name]}.toml", *SMALL, "--data", text, "--epochs", 2)
+    printed = trained(programs, tmp_path / "mesh", *config, ranks=4)
+    trained(programs, tmp_path / "data", *config, f"--{name}", 1, "--engine", "ddp", ranks=2)
+    assert "4 ranks, FSDP2, 2 data ranks x 2 " in printed and "30 samples: 2 x 4 micro-batches of 4 or fewer" in printed
+    mesh, data = log_of(tmp_path / "mesh"), log_of(tmp_path / "data")
+    assert [one["counts"] for one in mesh] == [one["counts"] for one in data]
+    for key in ("loss", "grad_norm"):
+        assert [one[key] for one in mesh] == pytest.approx([one[key] for one in data], rel=1e-4)
+    held_out = [(tmp_path / run / "evaluation.jsonl").read_text() for run in ("mesh", "data")]
+    found = [[float(word.split()[1]) for word in one.split(",") if "loss" in word] for one in held_out]
+    assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-4)
+    proven(programs, tmp_path / "mesh", 1e-4)
+
+
+ADAMW = (*SMALL, "--task", "language", "--optimizer", "adamw", "--lr", 1e-3, "--schedule", "constant")
+
+
+@needs_fsdp2
+def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
+    """Each start ends with the state of the optimizer, too, or the weights would differ from there."""
+    options = (*ADAMW, "--data", text, "--precision", "float64", "--micro-batch-size", 4, "--resume")
+    for done, (ranks, cut) in enumerate([(4, "tp"), (2, "pp"), (4, "cp"), (2, ""), (4, "pp"), (2, "tp")]):
+        more = (f"--{cut}", 2) if cut else ()
+        trained(programs, tmp_path / "run", *options, *more, "--updates", done + 1, ranks=ranks)
+    assert len(log_of(tmp_path / "run")) == 6
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+@needs_fsdp2
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
+    """In mid-window too, but for the stages of a pipeline, whose gradients the schedule's first call would lose."""
+    options = (*ADAMW, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3, "--keep", 99)
+    out = tmp_path / "run"
+    trained(programs, tmp_path / "whole", *options, "--checkpoint-every", 0, ranks=4)
+    trained(programs, out, *options, "--checkpoint-every", "0.0001m", ranks=4)
+    assert same(tmp_path / "whole", out)
+    in_window = sorted(path.name for path in (out / "checkpoints").glob("update-*-*"))
+    if name == "pp":
+        assert not in_window
+        go_back(out, 1)
+        expected = "goes on after update 0"
+    else:
+        expected = f"goes on in update {int(in_window[0].split('-')[1])}, after "
+        for later in (out / "checkpoints").glob("update-*"):
+            if later.name > in_window[0]:
+                later.rename(tmp_path / later.name)
+        (out / "weights.pt").unlink()
+    assert expected in trained(programs, out, *options, "--checkpoint-every", 0, "--resume", ranks=4)
+    assert same(tmp_path / "whole", out)
+
+
+TEXT = ("--task", "language", "--plan", "4")
+MISTAKES = {
+    ("--tp", "2", "--plan", "4"): "tp = 2 with model = 'resnet18', expected task = 'language' and 'gpt'",
+    (*TEXT, "--tp", "3"): "tp = 3 on 4 ranks, expected a number that divides them",
+    (*TEXT, "--pp", "8"): "pp = 8 on 4 ranks, expected a number that divides them",
+    (*TEXT, "--tp", "2", "--cp", "2"): "tp = 2 and cp = 2, expected one of tp, cp and pp above 1",
+    (*TEXT, "--tp", "2", "--engine", "ddp"): "tp = 2 with engine = 'ddp', expected 'fsdp2'",
+    (*TEXT, "--cp", "2", "--engine", "deepspeed"): "cp = 2 with engine = 'deepspeed', expected 'fsdp2'",
+    (*TEXT, "--tp", "2", "--engine", "fsdp2", "--replicas", "2"): "tp = 2 with replicas, expected one of them",
+    (*TEXT, "--cp", "2", "--measure-noise"): "cp = 2 with measure_noise, expected one of them",
+    (*TEXT, "--tp", "4", "--width", "64"): "tp = 4 and width = 64, which makes 2 heads, expected a number that divides",
+    (*TEXT, "--cp", "4", "--context", "50"): "cp = 4 and context = 50, expected a number that divides it",
+    (*TEXT, "--pp", "4", "--layers", "3"): "pp = 4 and layers = 3, expected a layer for each stage",
+    (*TEXT, "--pp", "2", "--micro-batch-size", "3"): "micro_batch_size = 3, expected a multiple of 2: a chunk for each",
+    (*TEXT, "--pp", "2", "--engine", "fsdp2", "--sync", "every"): "pp = 2 with sync = 'every', expected 'last'",
+    (*TEXT, "--tp", "0"): "tp = 0, expected a number above 0",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_unsupported_combinations_print_one_line_and_exit_with_status_2(programs, tmp_path, arguments):
+    done = programs.start("train", *arguments, cwd=tmp_path).wait()
+    assert done.status == 2, done.text
+    assert MISTAKES[arguments] in only_line(done.text)
+
+
+def test_block_is_torchs_layer_with_weights_that_can_be_cut(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    from training.gpt import Block, num_heads
+
+    for width in (16, 64):
+        torch.manual_seed(0)
+        block = Block(width)
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(width, num_heads(width), 4 * width, 0.0, batch_first=True, norm_first=True)
+        hidden, mask = torch.randn(3, 7, width), nn.Transformer.generate_square_subsequent_mask(7)
+        torch.testing.assert_close(block(hidden), layer(hidden, src_mask=mask, is_causal=True))
