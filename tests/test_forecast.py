@@ -141,6 +141,41 @@ def test_bytes_of_each_policy_add_up():
     assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
 
 
+SIZES = {"micro_batch_size": 2, "tokens": 10, "width": 6, "layers": 4, "dtype_bytes": 2}
+
+
+def test_ranks_that_share_samples_are_no_data_ranks():
+    forecast = plan(batch_size=24, ranks=16, tp=2, pp=2, parameters=4000, samples=50, backend="nccl", **SIZES)
+    assert (forecast.steps, forecast.windows.samples, forecast.windows_tail.updates) == (3, 24, 3), "of 4 data ranks"
+    (row,) = forecast.policies
+    shard = 3 * 2000 // 4  # that a data rank sends of a rank's 1000 numbers, to gather or to scatter
+    assert (row["policy"], row["bytes_per_micro_step"], row["bytes_once"]) == ("FSDP2, last", 2 * shard, 2 * shard)
+    assert row["timing"] is None and "seconds are not predicted where ranks share samples" in str(forecast)
+    assert "4 data ranks x 2 tensor-parallel ranks x 2 stages" in str(forecast) and "1/4 on each rank" in str(forecast)
+    names = {row["policy"] for row in plan(ranks=8, tp=2, parameters=4000).policies}
+    assert names == {"FSDP2, every", "FSDP2, last", "FSDP2, gathered"}, "DDP does not know tensor-parallel parts"
+    assert not plan(ranks=8, tp=8, parameters=4000).policies, "nothing is reduced"
+    context = plan(ranks=8, cp=8, parameters=4000, dtype_bytes=2, backend="nccl")
+    assert policy(context, "DDP, last")["bytes_once"] == 2 * 7 * 8000 // 8, "each has a gradient of all weights"
+
+
+def test_bytes_of_activations_add_up():
+    def sent(backend="nccl", **ranks):
+        forecast = plan(batch_size=4, ranks=8, backend=backend, **ranks, **SIZES)
+        return {row["dimension"]: row["bytes_per_micro_step"] for row in forecast.shared}
+
+    hidden = 2 * 10 * 6 * 2
+    assert sent(tp=4) == {"tp": 4 * 4 * 2 * 3 * hidden // 4}
+    assert sent(cp=2) == {"cp": 2 * 4 * 2 * hidden // 2}
+    assert sent("gloo", cp=2) == {"cp": 3 * 4 * 2 * hidden // 2}
+    assert sent(pp=2) == {"pp": hidden} and sent(pp=4) == {"pp": 2 * hidden}
+    assert sent(tp=2, cp=2, pp=2) == {"tp": 4 * 2 * hidden // 2, "cp": 2 * 2 * hidden // 2, "pp": hidden // 2}
+    unknown = plan(batch_size=4, ranks=8, tp=2, micro_batch_size=2, tokens=10)
+    assert unknown.shared[0]["bytes_per_update"] is None and "sent by each rank to those" not in str(unknown)
+    assert "--width and --layers for the bytes between ranks that share samples" in str(unknown)
+    assert plan(batch_size=24, ranks=8, tp=2, **SIZES).shared[0]["bytes_per_update"] == 3 * 4 * 4 * hidden
+
+
 def test_seconds_add_up_from_known_parts():
     forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=1000, **KNOWN)
     wire = 4 * 11_700_000 / 125e6
@@ -259,6 +294,9 @@ def test_amounts_are_read_with_their_units(text, number):
     [
         ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many on each node; give 4 or 8 ranks"),
         ({"ranks": 2, "nodes": 4}, "give 4 ranks"),
+        ({"ranks": 6, "tp": 2, "pp": 2}, "ranks=6 with tp=2 and pp=2, expected a multiple of 4"),
+        ({"tp": 0}, "tp=0, expected at least 1"),
+        ({"tokens": 0}, "tokens=0, expected at least 1"),
         ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
         ({"samples": "1.5"}, "samples='1.5', expected a whole number"),
@@ -374,6 +412,7 @@ def test_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
         ("--ranks 3 --nodes 2", "ValueError: ranks=3 on nodes=2, expected as many on each node; give 2 or 4 ranks"),
         ("--parameters x", "parameters='x', expected a whole number such as"),
         ("--batch-size 8 --plot a.png", "nothing to draw without seconds"),
+        ("--ranks 2 --tp 2 --plot a.png", "leave out --tp, --cp and --pp, with which they are not predicted"),
         (f"{RUN} --plot a.txt", "expected .png, .svg or .pdf"),
     ],
 )

@@ -224,6 +224,8 @@ examples:
   distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --samples 50000
   distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M \\
       --link-gbit 25 --node-gbit 400 --micro-step-seconds 0.2 --plot plan.png
+  distaccum plan --batch-size 64 --micro-batch-size 2 --ranks 16 --tp 4 --parameters 7e9 \\
+      --tokens 4096 --width 4096 --layers 32
   distaccum plan --model my_training:setup --batch-size 4096 --ranks 8 --nodes 2 --link-gbit 10
   distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
 
@@ -244,6 +246,11 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument(
         "--nodes", type=int, default=1, **count, help="number of nodes, with equal numbers of ranks (%(default)s)"
     )
+    for name, text in (("tp", "tensor-parallel ranks"), ("cp", "context-parallel ranks"), ("pp", "pipeline stages")):
+        parser.add_argument(f"--{name}", type=int, default=1, **count, help=f"{text}, among the ranks (%(default)s)")
+    for name, text in (("tokens", "tokens of a sample"), ("width", "numbers of a token between two layers")):
+        parser.add_argument(f"--{name}", **count, help=f"{text}, for what --tp, --cp and --pp send")
+    parser.add_argument("--layers", **count, help="layers of attention, for the same")
     parser.add_argument("--samples", **count, help="samples in an epoch")
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
     parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")

@@ -14,14 +14,16 @@ from typing import Any, get_args
 from ...law.shares import REDUCTIONS, Reduction, steps_for, whole_number
 from .cuts import split_cut, tail_of_split, tail_of_windows, windows_cut
 from .learning_rate import Optimizer, scaled_learning_rate
-from .network import BACKENDS, BUCKET_MB, Backend, Network, policies_for, policy_row, rates_between
+from .network import BACKENDS, BUCKET_MB, Backend, Network, policy_row, rates_between
 from .report import Forecast
+from .sharing import SIZES, Sharing
 
 CHOSEN: Mapping[str, str] = {  # where the user named no backend
     "gloo": "on gloo, since there is no CUDA device here; --backend nccl gives NCCL's numbers",
     "nccl": "on NCCL, since there is a CUDA device here; --backend gloo gives gloo's numbers",
 }
 AMOUNTS = ("batch_size", "micro_batch_size", "samples", "base_batch_size", "parameters")
+ACTIVATIONS = ("tokens", "width", "layers")
 POSITIVE = ("link_gbit", "node_gbit", "micro_step_seconds", "lr", "latency_us", "bucket_mb", "cpu_seconds_per_gb")
 MAY_BE_ZERO = ("latency_us", "cpu_seconds_per_gb")
 CHOICES = {"backend": tuple(BACKENDS), "optimizer": get_args(Optimizer), "reduction": REDUCTIONS}
@@ -33,6 +35,9 @@ def plan(
     micro_batch_size: int | str | None = None,
     ranks: int = 1,
     nodes: int = 1,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
     parameters: float | str | None = None,
     dtype_bytes: int | None = None,
     link_gbit: float | None = None,
@@ -51,6 +56,9 @@ def plan(
     optimizer: Optimizer | None = None,
     betas: tuple[float, float] = (0.9, 0.999),
     reduction: Reduction = "mean",
+    tokens: int | str | None = None,
+    width: int | str | None = None,
+    layers: int | None = None,
 ) -> Forecast:
     """Steps, cut, tail, bytes and seconds of a run, and its learning rate, as far as the arguments determine them.
 
@@ -59,8 +67,11 @@ def plan(
     Args:
         batch_size: Samples per update over all ranks.
         micro_batch_size: The most samples of one forward on one rank.
-        ranks: Data-parallel ranks; a multiple of `nodes`.
+        ranks: Ranks of the job; a multiple of `nodes`, and of `tp * cp * pp`. What remains are data-parallel ranks.
         nodes: Machines, with as many ranks on each.
+        tp: Tensor-parallel ranks, which share each layer.
+        cp: Context-parallel ranks, which share each sequence.
+        pp: Stages of a pipeline, which share the layers.
         parameters: Trained parameters of the model.
         dtype_bytes: Bytes of one number of the gradient; 4 by default, or the model's own with `model`.
         link_gbit: The rate between two nodes in Gbit/s, each way and nominal; with one node between two ranks.
@@ -79,13 +90,16 @@ def plan(
         optimizer: `"sgd"` or `"adam"`; None gives the rules of both.
         betas: Adam's, at `base_batch_size`.
         reduction: The criterion's, as the Accumulator's. `"sum"` has scaled SGD's step with the batch already.
+        tokens: Tokens of a sample; with `width` and `layers` for what ranks that share samples send each other.
+        width: Numbers that a token has between two layers.
+        layers: Layers of attention, each with its feed-forward.
 
     Returns:
         A `Forecast`; its `missing` says which arguments to give for what is None.
 
     Raises:
         TypeError: A count that is no whole number.
-        ValueError: A number out of range, an unknown choice, or `ranks` that `nodes` does not divide.
+        ValueError: A number out of range, an unknown choice, or `ranks` that `nodes` or `tp * cp * pp` does not divide.
 
     Example:
         >>> forecast = plan(batch_size=1000, micro_batch_size=32, ranks=8)
@@ -93,7 +107,8 @@ def plan(
         (4, 1024, '1,000 samples (8 ranks: 125 = 3 x 31 + 1 x 32)')
     """
     given = _checked(dict(locals()))
-    notes = []
+    sharing = Sharing.of(given)
+    notes = list(sharing.notes())
     batch, micro, epoch, base, numbers = (given[name] for name in AMOUNTS)
     gradient_bytes = None if numbers is None else numbers * (dtype_bytes or 4)
     if model is not None:
@@ -112,26 +127,31 @@ def plan(
     given |= {"backend": backend, "link": dataclasses.asdict(transport)}
     steps = windows = split = windows_tail = split_tail = rate = None
     if batch is not None and micro is not None:
-        steps = steps_for(batch, micro, ranks)
-        windows, split = windows_cut(steps, micro, ranks), split_cut(batch, micro, ranks)
+        num = sharing.data_ranks
+        steps = steps_for(batch, micro, num)
+        windows, split = windows_cut(steps, micro, num), split_cut(batch, micro, num)
         if epoch is not None:
-            windows_tail = tail_of_windows(epoch, steps, micro, ranks)
-            split_tail = tail_of_split(epoch, batch, micro, ranks)
+            windows_tail = tail_of_windows(epoch, steps, micro, num)
+            split_tail = tail_of_split(epoch, batch, micro, num)
     rows: list[dict[str, Any]] = []
-    if numbers is not None and gradient_bytes is not None and ranks > 1:
+    if numbers is not None and gradient_bytes is not None and sharing.reducing > 1:
         rates = rates_between(ranks, nodes, link_gbit, node_gbit)
-        buckets = max(1, math.ceil(gradient_bytes / (bucket_mb * 1e6)))
-        network = Network(ranks, nodes, backend, transport, rates, gradient_bytes, buckets)
-        for one in policies_for(numbers, ranks, nodes):
+        own_bytes = sharing.part(gradient_bytes)
+        buckets = max(1, math.ceil(own_bytes / (bucket_mb * 1e6)))
+        network = Network(sharing.reducing, nodes, backend, transport, rates, own_bytes, buckets)
+        timed = micro_step_seconds if sharing.size == 1 else None
+        for one in sharing.policies(numbers, nodes):
             own = network if one.bucket is None else dataclasses.replace(network, buckets=-(-numbers // one.bucket))
-            rows.append(policy_row(one, own, steps, micro_step_seconds))
+            rows.append(policy_row(one, own, steps, timed))
+    shared = tuple(sharing.sent(given, steps))
+    if rows or any(row["bytes_per_micro_step"] for row in shared):
         notes += [] if is_chosen else [CHOSEN[backend]]
     if batch is not None and base is not None:
         updates = windows_tail.updates if windows_tail is not None else None
         rate = scaled_learning_rate(batch, base, lr, optimizer, betas, reduction, updates)
     return Forecast(
         *(given, gradient_bytes, steps, windows, split, windows_tail, split_tail),
-        *(tuple(rows), rate, tuple(notes), _missing(given)),
+        *(tuple(rows), shared, rate, tuple(notes), _missing(given)),
     )
 
 
@@ -145,7 +165,7 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
         below, above = ranks - ranks % nodes, ranks - ranks % nodes + nodes
         cure = f"{below} or {above}" if below else f"{above}"
         raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many on each node; give {cure} ranks")
-    for name in AMOUNTS:
+    for name in (*AMOUNTS, *ACTIVATIONS):
         given[name] = None if given[name] is None else amount(name, given[name])
     for name in POSITIVE:
         value = given[name]
@@ -203,7 +223,10 @@ def _missing(given: Mapping[str, Any]) -> tuple[str, ...]:
         (("parameters",), "the bytes per update"),
         (("base_batch_size",), "the learning rate"),
     ]
-    if ranks > 1:
+    shares = any(given[name] > 1 for name in ("tp", "cp", "pp"))
+    if shares:
+        wanted.append((SIZES, "the bytes between ranks that share samples"))
+    elif ranks > 1:
         has_rate = given["link_gbit"] is not None or (nodes == 1 and node is not None)
         both = ("link_gbit", "micro_step_seconds")
         wanted.append((both[1:] if has_rate else both, "the seconds per update"))
@@ -213,6 +236,6 @@ def _missing(given: Mapping[str, Any]) -> tuple[str, ...]:
             found.append(f"{' and '.join(lacking)} for {purpose}")
     if given["parameters"] is not None and ranks == 1:
         found.append("--ranks above 1 for what is sent between them")
-    if 1 < nodes < ranks and node is None:
+    if 1 < nodes < ranks and node is None and not shares:
         found.append("--node-gbit for the seconds of the hybrid policies, and for a node's own link in a ring of all")
     return tuple(found)

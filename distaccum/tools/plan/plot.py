@@ -30,9 +30,10 @@ PARTS = (
 def draw_plan(forecast: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in forecast["policies"] if row["line"] is not None]
     if not rows:
-        raise ValueError(
-            "nothing to draw without seconds; give --ranks, --parameters, --link-gbit, --micro-step-seconds"
-        )
+        cure = "give --ranks, --parameters, --link-gbit, --micro-step-seconds"
+        if forecast["shared"]:
+            cure = "leave out --tp, --cp and --pp, with which they are not predicted"
+        raise ValueError(f"nothing to draw without seconds; {cure}")
     given, steps = forecast["given"], forecast["steps"]
     bars = [row for row in rows if row["timing"] is not None]
     figure = blank(path, 12 if bars else 7, max(4.8, 1.8 + 0.36 * len(rows)))

@@ -36,6 +36,8 @@ class Forecast:
             their `timing`; `window_for`, the shortest windows that expose less than 10% and 5% communication;
             `next_doubling_wins`, the part of the time per sample that a window twice as long saves; and `line`, seconds
             per micro-step and per update.
+        shared (tuple[dict[str, Any], ...]): A row for each way in which ranks share samples (`dimension`: tp, cp, pp):
+            `ranks`, the `calls` of a micro-step, and `bytes_per_micro_step` and `bytes_per_update` that a rank sends.
         learning_rate (dict[str, Any] | None): `kappa`, the batch in base batches; `advice`, sentences; with `optimizer`
             also `lr_times`, `lr`, and for Adam `betas` and `eps_times`.
         notes (tuple[str, ...]): What was measured or chosen for you.
@@ -50,6 +52,7 @@ class Forecast:
     windows_tail: Tail | None
     split_tail: Tail | None
     policies: tuple[dict[str, Any], ...]
+    shared: tuple[dict[str, Any], ...]
     learning_rate: dict[str, Any] | None
     notes: tuple[str, ...]
     missing: tuple[str, ...]
@@ -68,6 +71,8 @@ class Forecast:
         lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes), *self._cuts(), *self._tails()]
         if self.policies:
             lines += ["", *self._sent()]
+        if any(row["bytes_per_micro_step"] is not None for row in self.shared):
+            lines += ["", *self._shared()]
         if any(row["line"] is not None for row in self.policies):
             lines += ["", *self._seconds()]
         if self.learning_rate is not None:
@@ -120,11 +125,23 @@ class Forecast:
 
     def _sent(self) -> list[str]:
         parameters = f"{self.given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
+        parts = self.given["tp"] * self.given["pp"]
+        parameters += f", 1/{parts} on each rank" if parts > 1 else ""
         cells = [["", "each micro-step", "once", "per update"]]
         for row in self.policies:
             counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "once", "per_update"))
             cells.append([row["policy"], *map(bytes_text, counts)])
         return [f"sent by each rank ({parameters}, on {self.given['backend']})", *table(cells, width())]
+
+    def _shared(self) -> list[str]:
+        cells = [["", "each micro-step", "per update"]]
+        for row in self.shared:
+            counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "per_update"))
+            cells.append([f"{row['dimension']} = {row['ranks']}: {row['calls']}", *map(bytes_text, counts)])
+        given = self.given
+        sizes = f"{given['micro_batch_size']:,} x {given['tokens']:,} tokens x {given['width']:,}"
+        title = f"sent by each rank to those that share its samples ({sizes}, {number_of(given['layers'], 'layer')})"
+        return [title, *table(cells, width())]
 
     def _seconds(self) -> list[str]:
         given, transport = self.given, self.given["link"]
