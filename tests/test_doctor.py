@@ -67,6 +67,7 @@ def test_doctor_tries_each_engine_of_one_process(programs):
     assert seen["torch"]["seen"].startswith(torch.__version__) and "or later" in seen["torch"]["seen"]
     assert seen["gloo"]["state"] == "ok" and seen["variables"]["seen"] == "none: one process"
     assert seen["a plain module"]["seen"] == "sync='last', 'every'; a state in mid-window"
+    assert seen["tensor parallelism"]["seen"] == "for a multiple of 2 ranks"
     fsdp2 = seen["FSDP2 (fully_shard), replicas"]
     assert "'gathered', 'replicas'" in fsdp2["seen"] if FSDP2_RUNS_ON_CPU else fsdp2["state"] == "absent"
 
@@ -82,7 +83,34 @@ def test_doctor_measures_the_link_of_two_ranks_and_prints_once(programs):
     assert re.fullmatch(r"--link-gbit [\d.e+]+ --latency-us [\d.e+]+ --backend gloo", found["plan"])
     seen = {one["name"]: one for one in found["findings"]}
     assert seen["a plain module"]["state"] == "absent" and seen["DistributedDataParallel"]["state"] == "ok"
+    if FSDP2_RUNS_ON_CPU:
+        assert seen["a pipeline"]["seen"] == "1 data rank x 2; sync='last'"
     assert seen["versions"]["seen"] == "the same on all" and seen["ranks 0 to 1"]["seen"].startswith("on ")
+
+
+def started_on_four(programs: Programs, plant: str = "") -> list[Program]:
+    common = {"WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), **COLUMNS}
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank), **common} for rank in range(4)]
+    return [programs.start("-c", plant + MAIN, "doctor", "--json", own_stderr=True, **one) for one in ranks]
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+def test_doctor_tries_meshes_of_four_ranks(programs):
+    found = json.loads(ended(started_on_four(programs))[0].text)
+    seen = {one["name"]: one["seen"] for one in found["findings"]}
+    for name in ("tensor parallelism", "context parallelism"):
+        assert seen[name] == "2 data ranks x 2; sync='last', 'every', 'gathered'"
+    assert found["healthy"] and seen["a pipeline"] == "2 data ranks x 2; sync='last'"
+
+
+@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
+def test_wrong_gradient_on_a_mesh_is_found(programs):
+    plant = "from distaccum.tools.doctor import meshes; meshes.SHARE = 4\n"  # no rank is left for other data
+    plant += "from distaccum.tools.doctor import trials; trials.SHARE = 2\n"
+    found = json.loads(ended(started_on_four(programs, plant), 1)[0].text)
+    seen = {one["name"]: one for one in found["findings"]}
+    assert seen["tensor parallelism"]["state"] == "wrong" and ", expected " in seen["tensor parallelism"]["seen"]
+    assert seen["a pipeline"]["seen"] == "not tried, since tensor parallelism failed"
 
 
 def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs, old_accelerate):

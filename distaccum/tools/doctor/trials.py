@@ -21,10 +21,12 @@ from ...law.errors import DistaccumError
 from .. import wrap
 from .findings import Finding
 from .job import Job
+from .meshes import MESHES, SHARE, norm_on_meshes
 
 TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
 Wrapped = tuple[nn.Module, Any, dict[str, Any]]  # model, optimizer, more options of the Accumulator
 Wrap = Callable[[nn.Module], Wrapped]
+Trial = Callable[[Job], str]  # what was seen
 
 
 def _with_sgd(model: nn.Module) -> Wrapped:
@@ -53,6 +55,7 @@ WRAPS: Mapping[str, Mapping[str, Wrap]] = {  # by engine, and what its name is f
     "FSDPEngine": {"": lambda net: _with_sgd(wrap.fsdp1(net))},
     "FullyShardEngine": {"": lambda net: _with_sgd(wrap.fully_sharded(net)), ", replicas": _hybrid},
     "DeepSpeedEngine": {f", ZeRO {stage}": partial(_zero, stage=stage) for stage in range(4)},
+    "UnwrappedEngine": {},  # whose tensor-parallel modules are tried over FSDP2, on meshes
 }
 
 
@@ -62,7 +65,7 @@ def try_engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
     failed = ""
     trials = list(_trials(job, all_of_them))
     on_ranks = job.gather({name: cannot and dataclasses.asdict(cannot) for name, _, cannot in trials})
-    for name, wrapping, _ in trials:
+    for name, trial, _ in trials:
         cannot = _untried_on_any(name, on_ranks)  # a rank that tried alone would wait for the others
         if cannot is not None:
             yield dataclasses.replace(cannot, about=about, name=name)
@@ -71,7 +74,7 @@ def try_engines(job: Job, all_of_them: bool) -> Iterator[Finding]:
             yield Finding(about, name, f"not tried, since {failed} failed", "absent")
             continue
         try:
-            seen, wrong = _tried(wrapping, job), ""
+            seen, wrong = trial(job), ""
         except Exception as error:
             seen, wrong = "", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         try:  # a rank that waits in a collective gives up later than one that failed before it
@@ -99,14 +102,16 @@ def _untried_on_any(name: str, on_ranks: Sequence[Mapping[str, dict[str, Any] | 
     return Finding(**{**first, "seen": first["seen"] + where})
 
 
-def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Wrap, Finding | None]]:
-    """Name, wrapping, and the finding if it is not tried."""
+def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Trial, Finding | None]]:
+    """Name, trial, and the finding if it is not tried."""
     order = list(WRAPS)
     known = sorted(known_engines(), key=lambda one: order.index(one.__name__) if one.__name__ in order else len(order))
     for engine in known:
         for suffix, wrapping in WRAPS.get(engine.__name__, {"": _with_sgd}).items():
-            yield engine.name + suffix, wrapping, _untried(engine, job, all_of_them)
-    yield "what Accelerate prepared", _accelerated, untried_package("accelerate", all_of_them)
+            yield engine.name + suffix, partial(_tried, wrapping), _untried(engine, job, all_of_them)
+    for name in MESHES:
+        yield name, partial(_tried_on_mesh, name), _untried_mesh(job)
+    yield "what Accelerate prepared", partial(_tried, _accelerated), untried_package("accelerate", all_of_them)
 
 
 def _untried(engine: type[Engine], job: Job, all_of_them: bool) -> Finding | None:
@@ -115,9 +120,21 @@ def _untried(engine: type[Engine], job: Job, all_of_them: bool) -> Finding | Non
         return Finding("", "", f"of {engine.__module__}; the doctor does not know how to wrap for it", "absent")
     if name == "PlainEngine" and job.world > 1:
         return Finding("", "", "for one process", "absent", "wrap the model in DistributedDataParallel")
-    if name == "FullyShardEngine" and job.kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        return Finding("", "", f"not on CPU with torch {torch.__version__}", "absent", "use a later torch, or a GPU")
+    if name == "FullyShardEngine":
+        return _untried_shards(job)
     return untried_package("deepspeed", all_of_them) if name == "DeepSpeedEngine" else None
+
+
+def _untried_shards(job: Job) -> Finding | None:
+    if job.kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        return Finding("", "", f"not on CPU with torch {torch.__version__}", "absent", "use a later torch, or a GPU")
+    return None
+
+
+def _untried_mesh(job: Job) -> Finding | None:
+    if job.world % SHARE:
+        return Finding("", "", f"for a multiple of {SHARE} ranks", "absent", "torchrun --nproc-per-node 4 starts 2 x 2")
+    return _untried_shards(job)
 
 
 def untried_package(package: str, all_of_them: bool) -> Finding | None:
@@ -140,14 +157,29 @@ def _tried(wrapping: Wrap, job: Job) -> str:
                 for inputs in window:
                     window.backward(model(inputs).square().mean())
                 norm = window.step().grad_norm
-            expected = _expected_norm(job.world)
-            if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
-                raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
+            _refuse_wrong_norm(norm, _expected_norm(job.world), sync)
     seen = [f"sync={', '.join(map(repr, engine.policies))}"]
     seen += ["a state in mid-window"] if engine.shows_partial else []
     seen += ["owns the step"] if engine.owns_step else []
     seen += [str(one.message).split(": ")[0] for one in caught if "reduces gradients in each" in str(one.message)][:1]
     return "; ".join(seen)
+
+
+def _tried_on_mesh(name: str, job: Job) -> str:
+    """The mesh and the policies, each after a window."""
+    num, policies = job.world // SHARE, []
+    expected = norm_on_meshes(num)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for sync, norm in MESHES[name](job):
+            _refuse_wrong_norm(norm, expected, sync)
+            policies.append(repr(sync))
+    return f"{num} data rank{'s' * (num > 1)} x {SHARE}; sync={', '.join(policies)}"
+
+
+def _refuse_wrong_norm(norm: float | None, expected: float, sync: str) -> None:
+    if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
+        raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
 
 
 def _layer() -> nn.Linear:
