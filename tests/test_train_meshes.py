@@ -54,7 +54,8 @@ def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
     options = (*ADAMW, "--data", text, "--precision", "float64", "--micro-batch-size", 4, "--resume")
     for done, (ranks, cut) in enumerate([(4, "tp"), (2, "pp"), (4, "cp"), (2, ""), (4, "pp"), (2, "tp")]):
         more = (f"--{cut}", 2) if cut else ()
-        trained(programs, tmp_path / "run", *options, *more, "--updates", done + 1, ranks=ranks)
+        printed = trained(programs, tmp_path / "run", *options, *more, "--updates", done + 1, ranks=ranks)
+        assert not done or f"goes on after update {done - 1}" in printed
     assert len(log_of(tmp_path / "run")) == 6
     proven(programs, tmp_path / "run", 1e-10)
 
@@ -79,6 +80,9 @@ def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
             if later.name > in_window[0]:
                 later.rename(tmp_path / later.name)
         (out / "weights.pt").unlink()
+        done = programs.run("train", *options, f"--{name}", 1, "--resume", "--out", out, ranks=4)
+        assert done.status == 2
+        assert f"was made with {name} = 2 and this run has 1; give the same" in only_line(done.text), done.text
     assert expected in trained(programs, out, *options, "--checkpoint-every", 0, "--resume", ranks=4)
     assert same(tmp_path / "whole", out)
 

@@ -17,7 +17,7 @@ def evaluate(model: nn.Module, task: Task, config: Config, job: Job) -> dict[str
     """The mean loss, with accuracy or perplexity; every held-out sample counts once.
 
     All ranks run as many forwards, since those of a sharded model communicate; one that has no samples left runs
-    one that is not counted. Of ranks that share samples each measures a part, or one measures all.
+    one that is not counted. Of ranks that share samples each measures a part, or one all, or each all of them.
     """
     number = len(task.held_out)  # type: ignore[arg-type]
     mine = range(job.data_rank, number, job.data_ranks)

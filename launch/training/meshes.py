@@ -51,7 +51,7 @@ def make_pipeline(model: nn.Module, mesh: Any, device: torch.device) -> Any:
 def cut_task(task: Task, config: Config, mesh: Any) -> Task:
     """The task of this rank: what it has of each batch, and measures of it."""
     name, number = sharing(config)
-    if not name:
+    if name in ("", "tp"):  # tensor-parallel ranks have whole batches
         return task
     own = mesh[SHARING[name]]
     rank, group = own.get_local_rank(), own.get_group()
@@ -67,10 +67,6 @@ def cut_task(task: Task, config: Config, mesh: Any) -> Task:
         missing = config.micro_batch_size - len(rows), config.context - batch["tokens"].shape[1]
         return {key: _padded(one, *missing, key) for key, one in batch.items()}
 
-    def measure_once(model: nn.Module, batch: Any) -> Tensor:
-        measured = task.measure(model, batch)
-        return measured if rank == 0 else torch.zeros_like(measured)
-
     def measure_in_last(model: nn.Module, batch: Any) -> Tensor:
         """One stage after the other. The schedule's own `eval` would prepare its stages anew, there and back."""
         ranks, tokens = dist.get_process_group_ranks(group), batch["tokens"]
@@ -85,12 +81,9 @@ def cut_task(task: Task, config: Config, mesh: Any) -> Task:
         dist.send(outputs.contiguous(), ranks[rank + 1], group)
         return torch.zeros(3)
 
-    changes: dict[str, dict[str, Any]] = {
-        "tp": {"measure": measure_once},
-        "cp": {"collate": part_of_rows},
-        "pp": {"collate": of_one_shape, "measure": measure_in_last},
-    }
-    return dataclasses.replace(task, **changes[name])
+    if name == "cp":
+        return dataclasses.replace(task, collate=part_of_rows)
+    return dataclasses.replace(task, collate=of_one_shape, measure=measure_in_last)
 
 
 def _padded(one: Tensor, rows: int, tokens: int, key: str) -> Tensor:
