@@ -20,6 +20,7 @@ from .accumulating.planner import Planner
 from .accumulating.progress import Progress
 from .accumulating.setup import Setup
 from .engines import Sync
+from .engines.pipeline import PipelineSchedule
 from .law.batches import Count, count_samples
 from .law.errors import DistaccumError
 from .law.shares import Reduction, Schedule
@@ -53,7 +54,7 @@ class Accumulator:
 
     Args:
         model: A module, plain or with wrappers of one kind in it (DDP, `fully_shard`, FSDP1), a DeepSpeed engine, any
-            of these under `torch.compile`, or a sequence of modules that are trained together.
+            of these under `torch.compile`, a sequence of modules, or the schedule of a pipeline.
         optimizer: One, a sequence (each steps once per update), or None: a DeepSpeed engine steps itself; else you step
             after the loop and before `window.step()`, which then records and clears.
         steps: Micro-batches per rank and update, at least 1: an int, or a callable that gets the update's index (from
@@ -103,7 +104,7 @@ class Accumulator:
 
     def __init__(
         self,
-        model: nn.Module | Sequence[nn.Module],
+        model: nn.Module | Sequence[nn.Module] | PipelineSchedule,
         optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         steps: Schedule | None = None,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar, Protocol, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,14 @@ from ..law.errors import DistaccumError
 from .peers import Peers
 from .private import pipelining as private
 from .private.pipelining import WeighChunk
+
+
+class PipelineSchedule(Protocol):
+    """What `torch.distributed.pipelining` calls a schedule."""
+
+    scale_grads: bool
+
+    def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
 def schedule_in(models: Sequence[Any]) -> Any | None:
