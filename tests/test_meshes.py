@@ -16,7 +16,7 @@ from problems import error, gradient, join, make_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -322,3 +322,28 @@ def resumed(plan: str) -> Any:
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_state_in_mid_window_of_tensor_parallel_ranks_resumes_bit_for_bit(ranks, plan):
     assert ranks(2).run(resumed, plan) == [True, True]
+
+
+def on_an_equal_mesh(what: str) -> float:
+    """As where a job makes its mesh twice: DTensor may place a result on the mesh of an earlier call, on some ranks."""
+    net, _ = sharded((2, 2), "tensor")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), max_norm=1e9)
+    norms = []
+    for replaces in (False, True):
+        window = accumulator.window([make_batch(2, seed=dist.get_rank() // 2)])
+        for batch in window:
+            window.backward(criterion(net, batch))
+        weight = net.blocks[0].up.weight
+        if replaces and dist.get_rank() == 3:
+            gradient = DTensor.from_local(weight.grad.to_local(), mesh, weight.placements)
+            if what == "parameter":
+                weight.data = DTensor.from_local(weight.to_local(), mesh, weight.placements)
+            weight.grad = gradient
+        norms.append(window.step().grad_norm)
+    return abs(norms[1] - norms[0])
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_norm_waits_for_no_group_that_only_some_ranks_have(ranks, what):
+    assert max(ranks(4).run(on_an_equal_mesh, what, seconds=20)) <= 1e-12

@@ -76,10 +76,11 @@ def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[l
     return found
 
 
-def shard_of(gradient: Any) -> tuple[Groups, Tensor]:
-    """This rank's part, and the groups that hold the others, tensor-parallel ones included."""
-    mesh = getattr(gradient, "device_mesh", None)
-    if mesh is None:
+def shard_of(parameter: Any) -> tuple[Groups, Tensor]:
+    """This rank's part of a gradient, and the groups that hold the others, tensor-parallel ones included."""
+    # DTensor keeps the results of earlier calls, and may place a gradient on another mesh that equals the parameter's.
+    mesh, gradient = getattr(parameter, "device_mesh", None), parameter.grad
+    if mesh is None or not hasattr(gradient, "placements"):
         return (), gradient
     if any(placement.is_partial() for placement in gradient.placements):
         return (), gradient.full_tensor()
@@ -88,11 +89,19 @@ def shard_of(gradient: Any) -> tuple[Groups, Tensor]:
 
 
 def shards_of(parameters: Iterable[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-    """This rank's parts of gradients, by the groups over which they are cut."""
+    """This rank's parts of gradients, by the groups over which they are cut.
+
+    One entry for groups of the same ranks: a job that makes a mesh twice has several, and parameters of one model may
+    lie on either, not on all ranks alike.
+    """
     shards: dict[Groups, list[Tensor]] = {}
+    first: dict[tuple[tuple[int, ...], ...], Groups] = {}  # by their ranks
     for parameter in parameters:
         if parameter.grad is not None:
-            groups, shard = shard_of(parameter.grad)
+            groups, shard = shard_of(parameter)
+            if groups not in shards:
+                ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+                groups = first.setdefault(ranks, groups)
             shards.setdefault(groups, []).append(shard)
     return shards
 
