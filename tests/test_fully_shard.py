@@ -672,3 +672,27 @@ def entered_twice(kind: str, stream: bool) -> Any:
 def test_module_used_twice_is_exact_with_sync_gathered(ranks, kind, stream):
     for wrong in ranks(2).run(entered_twice, kind, stream, seconds=30):
         assert wrong <= 1e-10
+
+
+def nan_in_a_shard(rank: int, on_nonfinite: str) -> Any:
+    """Only this rank's part of the gradient has a NaN."""
+    model, optimizer = fully_sharded()(make_net_without_router(), 1.0)
+    accumulator = Accumulator(model, optimizer, on_nonfinite=on_nonfinite)
+    before = full_weights(model)
+    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
+    for batch in window:
+        window.backward(loss_of(model, batch))
+    if dist.get_rank() == rank:
+        next(model.parameters()).grad.to_local()[0] = float("nan")
+    try:
+        said = str(window.step().reason)
+    except DistaccumError as raised:
+        said = str(raised)
+    return said, torch.equal(before, full_weights(model))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+def test_nan_in_the_shard_of_any_one_rank_is_refused(ranks, rank, on_nonfinite):
+    for said, stayed in ranks(2).run(nan_in_a_shard, rank, on_nonfinite):
+        assert "is not finite" in said and stayed

@@ -175,7 +175,8 @@ class GroupPeers(Peers):
     def over_stages(self, norm: Tensor, kind: float) -> Tensor:
         if self._stages is None:
             return norm
-        whole = norm if math.isinf(kind) else norm.pow(kind)
+        # The larger of a number and NaN is, in a reduction, either of them.
+        whole = norm.nan_to_num(nan=math.inf, posinf=math.inf) if math.isinf(kind) else norm.pow(kind)
         op = dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM
         dist.all_reduce(whole, op=op, group=self._stages)
         return whole if math.isinf(kind) else whole.pow(1 / kind)

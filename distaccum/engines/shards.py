@@ -124,6 +124,8 @@ def norm_over_shards(
     for groups, parts in shards.items():
         norm = total_norm(parts, kind, over).to(device, dtype)
         if math.isinf(kind):
+            # The larger of a number and NaN is, in a reduction, either of them.
+            norm = norm.nan_to_num(nan=math.inf, posinf=math.inf)
             for group in groups:
                 dist.all_reduce(norm, op=dist.ReduceOp.MAX, group=group)
         elif groups:
