@@ -334,3 +334,60 @@ def test_window_that_is_left_leaves_no_trace_in_a_pipeline(ranks, wrap):
         assert off <= 1e-10
         for loss in losses:  # whole: no window weighs what is only looked at
             assert float(loss) > 0.5
+
+
+def with_a_frozen_stage(frozen: int) -> Any:
+    """A window that overflows in the other stage, and one after it: the scale, and how far step and norm are off."""
+    pipe = Pipe("1F1B", "none")
+    for module in pipe.modules if dist.get_rank() == frozen else []:
+        module.requires_grad_(False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    optimizer = SGD(pipe.parameters(), lr=1.0)
+    accumulator = Accumulator(pipe.schedule, optimizer, count=count_tokens(1), max_norm=0.05, scaler=scaler)
+    said = []
+    for overflows in (True, False):
+        before = [p.detach().clone() for p in pipe.parameters()]
+        window = accumulator.window(batches_of(0, 0, 2))
+        for x, labels in window:
+            window.run(x, target=labels)
+        for p in pipe.parameters() if overflows and dist.get_rank() != frozen else []:
+            p.grad.fill_(math.inf)
+        update = window.step()
+        said.append(update.reason)
+    every = by_stage("1F1B")
+    every[frozen].requires_grad_(False)
+    x, labels = map(torch.cat, zip(*batches_of(0, 0, 2), strict=True))
+    criterion(nn.Sequential(*every)(x), labels).backward()
+    exact = torch.cat([p.grad.flatten() for p in every[1 - frozen].parameters()])
+    moved = torch.cat([(b - p.detach()).flatten() for b, p in zip(before, pipe.parameters(), strict=True)])
+    wanted = exact * 0.05 / exact.norm() if dist.get_rank() != frozen else torch.zeros_like(moved)
+    off = float((moved - wanted).abs().max()), abs(update.grad_norm - float(exact.norm()))
+    return said, scaler.get_scale(), max(off)
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+def test_frozen_stage_takes_part_in_norm_and_scale(ranks, frozen):
+    for said, scale, off in ranks(2).run(with_a_frozen_stage, frozen):
+        assert said == ["the scaled gradients overflowed", None]
+        assert scale == 2.0 and off <= 1e-6  # clipping adds 1e-6 to the norm
+
+
+def in_one_process() -> float:
+    """All layers are one stage."""
+    every = nn.Sequential(*make_layers())
+    stage = pipelining.PipelineStage(every, 0, 1, torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, CHUNKS, loss_fn=criterion, scale_grads=False)
+    accumulator = Accumulator(schedule, SGD(every.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
+    window = accumulator.window(batches_of(0, 0, 2))
+    for x, labels in window:
+        window.run(x, target=labels)
+    exact = nn.Sequential(*make_layers())
+    x, labels = map(torch.cat, zip(*batches_of(0, 0, 2), strict=True))
+    criterion(exact(x), labels).backward()
+    off = [error(p.grad, q.grad) for p, q in zip(every.parameters(), exact.parameters(), strict=True)]
+    window.step()
+    return max(off)
+
+
+def test_law_holds_over_one_stage_in_one_process(ranks):
+    assert max(ranks(1).run(in_one_process)) <= 1e-10

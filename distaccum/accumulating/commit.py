@@ -267,8 +267,8 @@ class Committer:
     def _update_scaler(self, scaler: GradScaler, gradient: Gradient, overflows: Tensor) -> None:
         if gradient.flags:
             scaler.update()
-        elif self._engine.peers.num_ranks > 1:
-            # This rank's shards have no gradients, but other ranks' do; the scales must stay equal.
+        elif not self._engine.peers.is_alone:
+            # This rank's shards, or its stage, have no gradients, but other ranks' do; the scales must stay equal.
             update_without_gradients(scaler, overflows)
 
     def _refuse_nonfinite_loss(self, complete: Complete, record: Record) -> None:

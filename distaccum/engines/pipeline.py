@@ -62,7 +62,7 @@ class Pipeline:
             raise ValueError(f"the {name} has no loss_fn, so it runs no backward; give it one on every rank")
         self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
         self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
-        self.num_chunks = private.num_chunks(schedule)
+        self.num_chunks, self.device = private.num_chunks(schedule), self._stages[0].device
         self.is_sharded = any(hasattr(module, "set_requires_gradient_sync") for module in self.modules)
         if self.is_sharded and not private.postpones_reduction(schedule):
             raise ValueError(
@@ -181,7 +181,11 @@ class RunsStages(ABC):
             kind: As in `norm`.
             over: As in `norm`.
         """
-        return self.peers.over_stages(self.norm(parameters, kind, over), kind)
+        norm = self.norm(parameters, kind, over)
+        if self.pipeline is None:
+            return norm
+        # One dtype and one device for all stages: one without a gradient has a norm in float32, on the host.
+        return self.peers.over_stages(norm.to(self.pipeline.device, torch.float64), kind)
 
     @abstractmethod
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor: ...
