@@ -391,3 +391,59 @@ def in_one_process() -> float:
 
 def test_law_holds_over_one_stage_in_one_process(ranks):
     assert max(ranks(1).run(in_one_process)) <= 1e-10
+
+
+def lost_weights(kind: str, how: str) -> str:
+    """Stages of which torch reduces gradients too early, or loses some: measured in torch 2.15."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    every = by_stage(kind)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
+    places, stages = [here] if len(every) == 2 else [here, here + 2], []
+    for place in places:
+        whole = [] if how == "inside" else [every[place]]
+        for module in [*(one for one in every[place] if list(one.parameters())), *whole]:
+            fully_shard(module, mesh=mesh["data"], reshard_after_forward=False if how == "kept" else None)
+        stages.append(pipelining.PipelineStage(every[place], place, len(every), torch.device("cpu"), group=group))
+    make = getattr(pipelining, f"Schedule{kind}")
+    schedule = make(stages if len(every) > 2 else stages[0], CHUNKS, loss_fn=criterion, scale_grads=False)
+    parameters = [p for place in places for p in every[place].parameters()]
+    try:
+        accumulator = Accumulator(schedule, SGD(parameters, lr=0.1), count=count_tokens(1))
+        accumulator.window(batches_of(0, mesh["data"].get_local_rank(), 1))
+    except (DistaccumError, ValueError) as raised:
+        return str(raised)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "said"),
+    [
+        ("1F1B", "inside", "was called on a module inside of a stage of the Schedule1F1B"),
+        ("1F1B", "layers", "nothing"),
+        ("InterleavedZeroBubble", "layers", "are parts again after forward"),
+        ("InterleavedZeroBubble", "kept", "nothing"),
+    ],
+)
+def test_sharded_stages_whose_gradients_torch_would_lose_are_refused(ranks, kind, how, said):
+    for message in ranks(4).run(lost_weights, kind, how):
+        assert said in message
+
+
+def frozen_beginning(kind: str) -> str:
+    pipe = Pipe(kind, "none")
+    for place, module in zip(pipe.here, pipe.modules, strict=True):
+        module.requires_grad_(place > 1)
+    try:
+        Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1))
+    except ValueError as raised:
+        return str(raised)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("InterleavedZeroBubble", "stages before 2 are frozen"), ("Interleaved1F1B", "nothing")]
+)
+def test_frozen_first_stages_are_refused_where_backward_is_split(ranks, kind, said):
+    for message in ranks(2).run(frozen_beginning, kind):
+        assert said in message

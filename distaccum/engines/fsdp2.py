@@ -123,6 +123,26 @@ class FullyShardEngine(RanksEngine):
             self.refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
         self.divisor = _divides_by(self._groups, self.peers.num_ranks)
 
+        if self.pipeline is not None and self.pipeline.splits_backward:
+            self._refuse_lost_weights([private.state_of(module) for module in self.pipeline.modules])
+
+    def _refuse_lost_weights(self, roots: Sequence[Any]) -> None:
+        """Where backward is split, torch looks for weights among the parameters that a stage shows after forward."""
+        lost = [
+            private.name_of(p)
+            for state, group in self._pairs
+            if private.reshards_after_forward(state, group, is_root=state in roots)
+            for p in group.fsdp_params
+            if _is_trained(p)
+        ]
+        if lost:
+            names = shorten(list(dict.fromkeys(lost)))
+            raise DistaccumError(
+                f"{names} are parts again after forward, and a schedule that runs backward "
+                "for inputs and for weights apart gives them no gradient then; call fully_shard with "
+                "reshard_after_forward=False on each module of the stage, or use a schedule with whole backwards (1F1B)"
+            )
+
     def num_micro_steps(self, plan: Plan) -> int:
         return max(1, plan.num_counted[self.peers.rank]) if self._policy == "gathered" else max(plan.num_counted)
 

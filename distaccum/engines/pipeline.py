@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..law.batches import batch_length, cut_batch
 from ..law.errors import DistaccumError
-from .peers import Peers
+from .peers import Peers, host_group
 from .private import pipelining as private
 from .private.pipelining import WeighChunk
 
@@ -46,6 +46,11 @@ def schedule_in(models: Sequence[Any]) -> Any | None:
     return found[0] if found else None
 
 
+def _is_sharded(module: nn.Module) -> bool:
+    """Whether it is under fully_shard; imports nothing."""
+    return hasattr(module, "set_requires_gradient_sync")
+
+
 @final
 class Pipeline:
     """The schedule, and the stages of the model on this rank."""
@@ -63,7 +68,16 @@ class Pipeline:
         self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
         self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
         self.num_chunks, self.device = private.num_chunks(schedule), self._stages[0].device
-        self.is_sharded = any(hasattr(module, "set_requires_gradient_sync") for module in self.modules)
+        self.splits_backward = private.splits_backward(schedule)
+        self.is_sharded = any(map(_is_sharded, self.modules))
+        inside = [
+            one for module in self.modules for one in module.modules() if hasattr(one, "set_requires_gradient_sync")
+        ]
+        if inside and not all(hasattr(module, "set_requires_gradient_sync") for module in self.modules):
+            raise ValueError(
+                f"fully_shard was called on a module inside of a stage of the {name} and not on the stage's own, which "
+                "is where the schedule postpones the reduction; call it on the stage's module too"
+            )
         if self.is_sharded and not private.postpones_reduction(schedule):
             raise ValueError(
                 f"a stage of the {name} is under fully_shard, whose gradients this version of torch reduces in each "
@@ -72,6 +86,24 @@ class Pipeline:
         self._options = {"finalize_gradients": False} if self.is_sharded else {}
         self._weigh: WeighChunk | None = None  # while a window runs the schedule
         private.weigh_losses(schedule, lambda: self._weigh)
+
+    def refuse_frozen_beginning(self) -> None:
+        """A stage whose inputs need no gradient has, in a backward for them, none of its weights either."""
+        if not self.splits_backward:
+            return
+        trained = {
+            stage.stage_index: any(p.requires_grad for p in module.parameters())
+            for stage, module in zip(self._stages, self.modules, strict=True)
+        }
+        of_ranks: list[Any] = [None] * torch.distributed.get_world_size(self.group)
+        torch.distributed.all_gather_object(of_ranks, trained, group=host_group(self.group))
+        first = min((index for one in of_ranks for index, is_trained in one.items() if is_trained), default=0)
+        if first:
+            raise ValueError(
+                f"stages before {first} are frozen, and the {type(self._schedule).__name__} runs backward for inputs "
+                f"and for weights apart: torch gives the weights of stage {first}, whose inputs need no gradient, "
+                "none; use Schedule1F1B or ScheduleInterleaved1F1B"
+            )
 
     def pieces(self, micro_batch: Any) -> list[Any]:
         """The chunks that the schedule cuts it into."""
@@ -149,6 +181,7 @@ class RunsStages(ABC):
         self.shows_partial = self.shows_partial and not pipeline.is_sharded
         self.run_backward = pipeline.refuse_backward
         self.peers.add_stages(pipeline.group)
+        pipeline.refuse_frozen_beginning()
 
     def pieces(self, micro_batch: Any) -> list[Any]:
         """What a micro-batch is run in, each with a loss of its own; most run it whole."""

@@ -72,6 +72,12 @@ def adds_up_in(group: Any, parameter: Any, sync: str) -> torch.dtype:
     return kept
 
 
+def reshards_after_forward(state: Any, group: Any, *, is_root: bool) -> bool:
+    """Whether its parameters are parts again between a forward and its backward."""
+    stays = is_root and state._is_root is None and getattr(state, "_auto_reshard_after_forward", True)
+    return group.post_forward_mesh_info is not None and not stays  # which the root's first forward does
+
+
 def reduce_unused(group: Any) -> None:
     """Makes zeros be reduced for unused parameters: some ranks may use them, whose reductions would differ in size.
 

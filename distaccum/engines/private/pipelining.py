@@ -40,6 +40,13 @@ def postpones_reduction(schedule: Any) -> bool:
     return "finalize_gradients" in inspect.signature(schedule.step).parameters
 
 
+def splits_backward(schedule: Any) -> bool:
+    """Whether it runs a stage's backward in two: for its inputs, and later for its weights (zero bubble)."""
+    rows = {**(getattr(schedule, "pipeline_order", None) or {}), **(getattr(schedule, "pipeline_order_with_comms", {}))}
+    actions = [one for row in rows.values() for one in row if one is not None]
+    return any(action.computation_type.value == "W" for action in actions)
+
+
 def weigh_losses(schedule: Any, weigh: Callable[[], WeighChunk | None]) -> None:
     """Makes the schedule's losses go through what `weigh` returns; None, and in its trial run, leaves them alone."""
     require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
