@@ -447,3 +447,45 @@ def frozen_beginning(kind: str) -> str:
 def test_frozen_first_stages_are_refused_where_backward_is_split(ranks, kind, said):
     for message in ranks(2).run(frozen_beginning, kind):
         assert said in message
+
+
+def of_other_lengths() -> list[str]:
+    """Windows that would exchange tensors of two shapes, and one after a call without gradients, which frees them."""
+    pipe = Pipe("1F1B", "ddp")
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.0), count=count_tokens(1))
+
+    def run(*lengths: int) -> None:
+        window = accumulator.window(
+            [tuple(one[:length] for one in batches_of(0, pipe.rank, 1)[0]) for length in lengths]
+        )
+        for x, labels in window:
+            window.run(x, target=labels)
+        window.step()
+
+    said = [message_of(lambda lengths=lengths: run(*lengths)) for lengths in ((4, 2), (4, 4), (2,), (4,))]
+    x, labels = batches_of(3, 0, 1)[0]
+    pipe.schedule.eval(*([] if pipe.is_last else [x]), **({"target": labels} if pipe.is_last else {}))
+    said.append(message_of(lambda: run(2, 2)))
+    return said
+
+
+def test_micro_batches_of_other_lengths_are_refused_on_all_stages(ranks):
+    for said in ranks(4).run(of_other_lengths, seconds=20):
+        assert "has 2 samples and another 4" in said[0] and "has 2 samples and another 4" in said[2]
+        assert [said[1], *said[3:]] == ["nothing"] * 3
+
+
+def in_chunks_of_its_own() -> str:
+    pipe = Pipe("1F1B", "ddp")
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.0), count=count_tokens(1))
+    window = accumulator.window(batches_of(0, pipe.rank, 1))
+    for x, labels in window:
+        message = message_of(lambda x=x, labels=labels: window.run(arg_mbs=[(x,)] * 2, target_mbs=[labels] * 2))
+        break
+    window.discard()
+    return message
+
+
+def test_chunks_that_were_not_counted_are_refused(ranks):
+    for message in ranks(4).run(in_chunks_of_its_own):
+        assert "run() got arg_mbs, target_mbs, chunks of your own" in message

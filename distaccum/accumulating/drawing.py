@@ -143,10 +143,10 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
 
 
 def count_pieces(
-    counts_of: Mapping[str, Count], micro_batches: Sequence[Any], pieces_of: Callable[[Any], list[Any]]
+    counts_of: Mapping[str, Count], micro_batches: Sequence[Any], pieces_of: Callable[[Sequence[Any]], list[list[Any]]]
 ) -> list[list[Counts]]:
     """The denominators of what each micro-batch is run in."""
-    cut = [pieces_of(micro_batch) for micro_batch in micro_batches]
+    cut = pieces_of(micro_batches)
     counts = iter(count_all(counts_of, Batches([piece for pieces in cut for piece in pieces])))
     return [[next(counts) for _ in pieces] for pieces in cut]
 

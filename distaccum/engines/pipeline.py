@@ -84,6 +84,8 @@ class Pipeline:
                 "call of the schedule; use torch 2.15, or DistributedDataParallel"
             )
         self._options = {"finalize_gradients": False} if self.is_sharded else {}
+        self._planned: int | None = None  # samples in each micro-batch of the window
+        self._length: int | None = None  # of those that were run
         self._weigh: WeighChunk | None = None  # while a window runs the schedule
         private.weigh_losses(schedule, lambda: self._weigh)
 
@@ -105,20 +107,38 @@ class Pipeline:
                 "none; use Schedule1F1B or ScheduleInterleaved1F1B"
             )
 
-    def pieces(self, micro_batch: Any) -> list[Any]:
-        """The chunks that the schedule cuts it into."""
+    def pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
+        """The chunks that the schedule cuts each into."""
         if self.num_chunks == 1:
-            return [micro_batch]
-        length = batch_length(micro_batch)
-        if length % self.num_chunks:
+            return [[micro_batch] for micro_batch in micro_batches]
+        lengths, name = list(map(batch_length, micro_batches)), type(self._schedule).__name__
+        uneven = next((length for length in lengths if length % self.num_chunks), None)
+        if uneven is not None:
             raise ValueError(
-                f"a micro-batch has {length} samples, and the {type(self._schedule).__name__} cuts it into "
-                f"{self.num_chunks} chunks of one shape; give it a multiple of {self.num_chunks}"
+                f"a micro-batch has {uneven} samples, and the {name} cuts it into {self.num_chunks} chunks of one "
+                f"shape; give it a multiple of {self.num_chunks}"
             )
-        return list(cut_batch(micro_batch, [length // self.num_chunks] * self.num_chunks, length))
+        known = self._length if private.knows_shapes(self._schedule) else None
+        for length in lengths:
+            known = known or length
+            if length != known:
+                raise ValueError(
+                    f"a micro-batch has {length} samples and another {known}, and stages of the {name} exchange "
+                    "tensors of one shape; pad the short one with samples that do not count, or drop it (drop_last)"
+                )
+        self._planned = known
+        return [
+            list(cut_batch(one, [length // self.num_chunks] * self.num_chunks, length))
+            for one, length in zip(micro_batches, lengths, strict=True)
+        ]
 
     def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: WeighChunk) -> Any:
         """All chunks through all stages, forward and backward; what the schedule returns."""
+        if cut := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs"}):
+            raise DistaccumError(
+                f"run() got {', '.join(cut)}, chunks of your own, and each chunk's count is of an even cut along the "
+                "first dimension; give the whole micro-batch: window.run(inputs, target=labels)"
+            )
         losses: Any = options.pop("losses", None)
         target, taken = options.pop("target", None), dict[int, Any]()
 
@@ -131,7 +151,7 @@ class Pipeline:
 
         if any(stage.is_last for stage in self._stages):
             options["target"] = target
-        self._weigh = weigh_noted
+        self._weigh, self._length = weigh_noted, self._planned
         try:
             for stage in self._stages:
                 if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
@@ -183,9 +203,11 @@ class RunsStages(ABC):
         self.peers.add_stages(pipeline.group)
         pipeline.refuse_frozen_beginning()
 
-    def pieces(self, micro_batch: Any) -> list[Any]:
-        """What a micro-batch is run in, each with a loss of its own; most run it whole."""
-        return [micro_batch] if self.pipeline is None else self.pipeline.pieces(micro_batch)
+    def pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
+        """What each micro-batch is run in, each with a loss of its own; most run it whole."""
+        if self.pipeline is None:
+            return [[micro_batch] for micro_batch in micro_batches]
+        return self.pipeline.pieces(micro_batches)
 
     def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: WeighChunk) -> Any:
         """Forwards and backwards of a micro-batch in one call.

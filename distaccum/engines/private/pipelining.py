@@ -40,6 +40,12 @@ def postpones_reduction(schedule: Any) -> bool:
     return "finalize_gradients" in inspect.signature(schedule.step).parameters
 
 
+def knows_shapes(schedule: Any) -> bool:
+    """Whether a call has fixed the shapes of what stages exchange; a change between training and eval() frees them."""
+    names = ("_stage_backward_initialized", "_stages_backward_initialized", "_stage_initialized", "_stages_initialized")
+    return any(getattr(schedule, name, False) for name in names)
+
+
 def splits_backward(schedule: Any) -> bool:
     """Whether it runs a stage's backward in two: for its inputs, and later for its weights (zero bubble)."""
     rows = {**(getattr(schedule, "pipeline_order", None) or {}), **(getattr(schedule, "pipeline_order_with_comms", {}))}
