@@ -10,7 +10,8 @@
 A window is 4 micro-batches. The loop by hand knows its tokens in advance, multiplies each loss by its share and reduces
 in the last micro-batch, as torch's documentation says; once more by hand is the noise. "distaccum" counts the tokens,
 plans and records; with its default it also takes the norm of the gradient, to look for values that are not finite.
-Time: seconds of whole windows (forward, backward, step of SGD, clearing), by turns; read the ratios.
+Time: of whole windows on the first rank (forward, backward, step of SGD, clearing), by turns, once by the wall's clock
+and once by the processor's, which does not count waiting; read the ratios.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -42,6 +44,7 @@ MESHES = ("tensor", "context", "experts", "stages")
 LOOPS = ("by hand", "by hand again", "distaccum", "distaccum, default")
 STEPS, CHUNKS, ROWS, WORDS, VOCABULARY = 4, 4, 8, 64, 128
 SMALL = 256  # numbers: a collective of at most these carries no gradient
+TIMES = {"of the wall": time.perf_counter, "of the processor": time.process_time}
 Batch = tuple[Tensor, Tensor]
 
 
@@ -276,30 +279,34 @@ def counted(kind: str, width: int) -> dict[str, dict[str, int]]:
     return found
 
 
-def timed(kind: str, width: int, rounds: int) -> dict[str, list[float]]:
+def timed(kind: str, width: int, rounds: int) -> dict[str, dict[str, list[float]]]:
     loops = {name: loop_of(name, kind, width)[0] for name in LOOPS}
     together = {name: lambda: dist.barrier() for name in LOOPS}
-    return in_turns(loops, rounds, CPU, before=together, clock=time.perf_counter)
+    return {name: in_turns(loops, rounds, CPU, before=together, clock=clock) for name, clock in TIMES.items()}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind in options.meshes:
         print(f"{kind}: {options.rounds} rounds", flush=True)
-        times = in_ranks(4, timed, kind, options.width, options.rounds, seconds=600)[0]
+        by_clock = in_ranks(4, timed, kind, options.width, options.rounds, seconds=600)[0]
         result[kind] = {
-            "milliseconds": {name: 1e3 * sorted(taken)[len(taken) // 2] for name, taken in times.items()},
-            "ratios": {name: ratios(taken, times["by hand"]) for name, taken in times.items()},
+            "milliseconds": {clock: 1e3 * median(times["by hand"]) for clock, times in by_clock.items()},
+            "ratios": {
+                clock: {name: ratios(taken, times["by hand"]) for name, taken in times.items()}
+                for clock, times in by_clock.items()
+            },
             "collectives": in_ranks(4, counted, kind, options.width, seconds=300)[0],
         }
     return result
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    heads = ["mesh", "by hand, ms", *(f"{name}, ratio" for name in LOOPS[1:])]
+    heads = ["mesh, time", "by hand, ms", *(f"{name}, ratio" for name in LOOPS[1:])]
     rows = [
-        [kind, f"{of['milliseconds']['by hand']:.1f}", *(spelled(of["ratios"][name]) for name in LOOPS[1:])]
+        [f"{kind}, {clock}", f"{taken:.1f}", *(spelled(of["ratios"][clock][name]) for name in LOOPS[1:])]
         for kind, of in result.items()
+        for clock, taken in of["milliseconds"].items()
     ]
     lines = ["## Time of a window", "", *table(heads, rows), "## Collectives of a window, on the first rank", ""]
     for kind, of in result.items():
