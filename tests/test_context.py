@@ -300,6 +300,8 @@ def options_refused() -> list[str]:
         {"count": whole, "mesh": mesh["data"]},
         {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
         {"count": tokens, "mesh": "data"},
+        {"count": count_tokens("labels", over=mesh["data"]), "mesh": mesh["data"], "reduction": "sum_to_mean"},
+        {"count": whole, "mesh": mesh["data"], "reduction": "sum_to_mean"},
     ):
         try:
             Accumulator(net, SGD(net.parameters(), lr=0.1), **options)
@@ -329,8 +331,10 @@ def test_options_that_need_whole_samples_are_refused(ranks):
         assert "weighted by that part's own number" in said[4]
         assert said[5] == "nothing"  # all of them carry data, as if no mesh were given
         assert "expected the dimensions of a DeviceMesh" in said[6]
-        assert "check() with a mesh" in said[7]
-        assert "contrast() with a mesh" in said[8]
+        assert "count_tokens(over=) is a mesh of ranks" in said[7]
+        assert said[8] == "nothing"
+        assert "check() with a mesh" in said[9]
+        assert "contrast() with a mesh" in said[10]
 
 
 def updates() -> Any:

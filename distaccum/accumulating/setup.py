@@ -19,7 +19,7 @@ from ..engines import Engine, choose_engine
 from ..engines.accelerate import Accelerated
 from ..engines.pipeline import Pipeline
 from ..gradients.scaling import refuse_mixed
-from ..law.batches import count_samples
+from ..law.batches import TokenCount, count_samples
 from ..law.errors import DistaccumError, Once
 from ..observers.trace import Trace
 from .config import Config, as_list
@@ -154,6 +154,15 @@ class Setup:
                 "count=count_samples with a mesh whose ranks have parts of the same samples: each would count them "
                 "whole; use count_tokens, or a function of your own that counts this rank's part"
             )
+        for over in [
+            one.over for one in config.counts.values() if isinstance(one, TokenCount) and one.over is not None
+        ]:
+            seen, expected = sorted(over.mesh.flatten().tolist()), sorted(self.engine.peers.sharing_parts)
+            if seen != expected:
+                raise ValueError(
+                    f"count_tokens(over=) is a mesh of ranks {seen}, and ranks {expected} have parts of the same "
+                    "samples by mesh=; give the dimension that cuts samples to over, and those that carry data to mesh"
+                )
         if config.measure_noise or not config.lookahead:
             raise ValueError(
                 f"{'measure_noise=True' if config.measure_noise else 'lookahead=False'} with a mesh whose ranks have "

@@ -77,6 +77,11 @@ class Peers:
         return [value]
 
     @property
+    def sharing_parts(self) -> list[int]:
+        """The global ranks that have parts of this rank's samples, this one too."""
+        return [self.global_rank]
+
+    @property
     def part(self) -> int:
         """This rank's place among those that share its samples."""
         return list(self.sharing[self.rank]).index(self.global_rank)
@@ -160,6 +165,11 @@ class GroupPeers(Peers):
                 "them and those that cut samples"
             )
         self.parts = parts
+
+    @property
+    def sharing_parts(self) -> list[int]:
+        here = dist.get_process_group_ranks(self.group)
+        return [here[rank] for ranks in self.parts if self.rank in ranks for rank in ranks]
 
     def add_stages(self, group: dist.ProcessGroup) -> None:
         column = dist.get_process_group_ranks(group)
