@@ -195,10 +195,10 @@ class Part(nn.Module):
         return torch.tanh(self.down(torch.tanh(self.up(x))))
 
 
-def three_dimensions() -> Any:
-    """Data, stages and tensor-parallel ranks, two of each."""
+def three_dimensions(num: int) -> Any:
+    """Data ranks, and stages and tensor-parallel ranks, two of each."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "stage", "tensor"))
+    mesh = init_device_mesh("cpu", (num, 2, 2), mesh_dim_names=("data", "stage", "tensor"))
     data, here = mesh["data"].get_local_rank(), mesh["stage"].get_local_rank()
     torch.manual_seed(3)
     exact = nn.Sequential(Part(5), Part(4))
@@ -206,11 +206,12 @@ def three_dimensions() -> Any:
     for mine, other in zip(part.parameters(), exact[here].parameters(), strict=True):
         whole = distribute_tensor(other.detach(), mine.device_mesh, mine.placements)
         mine.data.copy_(whole)
-    fully_shard(part, mesh=mesh["data"])
+    if num > 1:
+        fully_shard(part, mesh=mesh["data"])
     stage = pipelining.PipelineStage(part, here, 2, torch.device("cpu"), group=mesh["stage"].get_group())
     schedule = pipelining.Schedule1F1B(stage, CHUNKS, loss_fn=criterion, scale_grads=False)
     accumulator = Accumulator(schedule, SGD(part.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
-    x, labels = map(torch.cat, zip(*[b for r in range(2) for b in batches_of(1, r, 1 + r)], strict=True))
+    x, labels = map(torch.cat, zip(*[b for r in range(num) for b in batches_of(1, r, 1 + r)], strict=True))
     loss = criterion(exact(x), labels)
     loss.backward()
     before = [full(p).detach().clone() for p in part.parameters()]
@@ -224,8 +225,9 @@ def three_dimensions() -> Any:
     return error(moved, wanted), abs(update.grad_norm - norm) / norm, abs(update.loss - loss.item())
 
 
-def test_law_holds_over_stages_beside_tensor_parallel_ranks(ranks):
-    for numbers in ranks(8).run(three_dimensions):
+@pytest.mark.parametrize("num", [1, 2])
+def test_law_holds_over_stages_beside_tensor_parallel_ranks(ranks, num):
+    for numbers in ranks(4 * num).run(three_dimensions, num):
         assert max(numbers) <= 1e-10
 
 

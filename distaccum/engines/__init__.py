@@ -42,7 +42,8 @@ def choose_engine(models: Sequence[nn.Module], sync: Sync, mesh: Any = None) -> 
         engine = _engine_for(models, sync)
     else:
         pipeline = Pipeline(schedule)
-        engine = _engine_for(pipeline.modules, sync, lambda ranks: pipeline.group.size() == ranks)
+        parts = max(1, num_ranks_of_meshes(module for stage in pipeline.modules for module in stage.modules()))
+        engine = _engine_for(pipeline.modules, sync, lambda ranks: pipeline.group.size() * parts == ranks)
         engine.follow(pipeline)
     if mesh is not None:
         engine.peers.cut_samples(mesh.mesh.flatten().tolist(), engine.name)
