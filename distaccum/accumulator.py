@@ -1,4 +1,17 @@
-"""Accumulator: options in, windows out. Each method hands on; an update is planner.py, window.py, commit.py."""
+"""Accumulator: options in, windows out. Each method hands on; an update is planner.py, window.py, commit.py.
+
+>>> import torch
+>>> model = torch.nn.Linear(4, 1)
+>>> accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+>>> loader = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(1, 4)]
+>>> for window in accumulator.windows(loader):
+...     for inputs in window:
+...         window.backward(model(inputs).square().mean())
+...     update = window.step()
+...     print(update.index, update.counts)
+0 {'samples': 6}
+1 {'samples': 1}
+"""
 
 from __future__ import annotations
 
@@ -22,6 +35,7 @@ from .accumulating.setup import Setup
 from .engines import Sync
 from .engines.pipeline import PipelineSchedule
 from .law.batches import Count, count_samples
+from .law.costs import Cost
 from .law.errors import DistaccumError
 from .law.shares import Reduction, Schedule
 from .law.update import Update
@@ -40,18 +54,6 @@ from .window.window import Window
 class Accumulator:
     """Cuts updates into windows of micro-batches; each window's gradient is that of the one big batch.
 
-    >>> import torch
-    >>> model = torch.nn.Linear(4, 1)
-    >>> accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-    >>> loader = [torch.randn(3, 4), torch.randn(3, 4), torch.randn(1, 4)]
-    >>> for window in accumulator.windows(loader):
-    ...     for inputs in window:
-    ...         window.backward(model(inputs).square().mean())
-    ...     update = window.step()
-    ...     print(update.index, update.counts)
-    0 {'samples': 6}
-    1 {'samples': 1}
-
     Args:
         model: A module, plain or with wrappers of one kind in it (DDP, `fully_shard`, FSDP1), a DeepSpeed engine, any
             of these under `torch.compile`, a sequence of modules, or the schedule of a pipeline.
@@ -63,6 +65,11 @@ class Accumulator:
             sets the window of `windows()`: `ceil(batch_size / (ranks * micro_batch_size))` micro-batches per rank.
         micro_batch_size: The most samples of one forward on one rank. `"auto"` is for `update()` and `contrast()`,
             which begin with the whole batch and halve what does not fit into memory; `windows()` needs a number.
+        micro_batch_cost: The most that one forward on one rank may cost, where rows differ in length: they are grouped
+            by `cost`. In `windows()` each batch of the loader is an update, and is cut. `"auto"` as above.
+        cost: What the rows of a batch cost: `count_tokens`, or a callable that returns a number for each row, or for
+            a row. With padding a micro-batch costs its number of rows times the costliest; packed sequences, their sum.
+        trim: A callable that gets each micro-batch and returns it without the padding that all its rows have.
         reduction: What your criterion did, or a dict of it by the loss's name. `"mean"`: it averages over what `count`
             counts, and the gradient is that of the global mean. `"sum"`: it sums, and the gradient is that of the
             global sum. `"sum_to_mean"`: it sums, and the gradient is that of the global mean.
@@ -110,6 +117,9 @@ class Accumulator:
         steps: Schedule | None = None,
         batch_size: Schedule | None = None,
         micro_batch_size: int | Literal["auto"] | None = None,
+        micro_batch_cost: int | Literal["auto"] | None = None,
+        cost: Cost | None = None,
+        trim: Callable[[Any], Any] | None = None,
         reduction: Reduction | Mapping[str, Reduction] = "mean",
         count: Count | Mapping[str, Count] = count_samples,
         max_norm: float | None = None,
@@ -130,6 +140,9 @@ class Accumulator:
             steps=steps,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
+            micro_batch_cost=micro_batch_cost,
+            cost=cost,
+            trim=trim,
             reductions=reductions,
             counts=counts,
             max_norm=max_norm,

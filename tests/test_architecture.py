@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
     "law",
-    "gradients noise batchnorm",
+    "gradients noise batchnorm data",
     "engines",
     "window",
     "observers",

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import distaccum
-from distaccum import batchnorm, noise
+from distaccum import batchnorm, data, noise
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 OPENED = [distaccum.Accumulator, distaccum.Window, distaccum.Update, distaccum.Report, distaccum.Forecast]
@@ -57,6 +57,8 @@ def public():
     yield from ((name, getattr(distaccum, name)) for name in distaccum.__all__)
     yield from (("noise.meaning", noise.meaning), ("batchnorm.freeze", batchnorm.freeze))
     yield "batchnorm.to_groupnorm", batchnorm.to_groupnorm
+    yield from (("data.trim_padding", data.trim_padding), ("data.DealtSampler", data.DealtSampler))
+    yield from members_of(data.DealtSampler)
     for kind in OPENED:
         yield from members_of(kind)
 

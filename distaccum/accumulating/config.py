@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -11,6 +11,7 @@ import torch
 
 from ..engines import Sync
 from ..law.batches import Count, TokenCount, count_samples
+from ..law.costs import Cost
 from ..law.shares import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
 BatchNorm = Literal["warn", "pool", "ignore"]
@@ -23,6 +24,9 @@ class Config:
     steps: Schedule | None
     batch_size: Schedule | None
     micro_batch_size: int | Literal["auto"] | None
+    micro_batch_cost: int | Literal["auto"] | None
+    cost: Cost | None  # of a batch's rows
+    trim: Callable[[Any], Any] | None  # removes the padding of a micro-batch
     reductions: Mapping[str, Reduction]  # of each named loss
     counts: Mapping[str, Count]
     max_norm: float | None
@@ -63,6 +67,7 @@ class Config:
                 f"accumulate_dtype={self.accumulate_dtype!r}, expected torch.float32 or torch.float64, or None for the "
                 "parameters' own"
             )
+        self._refuse_half_a_cost()
         if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
             raise ValueError(
                 "steps is a number of micro-batches, batch_size and micro_batch_size are numbers of samples; give one "
@@ -77,8 +82,9 @@ class Config:
             ("steps", self.steps, WHOLE),
             ("batch_size", self.batch_size, ""),
             ("micro_batch_size", None if self.micro_batch_size == "auto" else self.micro_batch_size, ", or 'auto'"),
+            ("micro_batch_cost", None if self.micro_batch_cost == "auto" else self.micro_batch_cost, ", or 'auto'"),
         ):
-            if value is not None and (not callable(value) or name == "micro_batch_size"):
+            if value is not None and (not callable(value) or name.startswith("micro")):
                 object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
 
     @property
@@ -86,13 +92,46 @@ class Config:
         """Of each count, whether it is of what is cut over ranks later; None: it is the caller's own."""
         return [one.over is not None if isinstance(one, TokenCount) else None for one in self.counts.values()]
 
+    def _refuse_half_a_cost(self) -> None:
+        sizes = {"steps": self.steps, "batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size}
+        others = [name for name, value in sizes.items() if value is not None]
+        if self.micro_batch_cost is not None and others:
+            raise ValueError(
+                f"micro_batch_cost, which cuts batches by what rows cost, with {', '.join(others)}; give one or the "
+                "other"
+            )
+        if (self.micro_batch_cost is None) != (self.cost is None):
+            raise ValueError(
+                f"micro_batch_cost={self.micro_batch_cost!r} and cost={self.cost!r}, expected both: the most that a "
+                "micro-batch may cost, and what a row costs, as count_tokens('input_ids', ignore_index=0)"
+            )
+        for name, value in (("cost", self.cost), ("trim", self.trim)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
+        if self.micro_batch_cost is not None and not self.lookahead:
+            raise ValueError("micro_batch_cost with lookahead=False: a batch that is cut is whole; leave lookahead out")
+
+    @property
+    def most(self) -> int | None:
+        """The most that a micro-batch may hold, in samples or in cost; None: as much as fits."""
+        most = self.micro_batch_size if self.micro_batch_cost is None else self.micro_batch_cost
+        return None if most == "auto" else most
+
+    @property
+    def is_auto(self) -> bool:
+        return "auto" in (self.micro_batch_size, self.micro_batch_cost)
+
     def refuse_to_cut(self, name: str) -> None:
         """Where no size says into what."""
-        if self.steps is None and self.micro_batch_size is None:
-            raise ValueError(f"{name}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
+        if self.steps is None and self.micro_batch_size is None and self.micro_batch_cost is None:
+            raise ValueError(
+                f"{name}() cuts a batch and no size was given; pass micro_batch_size=, micro_batch_cost= or steps="
+            )
 
     def refuse_to_group(self) -> None:
         """Where no number says how many micro-batches of a loader are a window."""
+        if isinstance(self.micro_batch_cost, int):
+            return  # each batch of the loader is cut
         if self.steps is None and (self.batch_size is None or self.micro_batch_size == "auto"):
             raise ValueError(
                 "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from ..engines import Engine
-from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample
+from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample, pick_rows
+from ..law.costs import cost_of_group, costs_of_rows, group_by_cost, pack_by_cost
+from ..law.packing import pick_spans, spans_in
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
@@ -21,24 +23,44 @@ from ..window.source import Counts
 from .config import Config
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batches:
     """This rank's micro-batches of one window."""
 
     micro_batches: list[Any]
     lengths: list[int] | None = None  # in samples, where a batch was cut
+    costs: list[int] | None = None  # where it was cut by cost
+    warning: str | None = None
     stream: Stream | None = None  # draws those after the first
     steps: int = 0  # that were requested; 0: any number
     no_more_after: bool = False
 
+    @property
+    def largest(self) -> int:
+        """Of the micro-batches that could be smaller, in samples or in cost."""
+        if self.costs is None:
+            return max(self.lengths or [0])
+        return max((cost for cost, rows in zip(self.costs, self.lengths or [], strict=True) if rows > 1), default=1)
 
+
+Group = Callable[[Sequence[int], int], list[list[int]]]  # costs of rows, the most -> the rows of each micro-batch
 Drawing = Callable[[int], Batches]  # for the update of an index
 
 
-def cut_up(batch: Any, config: Config, size: MicroBatchSize, length: int | None = None, parts: int = 1) -> Drawing:
-    """A batch, in the fewest parts that fit, or in `steps` parts."""
+def cut_up(
+    batch: Any,
+    config: Config,
+    size: MicroBatchSize,
+    length: int | None = None,
+    parts: int = 1,
+    *,
+    group: Group = group_by_cost,
+) -> Drawing:
+    """A batch, in the fewest parts that fit, or in `steps` parts; by cost in what `group` makes of its rows."""
 
     def draw(index: int) -> Batches:
+        if config.cost is not None:
+            return _by_cost(batch, None if length is None else operator.index(length), config, size, parts, group)
         total = batch_length(batch) if length is None else operator.index(length)
         steps = config.steps_at(index)
         largest = size.size or max(total, 1)
@@ -46,6 +68,35 @@ def cut_up(batch: Any, config: Config, size: MicroBatchSize, length: int | None 
         return Batches(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
 
     return draw
+
+
+def _by_cost(batch: Any, total: int | None, config: Config, size: MicroBatchSize, parts: int, group: Group) -> Batches:
+    """`parts`: at least that many, where there are as many rows."""
+    assert config.cost is not None
+    spans = spans_in(batch)
+    if spans is None:
+        total = batch_length(batch) if total is None else total
+        costs = costs_of_rows(config.cost, batch, total)
+    else:
+        costs = [costs_of_rows(config.cost, pick_spans(batch, [span]), 1)[0] for span in spans]
+    most, whole = max(costs, default=0), sum(costs) if spans else len(costs) * max(costs, default=0)
+    limit = min(size.size or max(1, whole), max(1, -(-whole // parts)))
+    if spans is None:
+        groups = group(costs, limit)
+        micro_batches = list(pick_rows(batch, groups, total or 0)) if groups else []
+        of_groups = [cost_of_group(costs, rows) for rows in groups]
+    elif group is not group_by_cost:
+        raise TypeError("a packed batch, which takes another order by cost, where the order counts; unpack it")
+    else:
+        groups = pack_by_cost(costs, limit)
+        micro_batches = [pick_spans(batch, [spans[i] for i in rows]) for rows in groups]
+        of_groups = [sum(costs[i] for i in rows) for rows in groups]
+    found = Batches(micro_batches, [len(rows) for rows in groups], of_groups)
+    if config.trim is not None:
+        found.micro_batches = list(map(config.trim, micro_batches))
+    if config.most is not None and most > config.most:
+        found.warning = f"a row costs {most}, more than micro_batch_cost={config.most}; such rows go alone"
+    return found
 
 
 @dataclass
@@ -112,7 +163,7 @@ def candidate_of(
         failed=error is not None,
         agrees=agrees,
         reduce_afterwards=reduces_afterwards(batches),
-        largest=max(batches.lengths or [0]),
+        largest=batches.largest,
         largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
         fingerprint=fingerprint(batches.micro_batches[:1]) if peers.shares_samples or peers.has_parts else 0,
         totals=tuple(sum(numbers[j] for numbers in counts) for j in range(1 if counts_of is None else len(counts_of))),
@@ -177,10 +228,18 @@ class Feed:
         self.is_in_loop = True  # over windows()
         self.at_start: Any = None  # the loader's state where the window that was handed out began
 
-    def windows(self, config: Config, ranks: int, warn: Callable[[str], None], *, alone: bool) -> Drawing:
+    def windows(
+        self, config: Config, size: MicroBatchSize, ranks: int, warn: Callable[[str], None], *, alone: bool
+    ) -> Drawing:
         """A window each time; `alone`: ranks that stream need not know of each other's micro-batches."""
 
         def draw(index: int) -> Batches:
+            if config.cost is not None:
+                self._begin()
+                drawn = self.draw(1)
+                batches = cut_up(drawn[0], config, size)(index) if drawn else Batches([])
+                batches.no_more_after = self.has_ended
+                return batches
             steps, warning = config.grouped_at(index, ranks)
             if warning is not None:
                 warn(warning)

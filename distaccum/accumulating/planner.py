@@ -115,6 +115,8 @@ class Planner:
             alone = engine.peers.is_alone
             shared = [] if alone else engine.peers.gather_shared(candidate.report.to_row())
             candidate.raise_error()
+            if candidate.batches.warning is not None:
+                self.setup.once("batches", candidate.batches.warning)
             reports = [candidate.report] if alone else reports_of(engine.peers.sharing, shared)
             if engine.peers.has_parts:
                 refuse_unlike_parts(engine.peers.parts, reports, config.counts_whole)
@@ -133,10 +135,10 @@ class Planner:
 
         Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
         """
-        is_auto = self.config.micro_batch_size == "auto" and "gathered" in self.setup.engine.policies
+        is_auto = self.config.is_auto and "gathered" in self.setup.engine.policies
         if self.setup.forwards_communicate and not is_auto:
             return False
-        return not self.progress.size.is_proven(max(batches.lengths or [0]), largest_sample(batches.micro_batches))
+        return not self.progress.size.is_proven(batches.largest, largest_sample(batches.micro_batches))
 
     def _window_of(self, candidate: Candidate, reports: Sequence[RankReport], manner: Manner) -> Window:
         setup, progress, batches = self.setup, self.progress, candidate.batches
@@ -280,6 +282,7 @@ class Planner:
         progress.feed = feed = Feed(loader, state, tells_state=tells_state)
         draw = feed.windows(
             self.config,
+            progress.size,
             len(setup.engine.peers.parts),
             lambda message: setup.once("batch_size", message),
             alone=not setup.forwards_communicate,

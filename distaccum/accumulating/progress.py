@@ -26,7 +26,7 @@ class Progress:
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # that ended well in this process
-        self.size = MicroBatchSize(None if config.micro_batch_size == "auto" else config.micro_batch_size)
+        self.size = MicroBatchSize(config.most)
         self.snapshot = Snapshot(setup.models)  # before a window that the library runs
         self.stand_in: StandIn | None = None  # of a window whose gradient was finite
         self.feed: Feed | None = None  # of the loop over windows(), or of one that was left

@@ -48,6 +48,17 @@ class TokenCount:
     over: Any  # the mesh over which what it counts is cut later
 
     def __call__(self, batch: Any) -> Tensor:
+        number: Tensor = self._kept(batch).sum()
+        if self.over is None:
+            return number
+        ranks, rank = int(self.over.size()), int(self.over.get_local_rank())
+        return (number + (ranks - 1 - rank)) // ranks  # whole numbers, which add up to the whole
+
+    def of_rows(self, batch: Any) -> Tensor:
+        """The number in each row."""
+        return self._kept(batch).flatten(1).sum(1)
+
+    def _kept(self, batch: Any) -> Tensor:
         labels = self.labels
         try:
             found = batch[labels]
@@ -58,11 +69,7 @@ class TokenCount:
                 f"count_tokens({labels!r}) found {type(found).__name__} in a {type(batch).__name__}, "
                 "expected a tensor; name the key, attribute or position of the labels"
             )
-        number: Tensor = (found[..., 1:] if self.shift else found).ne(self.ignore_index).sum()
-        if self.over is None:
-            return number
-        ranks, rank = int(self.over.size()), int(self.over.get_local_rank())
-        return (number + (ranks - 1 - rank)) // ranks  # whole numbers, which add up to the whole
+        return (found[..., 1:] if self.shift else found).ne(self.ignore_index)
 
 
 def count_tokens(
@@ -151,17 +158,27 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
     >>> [part["x"].tolist() for part in cut_batch({"x": torch.arange(3), "lr": 0.1}, [1, 2], length=3)]
     [[0], [1, 2]]
     """
+    starts = itertools.accumulate(sizes, initial=0)
+    return pick_rows(batch, [range(start, start + size) for start, size in zip(starts, sizes, strict=False)], length)
+
+
+def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int) -> Iterator[Any]:
+    """The parts of `batch` with these of its samples. Those that are neighbours are views of its tensors."""
     _refuse_uncuttable(batch, length)
     if not _has_columns(batch, length):
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
-    for start, size in zip(itertools.accumulate(sizes, initial=0), sizes, strict=False):
-        yield _cut(batch, start, start + size, length)
+    for rows in groups:
+        yield _pick(batch, rows, length)
 
 
-def _cut(item: Any, start: int, stop: int, length: int) -> Any:
-    if _is_column(item, length):
-        return item[start:stop]
-    return item if _is_array(item) else _remade(item, lambda child, _: _cut(child, start, stop, length))
+def _pick(item: Any, rows: Sequence[int], length: int) -> Any:
+    if not _is_column(item, length):
+        return item if _is_array(item) else _remade(item, lambda child, _: _pick(child, rows, length))
+    if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
+        return item[rows[0] : rows[-1] + 1] if rows else item[:0]
+    if isinstance(item, Tensor):
+        return item[torch.tensor(rows, device=item.device)]
+    return item[list(rows)] if _is_array(item) else type(item)(item[row] for row in rows)
 
 
 def _refuse_uncuttable(item: Any, length: int) -> None:

@@ -18,6 +18,7 @@ from ..engines.peers import Peers
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
 from ..gradients.snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
+from ..law.costs import group_in_order
 from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
 from ..law.update import Update
@@ -42,7 +43,7 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: Callable[...
         one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
         return one.run, Manner(is_sum=True, ledger=PairsLedger, also=(one,))
 
-    update = retry(planner, cut_up(batch, planner.config, planner.progress.size), begin)
+    update = retry(planner, cut_up(batch, planner.config, planner.progress.size, group=group_in_order), begin)
     planner.progress.num_contrasts += 1
     return update
 

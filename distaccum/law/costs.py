@@ -1,0 +1,96 @@
+"""Micro-batches by cost: which rows of a batch go together, so that none costs more than it may."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .batches import Count, TokenCount, cut_batch
+
+Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
+
+
+def group_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:
+    """Rows of alike cost together, in the fewest groups of at most `limit`; the costliest group last.
+
+    A group costs what it computes when its rows are padded: its number of rows times its costliest. A row that costs
+    more than `limit` is alone.
+
+    >>> group_by_cost([3, 9, 2, 4], limit=9)
+    [[2], [0, 3], [1]]
+    """
+    order = sorted(range(len(costs)), key=lambda row: -costs[row])
+    groups, start = [], 0
+    while start < len(order):
+        longest = costs[order[start]]
+        stop = start + max(1, limit // longest) if longest else len(order)
+        groups.append(sorted(order[start:stop]))
+        start = stop
+    return sorted(groups, key=lambda rows: cost_of_group(costs, rows))
+
+
+def group_in_order(costs: Sequence[int], limit: int) -> list[list[int]]:
+    """The same without another order of rows, in more groups.
+
+    >>> group_in_order([3, 9, 2, 4], limit=9)
+    [[0], [1], [2, 3]]
+    """
+    groups: list[list[int]] = []
+    for row in range(len(costs)):
+        if groups and cost_of_group(costs, [*groups[-1], row]) <= limit:
+            groups[-1].append(row)
+        else:
+            groups.append([row])
+    return groups
+
+
+def pack_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:
+    """Rows that need no padding, so that a group costs their sum: the largest first, each where it still fits.
+
+    >>> pack_by_cost([3, 9, 2, 4], limit=9)
+    [[1], [0, 2, 3]]
+    """
+    groups: list[list[int]] = []
+    left: list[int] = []  # in each group
+    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
+        place = next((i for i, room in enumerate(left) if costs[row] <= room), None)
+        if place is None:
+            groups.append([])
+            left.append(limit)
+            place = len(groups) - 1
+        groups[place].append(row)
+        left[place] -= costs[row]
+    return sorted((sorted(rows) for rows in groups), key=lambda rows: sum(costs[row] for row in rows))
+
+
+def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
+    return len(rows) * max(costs[row] for row in rows)
+
+
+def costs_of_rows(cost: Cost, batch: Any, length: int) -> list[int]:
+    """What each of `length` rows costs, in whole numbers."""
+    found: Any = cost.of_rows(batch) if isinstance(cost, TokenCount) else cost(batch)
+    if isinstance(found, Tensor):
+        found = found.tolist()
+    if not isinstance(found, Sequence):  # of the whole batch
+        found = [_as_number(cost(row)) for row in cut_batch(batch, [1] * length, length)]
+    if len(found) != length:
+        raise ValueError(f"cost gave {len(found)} numbers for a batch of {length} rows, expected one for each, or one")
+    return [_whole(one) for one in found]
+
+
+def _as_number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+
+
+def _whole(value: Any) -> int:
+    try:
+        number = operator.index(value) if not isinstance(value, float) else int(value) if value == int(value) else -1
+    except (TypeError, ValueError, OverflowError):
+        number = -1
+    if number < 0 or isinstance(value, bool):
+        raise ValueError(f"cost gave {value!r} for a row, expected a whole number of at least 0, such as its tokens")
+    return number

@@ -1,0 +1,339 @@
+"""Micro-batches by cost: grouped rows, trimmed padding, packed sequences, sizes learned in tokens, dealt updates."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import IGNORED, error, gradient, join, make_net_without_router
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.data import DataLoader
+
+from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.data import DealtSampler, trim_padding
+from distaccum.law.costs import cost_of_group, group_by_cost, group_in_order, pack_by_cost
+
+COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
+COST = count_tokens("mask", ignore_index=0)
+WIDTH = 12
+
+
+def partitions(rows: Sequence[int]) -> Iterator[list[list[int]]]:
+    if not rows:
+        yield []
+        return
+    for others in partitions(rows[1:]):
+        yield [[rows[0]], *others]
+        for i in range(len(others)):
+            yield [*others[:i], [rows[0], *others[i]], *others[i + 1 :]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(COSTS, st.integers(1, 30))
+def test_rows_are_in_the_fewest_groups_that_cost_at_most_the_limit(costs, limit):
+    groups = group_by_cost(costs, limit)
+    assert sorted(itertools.chain(*groups)) == list(range(len(costs)))
+    of_groups = [cost_of_group(costs, rows) for rows in groups]
+    assert of_groups == sorted(of_groups)
+    assert all(cost <= limit or len(rows) == 1 for cost, rows in zip(of_groups, groups, strict=True))
+
+    def fits(rows: list[int]) -> bool:
+        return len(rows) == 1 or cost_of_group(costs, rows) <= limit
+
+    assert len(groups) == min(len(one) for one in partitions(range(len(costs))) if all(map(fits, one)))
+
+
+@given(COSTS, st.integers(1, 30))
+def test_groups_in_order_and_packed_ones_hold_each_row_once(costs, limit):
+    in_order = group_in_order(costs, limit)
+    assert list(itertools.chain(*in_order)) == list(range(len(costs)))
+    assert all(cost_of_group(costs, rows) <= limit or len(rows) == 1 for rows in in_order)
+    packed = pack_by_cost(costs, limit)
+    assert sorted(itertools.chain(*packed)) == list(range(len(costs)))
+    assert all(sum(costs[row] for row in rows) <= limit or len(rows) == 1 for rows in packed)
+
+
+def make_text(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """Rows of these lengths, padded to one width, with a label for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(WIDTH) < torch.tensor(lengths)[:, None]).long()
+    x = torch.randn(len(lengths), WIDTH, 5, generator=generator, dtype=torch.float64) * mask[..., None]
+    labels = torch.randint(0, 4, mask.shape, generator=generator).masked_fill(mask == 0, IGNORED)
+    return {"x": x, "mask": mask, "labels": labels}
+
+
+def loss_of(net: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(net(batch["x"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def exact(batch: Any) -> Tensor:
+    net = make_net_without_router()
+    loss_of(net, batch).backward()
+    return gradient(net)
+
+
+LENGTHS = [3, 12, 1, 5, 2, 2, 7, 1, 4]
+
+
+def make_accumulator(net: nn.Module, **options: Any) -> Accumulator:
+    options = {"micro_batch_cost": 12, "cost": COST, "count": count_tokens("labels"), **options}
+    return Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
+
+
+@pytest.mark.parametrize("trim", [None, trim_padding("mask"), trim_padding("mask", multiple_of=4)])
+def test_split_by_cost_is_exact(trim):
+    batch, net = make_text(LENGTHS), make_net_without_router()
+    window = make_accumulator(net, trim=trim).split(batch)
+    shapes = []
+    for one in window:
+        shapes.append((len(one["x"]), one["x"].shape[1]))
+        window.backward(loss_of(net, one))
+    assert error(gradient(net), exact(batch)) <= 1e-12
+    assert window.step().counts == {"tokens": sum(LENGTHS)}
+    assert [rows for rows, _ in shapes] == [1, 1, 2, 1, 4]
+    if trim is None:
+        assert {width for _, width in shapes} == {WIDTH}
+    else:
+        assert all(rows * width <= 16 for rows, width in shapes)
+
+
+def test_each_batch_of_a_loader_is_an_update_and_is_cut():
+    net, batches = make_net_without_router(), [make_text(LENGTHS, seed=1), make_text([2, 2], seed=2)]
+    accumulator, numbers = make_accumulator(net), []
+    for window, batch in zip(accumulator.windows(batches), batches, strict=True):
+        for one in window:
+            window.backward(loss_of(net, one))
+        assert error(gradient(net), exact(batch)) <= 1e-12
+        numbers.append(window.step().micro_batches)
+    assert numbers == [5, 1]
+
+
+def test_cost_may_be_a_number_for_each_row_or_of_each():
+    for cost in (
+        lambda batch: batch["mask"].sum(1),
+        lambda batch: int(batch["mask"].sum()),
+        lambda batch: batch["mask"].sum(),
+    ):
+        window = make_accumulator(make_net_without_router(), cost=cost).split(make_text(LENGTHS))
+        assert len(window) == 5
+        window.discard()
+
+
+def test_lists_of_rows_are_grouped():
+    rows = [torch.ones(length, 5, dtype=torch.float64) for length in LENGTHS]
+    net = make_net_without_router()
+    accumulator = make_accumulator(net, cost=lambda batch: list(map(len, batch)), count=len)
+    window = accumulator.split(rows, length=len(rows))
+    for one in window:
+        assert len(one) * max(map(len, one)) <= 12
+        window.backward(torch.stack([net(row).square().mean() for row in one]).mean())
+    whole = make_net_without_router()
+    torch.stack([whole(row).square().mean() for row in rows]).mean().backward()
+    assert error(gradient(net), gradient(whole)) <= 1e-12
+
+
+def packed(how: str) -> dict[str, Any]:
+    """The same rows, one after the other in one, with the places where they begin."""
+    padded = make_text(LENGTHS)
+    kept = padded["mask"].bool()
+    batch: dict[str, Any] = {"x": padded["x"][kept][None], "labels": padded["labels"][kept][None]}
+    if how == "position_ids":
+        batch["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    else:
+        batch["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
+        batch["max_seqlen"] = max(LENGTHS)
+    return batch
+
+
+@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens"])
+def test_packed_sequences_are_packed_again(how):
+    batch, net = packed(how), make_net_without_router()
+    window = make_accumulator(net, cost=lambda one: one["x"].shape[1]).split(batch)
+    sizes = []
+    for one in window:
+        sizes.append(one["x"].shape[1])
+        if how == "cu_seqlens":
+            assert one["cu_seqlens"][-1] == sizes[-1] and one["cu_seqlens"].dtype == torch.int32
+            assert one["max_seqlen"] == int(one["cu_seqlens"].diff().max())
+        else:
+            assert one["position_ids"][0, 0] == 0 and one["position_ids"].shape == one["labels"].shape
+        window.backward(loss_of(net, one))
+    assert sizes == [1, 12, 12, 12] and sum(sizes) == sum(LENGTHS)
+    assert error(gradient(net), exact(batch)) <= 1e-12
+
+
+def test_row_over_the_limit_is_alone_with_one_warning():
+    net = make_net_without_router()
+    accumulator = make_accumulator(net, micro_batch_cost=6)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            window = accumulator.split(make_text(LENGTHS))
+            for one in window:
+                assert COST(one) <= 6 or len(one["x"]) == 1
+                window.backward(loss_of(net, one))
+            window.step()
+    assert ["a row costs 12, more than micro_batch_cost=6" in str(one.message) for one in seen] == [True]
+
+
+def test_auto_learns_in_cost_and_ends_at_one_row():
+    net = make_net_without_router()
+
+    def loss_fn(batch: Any) -> Tensor:
+        if batch["x"].shape[0] * batch["x"].shape[1] > 24:
+            raise torch.OutOfMemoryError("none left")
+        return loss_of(net, batch)
+
+    accumulator = make_accumulator(net, micro_batch_cost="auto", trim=trim_padding("mask"))
+    update = accumulator.update(make_text(LENGTHS), loss_fn)
+    assert update.micro_batches == 3  # 108 in whole, then 54, 27, and 14 where rows of 27 did not fit
+    again = accumulator.update(make_text([2] * 6), loss_fn)
+    assert again.micro_batches == 1
+    with pytest.raises(Exception, match="does not fit into the memory"):
+        make_accumulator(net, micro_batch_cost="auto").update(
+            make_text([9, 12]), lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
+        )
+
+
+def test_contrast_keeps_the_order_of_rows():
+    net = make_net_without_router()
+    batch = make_text(LENGTHS)
+    seen: list[Tensor] = []
+
+    def loss_fn(found: Tensor) -> Tensor:
+        seen.append(found.detach())
+        return (found @ found.T).square().mean()
+
+    encode = lambda one: net(one["x"]).mean(1)  # noqa: E731
+    update = make_accumulator(net, count=count_samples).contrast(batch, encode, loss_fn)
+    assert torch.allclose(seen[0], encode(batch).detach(), atol=1e-12) and update.micro_batches > 4
+
+
+def test_half_a_cost_and_two_sizes_are_refused():
+    net = make_net_without_router()
+    for options, said in (
+        ({"cost": None}, "expected both"),
+        ({"micro_batch_cost": None}, "expected both"),
+        ({"micro_batch_size": 4}, "give one or the other"),
+        ({"steps": 4}, "give one or the other"),
+        ({"lookahead": False}, "leave lookahead out"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_accumulator(net, **options)
+    for options in ({"cost": 3}, {"trim": "mask"}, {"micro_batch_cost": 2.5}):
+        with pytest.raises(TypeError):
+            make_accumulator(net, **options)
+    for cost in (lambda batch: [1.5] * len(batch["x"]), lambda batch: [1, 2], lambda batch: [-1] * len(batch["x"])):
+        with pytest.raises(ValueError, match="cost gave"):
+            make_accumulator(net, cost=cost).split(make_text(LENGTHS))
+
+
+def test_padding_is_trimmed_on_both_sides_without_a_copy():
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0]])
+    batch = {
+        "input_ids": mask * 7,
+        "mask": mask,
+        "weights": torch.ones(2),
+        "text": ["a", "b"],
+        "wide": torch.ones(2, 6, 3),
+    }
+    trimmed = trim_padding("mask")(batch)
+    assert trimmed["input_ids"].tolist() == [[0, 7, 7], [7, 7, 0]] and trimmed["wide"].shape == (2, 3, 3)
+    assert trimmed["text"] == ["a", "b"] and trimmed["weights"].shape == (2,)
+    assert trimmed["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+    assert trim_padding("mask", multiple_of=4)(batch)["mask"].shape == (2, 4)
+    assert trim_padding("mask", multiple_of=8)(batch)["mask"].shape == (2, 6)
+    with pytest.raises(TypeError, match="name it"):
+        trim_padding()(batch)
+
+
+# The sampler
+
+
+@given(
+    st.lists(st.integers(0, 50), min_size=3, max_size=40),
+    st.integers(3, 9),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_each_update_is_dealt_out_whole(costs, batch_size, ranks, shuffle, drop_last):
+    def make(rank: int) -> DealtSampler:
+        return DealtSampler(costs, batch_size, rank=rank, ranks=ranks, shuffle=shuffle, drop_last=drop_last)
+
+    samplers = [make(rank) for rank in range(ranks)]
+    by_rank = [list(sampler) for sampler in samplers]
+    assert {len(one) for one in by_rank} == {len(samplers[0])}
+    updates = [sorted(itertools.chain(*of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
+    samples = list(itertools.chain(*updates))
+    assert len(samples) == len(set(samples))
+    if not drop_last:
+        assert len(samples) == len(costs)
+    assert all(len(update) == batch_size for update in updates[:-1])
+    for of_ranks in zip(*by_rank, strict=True):
+        assert all(of_ranks)  # each has a sample
+        loads = [sum(costs[i] for i in mine) for mine in of_ranks]
+        assert max(loads) - min(loads) <= max(costs)
+    assert by_rank == [list(sampler) for sampler in samplers]  # the same epoch again
+
+
+def test_sampler_has_epochs_and_goes_on_where_it_stood():
+    def make() -> DealtSampler:
+        return DealtSampler(range(20), 6, rank=1, ranks=2)
+
+    first = make()
+    whole = list(first)
+    first.set_epoch(1)
+    assert list(first) != whole
+    stopped = make()
+    begun = list(itertools.islice(stopped, 2))
+    state = stopped.state_dict()
+    again = make()
+    again.load_state_dict(state)
+    assert begun + list(again) == whole and list(again) == whole
+    with pytest.raises(ValueError, match="expected one from 0 to 1"):
+        DealtSampler([1, 2], 2, rank=2, ranks=2)
+    with pytest.raises(ValueError, match="one sample for each rank"):
+        DealtSampler([1, 2, 3], 2, rank=0, ranks=3)
+
+
+def dealt() -> Any:
+    """Two epochs of updates of 10 samples on two ranks, by cost: how far each gradient is off, and the loads."""
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, WIDTH + 1, (26,), generator=generator).tolist()
+    text = make_text(lengths)
+    samples = [{name: value[i] for name, value in text.items()} for i in range(len(lengths))]
+    sampler = DealtSampler(lengths, batch_size=10)
+    loader = DataLoader(samples, batch_sampler=sampler)  # type: ignore[arg-type]  # a list is a dataset
+    net = DistributedDataParallel(make_net_without_router())
+    accumulator = make_accumulator(net, micro_batch_cost=24, trim=trim_padding("mask"))
+    seen = []
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        loader_again, windows = iter(loader), accumulator.windows(loader)
+        for window in windows:
+            mine = next(loader_again)
+            for batch in window:
+                window.backward(loss_of(net, batch))
+            every: list[Any] = [None, None]
+            dist.all_gather_object(every, mine)
+            seen.append((error(gradient(net), exact(join(every))), [int(one["mask"].sum()) for one in every]))
+            assert window.step().stepped
+    return seen
+
+
+def test_law_holds_on_ranks_of_alike_cost(ranks):
+    for seen in ranks(2).run(dealt):
+        assert len(seen) == 6
+        for off, loads in seen:
+            assert off <= 1e-12 and abs(loads[0] - loads[1]) <= WIDTH
