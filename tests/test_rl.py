@@ -1,0 +1,310 @@
+"""Losses of reinforcement learning and preference tuning, over uneven micro-batches, against their formulas.
+
+The formulas are written out with loops over rows and tokens of the whole batch, in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import error, gradient
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+
+WORDS, COLUMNS, LONGEST = 7, 6, 10  # LONGEST: the constant of Dr. GRPO
+EPSILON, BETA = 0.2, 0.5
+Batch = dict[str, Tensor]
+
+
+class Policy(nn.Module):
+    """The logarithm of each token's probability, and the entropy there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
+        self.double()
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        log_p = torch.log_softmax(self.head(torch.tanh(self.embed(tokens))), dim=-1)
+        of_tokens = log_p.gather(-1, tokens.roll(-1, dims=-1)[..., None])[..., 0]
+        return of_tokens, -(log_p.exp() * log_p).sum(-1)
+
+
+def make_policy() -> Policy:
+    torch.manual_seed(3)
+    return Policy()
+
+
+def make_rows(number: int, seed: int) -> Batch:
+    """Responses of different lengths with rewards, and what the policy and a reference gave for them before."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(1, COLUMNS + 1, (number,), generator=generator)
+    mask = (torch.arange(COLUMNS) < lengths[:, None]).long()
+    tokens = torch.randint(0, WORDS, mask.shape, generator=generator)
+    old, reference = (-torch.rand(2, *mask.shape, generator=generator, dtype=torch.float64) * 3).unbind()
+    rewards = torch.randn(number, generator=generator, dtype=torch.float64)
+    return {"tokens": tokens, "mask": mask, "old": old, "reference": reference, "rewards": rewards}
+
+
+def normalized(rewards: Tensor, group: int) -> Tensor:
+    """Of each prompt's responses, which are `group` rows in a row."""
+    groups = rewards.view(-1, group)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+
+
+def of_tokens(policy: nn.Module, batch: Batch) -> Tensor:
+    """The clipped loss of each token."""
+    now, _ = policy(batch["tokens"])
+    ratio, gain = (now - batch["old"]).exp(), batch["advantages"][:, None]
+    return -torch.minimum(ratio * gain, ratio.clamp(1 - EPSILON, 1 + EPSILON) * gain)
+
+
+def token_mean(policy: nn.Module, batch: Batch) -> Tensor:
+    return (of_tokens(policy, batch) * batch["mask"]).sum()
+
+
+def seq_mean_token_mean(policy: nn.Module, batch: Batch) -> Tensor:
+    summed = (of_tokens(policy, batch) * batch["mask"]).sum(-1)
+    return (summed / batch["mask"].sum(-1).clamp(min=1)).sum()
+
+
+def seq_mean_token_sum_norm(policy: nn.Module, batch: Batch) -> Tensor:
+    return token_mean(policy, batch) / LONGEST
+
+
+# By mode: the criterion, which sums; the count; what a whole batch of rows of token losses gives
+MODES: dict[str, tuple[Callable[..., Tensor], Any, Callable[[list[list[Tensor]]], Tensor]]] = {
+    "token-mean": (
+        token_mean,
+        count_tokens("mask", ignore_index=0),
+        lambda rows: sum(loss for row in rows for loss in row) / sum(map(len, rows)),
+    ),
+    "seq-mean-token-sum": (token_mean, count_samples, lambda rows: sum(sum(row) for row in rows) / len(rows)),
+    "seq-mean-token-mean": (
+        seq_mean_token_mean,
+        count_samples,
+        lambda rows: sum(sum(row) / len(row) for row in rows) / len(rows),
+    ),
+    "seq-mean-token-sum-norm": (
+        seq_mean_token_sum_norm,
+        count_samples,
+        lambda rows: sum(sum(row) / LONGEST for row in rows) / len(rows),
+    ),
+}
+
+
+def by_formula(policy: nn.Module, batch: Batch, aggregate: Callable[[list[list[Tensor]]], Tensor]) -> Tensor:
+    """A token at a time."""
+    now, _ = policy(batch["tokens"])
+    rows = []
+    for i, length in enumerate(batch["mask"].sum(-1).tolist()):
+        row = []
+        for t in range(length):
+            ratio, gain = (now[i, t] - batch["old"][i, t]).exp(), batch["advantages"][i]
+            clipped = min(max(ratio, ratio.new_tensor(1 - EPSILON)), ratio.new_tensor(1 + EPSILON))
+            row.append(-min(ratio * gain, clipped * gain))
+        rows.append(row)
+    return aggregate(rows)
+
+
+def parts_of(batch: Batch, sizes: list[int]) -> list[Batch]:
+    cut = {name: value.split(sizes) for name, value in batch.items()}
+    return [{name: pieces[i] for name, pieces in cut.items()} for i in range(len(sizes))]
+
+
+def make_batch() -> Batch:
+    batch = make_rows(12, seed=1)
+    return {**batch, "advantages": normalized(batch["rewards"], group=4)}
+
+
+def run(model: nn.Module, micro_batches: list[Batch], loss: Callable[..., Any], **options: Any) -> tuple[Tensor, float]:
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), **options)
+    window = accumulator.window(micro_batches)
+    for batch in window:
+        found = loss(model, batch)
+        window.backward(**found) if isinstance(found, dict) else window.backward(found)
+    taken = gradient(model)
+    return taken, window.step().loss
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_is_its_formula_on_the_whole_batch(mode):
+    loss, count, aggregate = MODES[mode]
+    batch, whole = make_batch(), make_policy()
+    exact = by_formula(whole, batch, aggregate)
+    exact.backward()
+    found, value = run(make_policy(), parts_of(batch, [1, 5, 2, 4]), loss, reduction="sum_to_mean", count=count)
+    assert error(found, gradient(whole)) <= 1e-12 and abs(value - exact.item()) <= 1e-12
+
+
+def mode_on_ranks(mode: str, layout: list[list[int]]) -> tuple[float, float]:
+    """Groups of 4 responses, which the ranks share: rewards are normalized over a group wherever its rows are."""
+    loss, count, aggregate = MODES[mode]
+    rank, batch = dist.get_rank(), make_rows(12, seed=1)
+    before = sum(sum(sizes) for sizes in layout[:rank])
+    mine = {name: value[before : before + sum(layout[rank])] for name, value in batch.items()}
+    rewards: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rewards, mine["rewards"])  # small, and once per update
+    mine["advantages"] = normalized(torch.cat(rewards), group=4)[before : before + sum(layout[rank])]
+    whole = make_policy()
+    exact = by_formula(whole, make_batch(), aggregate)
+    exact.backward()
+    model = DistributedDataParallel(make_policy())
+    found, value = run(model, parts_of(mine, layout[rank]), loss, reduction="sum_to_mean", count=count)
+    return error(found, gradient(whole)), abs(value - exact.item())
+
+
+@pytest.mark.parametrize("layout", [[[3, 2], [1, 6]], [[5, 4, 3], []]])
+@pytest.mark.parametrize("mode", MODES)
+def test_each_mode_is_exact_on_uneven_ranks(ranks, mode, layout):
+    for numbers in ranks(2).run(mode_on_ranks, mode, layout):
+        assert max(numbers) <= 1e-12
+
+
+def test_mean_of_micro_batch_means_is_another_loss():
+    """What a loop gives that averages each micro-batch's own mean over tokens; docs/rl.md has the number."""
+    batch, whole, naive = make_batch(), make_policy(), make_policy()
+    by_formula(whole, batch, MODES["token-mean"][2]).backward()
+    parts = parts_of(batch, [1, 5, 2, 4])
+    for part in parts:
+        (token_mean(naive, part) / part["mask"].sum() / len(parts)).backward()
+    off = error(gradient(naive), gradient(whole))
+    assert f"{off:.0%}" == "38%", off
+
+
+# Terms with denominators of their own
+
+
+def terms(policy: nn.Module, batch: Batch) -> dict[str, Tensor]:
+    now, entropy = policy(batch["tokens"])
+    behind = (batch["reference"] - now).clamp(max=10)
+    kl = behind.exp() - behind - 1  # never below 0
+    return {
+        "policy": seq_mean_token_mean(policy, batch),
+        "kl": 0.1 * (kl * batch["mask"]).sum(),
+        "entropy": -0.01 * (entropy * batch["kept"]).sum(),
+    }
+
+
+def test_kl_and_entropy_have_denominators_of_their_own():
+    batch, whole = make_batch(), make_policy()
+    batch["kept"] = batch["mask"] * (batch["tokens"] % 2)  # the entropy of some tokens alone
+    tokens, kept = int(batch["mask"].sum()), int(batch["kept"].sum())
+    exact = by_formula(whole, batch, MODES["seq-mean-token-mean"][2])
+    now, entropy = whole(batch["tokens"])
+    behind = batch["reference"] - now
+    exact = exact + 0.1 * ((behind.exp() - behind - 1) * batch["mask"]).sum() / tokens
+    exact = exact - 0.01 * (entropy * batch["kept"]).sum() / kept
+    exact.backward()
+    count = {
+        "policy": count_samples,
+        "kl": count_tokens("mask", ignore_index=0),
+        "entropy": count_tokens("kept", ignore_index=0),
+    }
+    found, value = run(make_policy(), parts_of(batch, [1, 5, 2, 4]), terms, reduction="sum_to_mean", count=count)
+    assert error(found, gradient(whole)) <= 1e-12 and abs(value - exact.item()) <= 1e-12
+
+
+# Preferences
+
+
+def make_pairs(number: int) -> Batch:
+    chosen, rejected = make_rows(number, seed=2), make_rows(number, seed=5)
+    named = (("chosen", chosen), ("rejected", rejected))
+    return {f"{side}_{name}": rows[name] for side, rows in named for name in ("tokens", "mask", "reference")}
+
+
+def dpo(policy: nn.Module, batch: Batch) -> Tensor:
+    """Two forwards of the policy; the reference's were taken before."""
+    ratios = {}
+    for side in ("chosen", "rejected"):
+        now, _ = policy(batch[f"{side}_tokens"])
+        ratios[side] = ((now - batch[f"{side}_reference"]) * batch[f"{side}_mask"]).sum(-1)
+    return -logsigmoid(BETA * (ratios["chosen"] - ratios["rejected"])).mean()
+
+
+def dpo_by_formula(policy: nn.Module, batch: Batch) -> Tensor:
+    losses = []
+    for i in range(len(batch["chosen_tokens"])):
+        log_ratio = {}
+        for side in ("chosen", "rejected"):
+            now, _ = policy(batch[f"{side}_tokens"][i : i + 1])
+            length = int(batch[f"{side}_mask"][i].sum())
+            log_ratio[side] = sum(now[0, t] - batch[f"{side}_reference"][i, t] for t in range(length))
+        margin = BETA * (log_ratio["chosen"] - log_ratio["rejected"])
+        losses.append(-torch.log(1 / (1 + torch.exp(-margin))))
+    return sum(losses) / len(losses)
+
+
+def test_dpo_with_two_forwards_is_its_formula():
+    batch, whole = make_pairs(9), make_policy()
+    exact = dpo_by_formula(whole, batch)
+    exact.backward()
+    found, value = run(make_policy(), parts_of(batch, [2, 1, 4, 2]), dpo)
+    assert error(found, gradient(whole)) <= 1e-12 and abs(value - exact.item()) <= 1e-12
+
+
+def dpo_on_ranks() -> float:
+    batch, whole, rank = make_pairs(9), make_policy(), dist.get_rank()
+    dpo_by_formula(whole, batch).backward()
+    mine = parts_of(batch, [3, 6])[rank]
+    found, _ = run(DistributedDataParallel(make_policy()), parts_of(mine, [[2, 1], [1, 4, 1]][rank]), dpo)
+    return error(found, gradient(whole))
+
+
+def test_dpo_is_exact_on_uneven_ranks(ranks):
+    assert max(ranks(2).run(dpo_on_ranks)) <= 1e-12
+
+
+# Packed sequences
+
+
+def pack(batch: Batch) -> Batch:
+    """The rows one after the other, without padding, and the row that each token is of."""
+    kept = batch["mask"].bool()
+    rows = torch.arange(len(kept))[:, None].expand_as(kept)[kept]
+    places = torch.cat([torch.arange(length) for length in batch["mask"].sum(-1).tolist()])
+    return {
+        "now": batch["tokens"].roll(-1, dims=-1)[kept][None],
+        "tokens": batch["tokens"][kept][None],
+        "old": batch["old"][kept][None],
+        "advantages": batch["advantages"][rows][None],
+        "position_ids": places[None],
+    }
+
+
+def packed_loss(policy: Policy, batch: Batch) -> Tensor:
+    """seq-mean-token-mean over sequences that lie in one row."""
+    log_p = torch.log_softmax(policy.head(torch.tanh(policy.embed(batch["tokens"]))), dim=-1)
+    now = log_p.gather(-1, batch["now"][..., None])[..., 0]
+    ratio, gain = (now - batch["old"]).exp(), batch["advantages"]
+    losses = -torch.minimum(ratio * gain, ratio.clamp(1 - EPSILON, 1 + EPSILON) * gain).flatten()
+    of = (batch["position_ids"].flatten() == 0).cumsum(0) - 1  # the sequence of each token
+    return (losses / of.bincount()[of]).sum()
+
+
+def sequences(batch: Batch) -> Tensor:
+    return (batch["position_ids"] == 0).sum()
+
+
+def test_packed_sequences_count_one_each():
+    batch, whole = make_batch(), make_policy()
+    exact = by_formula(whole, batch, MODES["seq-mean-token-mean"][2])
+    exact.backward()
+    net = make_policy()
+    options = {"reduction": "sum_to_mean", "count": sequences, "micro_batch_cost": 10}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), cost=lambda one: one["tokens"].shape[1], **options)
+    window = accumulator.split(pack(batch))  # also cut by tokens
+    for one in window:
+        window.backward(packed_loss(net, one))
+    assert error(gradient(net), gradient(whole)) <= 1e-12
+    update = window.step()
+    assert update.counts == {"count": 12} and update.micro_batches > 3 and abs(update.loss - exact.item()) <= 1e-12
