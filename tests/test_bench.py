@@ -47,6 +47,19 @@ def test_measured_noise_scale_is_close_to_the_true_value(programs, tmp_path):
     assert all(0.5 < runs[0][-1] < 2 for runs in result["in_parts_of_true"].values())
 
 
+def test_batches_by_tokens_have_the_gradient_of_fixed_rows_and_less_padding(programs, tmp_path):
+    out = tmp_path / "tokens"
+    done = run(programs, "tokens.py", "--rounds", 1, "--width", 8, "--updates", 1, "--no-memory", "--out", out)
+    assert done.status == 0, done.errors
+    result = json.loads(out.with_suffix(".json").read_text())
+    for name in ("wide", "narrow"):
+        ways = result[name]
+        assert list(ways) == ["fixed", "short", "sorted", "cost"]
+        assert all(row["gradient"] <= 1e-6 for row in ways.values())
+        assert ways["cost"]["padding"] < ways["fixed"]["padding"]
+        assert ways["cost"]["micro-batches"] <= ways["fixed"]["micro-batches"]
+
+
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path):
     out = tmp_path / "meshes"

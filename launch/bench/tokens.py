@@ -1,0 +1,266 @@
+"""Texts of different lengths in micro-batches of fixed rows, or by what they cost: time, padding, memory, gradient.
+
+    python launch/bench/tokens.py --out launch/results/tokens
+
+- fixed:  8 rows in a micro-batch, padded to the longest row of the whole batch.
+- short:  the same rows, padded to the longest of their micro-batch.
+- sorted: the rows of the batch sorted by length, then 8 in a micro-batch, padded to its longest.
+- cost:   `micro_batch_cost` of as many tokens as "fixed" has in a micro-batch, with `trim_padding`.
+
+An update is 64 rows; all ways learn from the same rows, weighted by tokens. Lengths are log-normal, fitted to published
+statistics of two instruction sets, an eighth as long so that a processor can do it, and cut off at 256.
+Time: whole updates, by turns, in seconds of the processor; on two ranks (DDP) in seconds of the wall, where "cost"
+deals rows by `DealtSampler` and the others in turn. Memory: the peak of an update in a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from kit import (
+    CPU,
+    RETURNS,
+    Options,
+    circumstances,
+    header,
+    in_fresh_process,
+    in_ranks,
+    in_turns,
+    peak_of,
+    ratios,
+    relative_difference,
+    spelled,
+    table,
+    write,
+)
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_tokens
+from distaccum.data import DealtSampler, trim_padding
+
+ROWS, FIXED, LONGEST, SCALE, VOCABULARY = 64, 8, 256, 8, 2048
+WAYS = ("fixed", "short", "sorted", "cost")
+# By set: the median, and the spread of the logarithm.
+SETS = {
+    "wide": (357, math.sqrt(2 * math.log(687.7 / 357))),  # from the median and the mean
+    "narrow": (274, math.log(467 / 274) / 1.2816),  # from the median and the 90th percentile
+}
+SOURCES = (
+    "Lengths. wide: 24,690 conversations with a median of 357 tokens and a mean of 687.7 "
+    "(https://huggingface.co/datasets/Efe2898/last, reports/token_stats.csv). narrow: recipes in Alpaca's form with a "
+    "median of 274 and a 90th percentile of 467 (https://huggingface.co/datasets/AdamCodd/recipe-nlg-alpaca). Both are "
+    f"divided by {SCALE} here."
+)
+Batch = dict[str, Tensor]
+
+
+class Reader(nn.Module):
+    """A small causal transformer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(width, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.head.weight.dtype)
+        logits: Tensor = self.head(self.layers(self.embed(tokens), mask=causal, is_causal=True))
+        return logits
+
+
+def make_reader(width: int) -> Reader:
+    torch.manual_seed(0)
+    return Reader(width)
+
+
+def lengths_of(name: str, seed: int) -> list[int]:
+    median, spread = SETS[name]
+    drawn = torch.randn(ROWS, generator=torch.Generator().manual_seed(seed)).mul(spread).exp() * median / SCALE
+    return drawn.round().clamp(2, LONGEST).int().tolist()
+
+
+def make_batch(lengths: list[int], seed: int) -> Batch:
+    """Padded to its longest row."""
+    mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
+    tokens = torch.randint(1, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(seed)) * mask
+    labels = tokens.roll(-1, dims=1).masked_fill(mask.roll(-1, dims=1) == 0, -100)
+    labels[:, -1] = -100
+    return {"tokens": tokens, "attention_mask": mask, "labels": labels}
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch["tokens"]).flatten(0, 1), batch["labels"].flatten())
+
+
+def micro_batches(way: str, batch: Batch) -> list[Batch]:
+    """Of fixed rows."""
+    order = batch["attention_mask"].sum(1).argsort() if way == "sorted" else torch.arange(len(batch["tokens"]))
+    parts = [{name: value[rows] for name, value in batch.items()} for rows in order.split(FIXED)]
+    return parts if way == "fixed" else list(map(trim_padding(), parts))
+
+
+def make_update(way: str, model: nn.Module, most: int) -> Callable[[Batch], Any]:
+    options: dict[str, Any] = {"count": count_tokens("labels")}
+    if way == "cost":
+        cost = count_tokens("attention_mask", ignore_index=0)
+        options |= {"micro_batch_cost": most, "cost": cost, "trim": trim_padding()}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), **options)
+
+    def update(batch: Batch) -> Any:
+        window = accumulator.split(batch) if way == "cost" else accumulator.window(micro_batches(way, batch))
+        computed = 0
+        for one in window:
+            computed += one["tokens"].numel()
+            window.backward(loss_of(model, one))
+        return computed, window.step()
+
+    return update
+
+
+def batches(name: str, number: int) -> list[Batch]:
+    return [make_batch(lengths_of(name, seed), seed) for seed in range(number)]
+
+
+def times_alone(name: str, rounds: int, width: int, number: int) -> dict[str, list[float]]:
+    updates = {way: make_update(way, make_reader(width), FIXED * LONGEST) for way in WAYS}
+    data = batches(name, number)
+    return in_turns({way: lambda u=u: [u(batch) for batch in data] for way, u in updates.items()}, rounds, CPU)  # type: ignore[misc]
+
+
+def times_on_ranks(name: str, rounds: int, width: int, number: int) -> dict[str, list[float]]:
+    """Of the first rank, in seconds of the wall; ranks are together before each turn."""
+    rank = torch.distributed.get_rank()
+    loops: dict[str, Callable[[], object]] = {}
+    for way in WAYS:
+        update, mine = make_update(way, DistributedDataParallel(make_reader(width)), FIXED * LONGEST), []
+        for seed, batch in enumerate(batches(name, number)):
+            dealt = next(iter(DealtSampler(lengths_of(name, seed), ROWS, shuffle=False)))
+            rows = dealt if way == "cost" else list(range(rank, ROWS, 2))
+            mine.append(trim_padding()({key: value[rows] for key, value in batch.items()}))
+        loops[way] = lambda update=update, mine=mine: [update(batch) for batch in mine]  # type: ignore[misc]
+    together = {way: lambda: torch.distributed.barrier() for way in WAYS}
+    return in_turns(loops, rounds, CPU, before=together, clock=time.perf_counter)
+
+
+def peak(way: str, name: str, width: int) -> float:
+    update, data = make_update(way, make_reader(width), FIXED * LONGEST), batches(name, 2)
+    update(data[0])
+    return max(peak_of(lambda batch=batch: update(batch), CPU) for batch in data)  # type: ignore[misc]
+
+
+def peak_in_fresh(way: str, name: str, width: int) -> Any:
+    return in_fresh_process("--peak-of", way, "--set", name, "--width", str(width), environment=RETURNS)
+
+
+def gradients(name: str) -> dict[str, float]:
+    """How far each is off one big batch, in float64."""
+    batch = make_batch(lengths_of(name, 0)[:24], 0)
+    whole = make_reader(16).double()
+    loss_of(whole, batch).backward()
+    expected = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
+    found = {}
+    for way in WAYS:
+        model = make_reader(16).double()
+        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        make_update(way, model, FIXED * LONGEST)(batch)
+        moved = before - torch.cat([p.detach().flatten() for p in model.parameters()])
+        found[way] = relative_difference(moved / 1e-3, expected)
+    return found
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    result: dict[str, Any] = {}
+    for name in SETS:
+        print(f"{name}: {options.rounds} rounds", flush=True)
+        data, rows = batches(name, options.updates), {}
+        sizes = options.rounds, options.width, options.updates
+        alone = times_alone(name, *sizes)
+        both = in_ranks(2, times_on_ranks, name, *sizes, seconds=600)[0]
+        off = gradients(name)
+        for way in WAYS:
+            update = make_update(way, make_reader(16), FIXED * LONGEST)
+            done = [update(batch) for batch in data]
+            computed = sum(number for number, _ in done)
+            rows[way] = {
+                "samples per second": len(data) * ROWS / sorted(alone[way])[len(alone[way]) // 2],
+                "speed": ratios(alone["fixed"], alone[way]),
+                "speed on two ranks": ratios(both["fixed"], both[way]),
+                "padding": 1 - sum(int(batch["attention_mask"].sum()) for batch in data) / computed,
+                "micro-batches": sum(record.micro_batches for _, record in done) / len(done),
+                "peak MB": None if options.no_memory else peak_in_fresh(way, name, options.width),
+                "gradient": off[way],
+            }
+        result[name] = rows
+    return result
+
+
+def lines_of(result: dict[str, Any]) -> list[str]:
+    heads = [
+        "way",
+        "samples per second",
+        "speed, one process",
+        "speed, two ranks",
+        "padding",
+        "micro-batches",
+        "peak, MB",
+        "gradient off by",
+    ]
+    lines = []
+    for name, rows in result.items():
+        cells = [
+            [
+                way,
+                f"{row['samples per second']:.0f}",
+                spelled(row["speed"]),
+                spelled(row["speed on two ranks"]),
+                f"{row['padding']:.0%}",
+                f"{row['micro-batches']:.1f}",
+                "-" if row["peak MB"] is None else f"{row['peak MB']:.0f}",
+                f"{row['gradient']:.0e}",
+            ]
+            for way, row in rows.items()
+        ]
+        lines += [f"## {name}", "", *table(heads, cells)]
+    return lines
+
+
+def main() -> int:
+    warnings.filterwarnings("ignore", message=".*(nested tensor|is_causal|attention mask).*", category=UserWarning)
+    parser = Options(__doc__)
+    parser.counts("--rounds", 9, "rounds of all ways by turns")
+    parser.counts("--width", 128, "of the model")
+    parser.counts("--updates", 4, "in each round")
+    parser.add_argument("--no-memory", action="store_true", help="peak memory is left out")
+    parser.hidden("--peak-of", choices=WAYS)
+    parser.hidden("--set", choices=list(SETS), default="wide")
+    options = parser.parse_args()
+    if options.peak_of:
+        torch.set_num_threads(1)
+        print(peak(options.peak_of, options.set, options.width))
+        return 0
+    torch.set_num_threads(1)
+    result = measure(options)
+    notes = (
+        f"Updates of {ROWS} rows; {FIXED} rows in a micro-batch, or {FIXED * LONGEST} tokens. Speed: how many times "
+        "the samples per second of fixed rows, round by round: the median, the least and the most of "
+        f"{options.rounds}.",
+        SOURCES,
+    )
+    about = circumstances(CPU)
+    write(options.out, "\n".join([*header("Batches by tokens", about, *notes), *lines_of(result)]), {**about, **result})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
