@@ -38,6 +38,7 @@ AREAS = {
     "ddp": ("ddp", "ddp_shared", "accumulate_dtype", "ddp_forms"),
     "fsdp2": ("fully_shard", "engines", "parts", "state"),
     "deepspeed": ("deepspeed", "engines", "accelerate"),
+    "trainers": ("fabric", "lightning", "accelerate"),
     "stepping": ("precision", "transaction", "batchnorm", "memory", "state", "ddp"),
     "meshes": ("pipeline", "context", "meshes", "mesh_states"),
     "runs": ("contrast", "memory", "trace", "transaction", "ddp"),

@@ -10,12 +10,14 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing import spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import forks
 
@@ -123,6 +125,18 @@ def _in_short(error: BaseException) -> str:
     last = [frame for frame in shown.stack[-1:] if frame not in own]
     shown.stack = traceback.StackSummary.from_list([*own, *last])
     return "".join(shown.format())
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """The environment in which Fabric and Lightning take this process for a rank that was launched for them."""
+    import torch.distributed as dist
+
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "NODE_RANK": "0", "LOCAL_RANK": str(rank)}
+    with patch.dict(os.environ, {**launch, "WORLD_SIZE": str(world)}), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their own
+        yield
 
 
 def serve(rank: int, num: int, folder: str, file: int) -> None:

@@ -117,7 +117,7 @@ class Committer:
         progress.index += 1
         for observer in complete.observers:
             observer.end("stepped" if reason is None else reason)
-        self._setup.accelerated.after_step(reason is None)
+        self._setup.after_step(reason is None)
         if reason is None:
             _step_all(schedules)
         elif progress.skipped >= MOST_SKIPS:

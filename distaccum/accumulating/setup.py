@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batchnorm import batchnorms
 from ..engines import Engine, choose_engine
 from ..engines.accelerate import Accelerated
+from ..engines.fabric import FromFabric
 from ..engines.pipeline import Pipeline
 from ..gradients.scaling import refuse_mixed
 from ..law.batches import TokenCount, count_samples
@@ -32,16 +33,17 @@ class Setup:
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
-        given = as_list("model", model, "forward")
-        self.accelerated = Accelerated(
-            accelerator,
+        self._fabric = fabric = FromFabric(
+            as_list("model", model, "forward"),
             as_list("optimizer", optimizer, "param_groups"),
-            as_list("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
-        self.engine: Engine = choose_engine(given, config.sync, config.mesh)
+        self.accelerated = Accelerated(
+            accelerator, fabric.optimizers, as_list("scheduler", scheduler, "step"), fabric.scaler
+        )
+        self.engine: Engine = choose_engine(fabric.models, config.sync, config.mesh)
         self.models: list[nn.Module] = list(self.engine.models)
-        self.engine.run_backward = self.accelerated.run_backward or self.engine.run_backward
+        self.engine.run_backward = fabric.around(self.accelerated.run_backward or self.engine.run_backward)
         self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)
         self.schedulers: list[LRScheduler] = self.engine.adopt_schedulers(self.accelerated.schedulers)
         self.scaler: GradScaler | None = self.accelerated.scaler
@@ -65,6 +67,11 @@ class Setup:
     def scales_seeds(self) -> bool:
         """Whether a scaler's scale goes into seeds; else what runs backward multiplies by it."""
         return self.accelerated.run_backward is None
+
+    def after_step(self, stepped: bool) -> None:
+        """Lets the trainers whose wrappers were taken off know of a step, or of one that was skipped."""
+        self.accelerated.after_step(stepped)
+        self._fabric.after_step(stepped)
 
     @property
     def forwards_communicate(self) -> bool:

@@ -22,8 +22,6 @@ __all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
 UNKNOWN = {
     ("DDP", "torch"): "DistributedDataParallel(module) in the place of composable replicate()",
     ("DataParallel", "torch"): "DistributedDataParallel, also for one process per GPU on one machine",
-    ("_FabricModule", "lightning"): "the module before fabric.setup, wrapped in DistributedDataParallel or fully_shard",
-    ("_FabricModule", "lightning_fabric"): "the module before fabric.setup, wrapped in one of those",
     ("PipelineEngine", "deepspeed"): "DeepSpeed without pipeline stages",
     ("DistributedDataParallel", "megatron"): "torch's DistributedDataParallel",
     ("DistributedDataParallel", "apex"): "torch's DistributedDataParallel",

@@ -19,6 +19,7 @@ import sys
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
+from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -92,6 +93,7 @@ class DeepSpeedEngine(RanksEngine):
         # ZeRO checks the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
         self.judges_gradients = private.knows_norm(self._optimizer) or engine.fp16_enabled()
         self.scales_losses = bool(engine.fp16_enabled())
+        self.run_backward = partial(_run_backward, engine)
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped
         self._step_id: int | None = None
@@ -198,7 +200,7 @@ class DeepSpeedEngine(RanksEngine):
             if self._stage == 2 and self.peers.num_ranks > 1:
                 loss.register_hook(self._refuse_another_use)  # runs in backward, before anything is reduced
         with engine.no_sync() if self._is_managed and self._form == "no_sync" else nullcontext():
-            engine.backward(loss)
+            self.run_backward([loss], [])
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         stay = self._form != "each" and not hasattr(self._optimizer, "get_grads_for_norm")
@@ -288,6 +290,11 @@ class DeepSpeedEngine(RanksEngine):
         if not self._holds:
             return None
         return "the scaled gradients overflowed" if self.scales_losses else "a gradient is not finite"
+
+
+def _run_backward(engine: Any, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+    (loss,) = losses  # weighted
+    engine.backward(loss)
 
 
 def _refuse_step(*_: object, **__: object) -> None:

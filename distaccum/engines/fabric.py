@@ -1,0 +1,81 @@
+"""Fabric and Lightning: what `fabric.setup` returned is unwrapped, and its scaler is used; so is the Trainer's.
+
+A strategy of Fabric's wraps the module in one of the other engines' wrappers, so that engine does the work. Autocast
+and casts of inputs stay in the wrapper's forward, which the caller calls. Optimizers are unwrapped: Fabric's own step
+goes through the precision plugin, which unscales and updates the scaler once per optimizer. The Trainer's does so too,
+and is left in its place where there is no scaler, since it calls hooks and counts steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from .private import fabric as private
+
+# The classes whose own backward and step the library stands in for, by their packages' first names.
+PACKAGES = ("lightning_fabric", "lightning")
+KNOWN = ("Strategy", "Precision", "MixedPrecision", "FSDPPrecision", "DeepSpeedPrecision")
+
+
+class FromFabric:
+    """The caller's models, optimizers and scaler, unwrapped if Fabric or the Trainer made them."""
+
+    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], scaler: Any) -> None:
+        modules = [module for one in models if isinstance(one, nn.Module) for module in one.modules()]
+        self._modules = [module for module in modules if private.is_module(module)]
+        self._stepped = [one for one in optimizers if private.is_optimizer(one)]
+        theirs = []
+        for wrapper in (*self._modules, *self._stepped):
+            strategy = private.strategy_of(wrapper)
+            _refuse_unknown(strategy)
+            theirs.append(getattr(strategy.precision, "scaler", None))
+        trainers = {id(one): _scaler_of_trainer(one) for one in optimizers if private.is_trainers_optimizer(one)}
+        theirs = [one for one in (*theirs, *trainers.values()) if one is not None]
+        if any(one is not theirs[0] for one in theirs) or (theirs and scaler not in (None, theirs[0])):
+            raise ValueError(
+                "scaler= beside the precision plugin's own, or plugins with a scaler each; leave scaler= out, and make "
+                "an Accumulator for each plugin"
+            )
+        self.scaler = theirs[0] if theirs else scaler
+        self._counted = [one for one in optimizers if trainers.get(id(one)) is not None]
+        self.models = [private.wrapped_module(one) if private.is_module(one) else one for one in models]
+        own = {*map(id, self._stepped), *map(id, self._counted)}
+        self.optimizers = [one.optimizer if id(one) in own else one for one in optimizers]
+
+    def around(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
+        """`run_backward`, as Fabric's modules let it pass."""
+        return private.during_backward(self._modules[0], run_backward) if self._modules else run_backward
+
+    def after_step(self, stepped: bool) -> None:
+        """Calls Fabric's `on_after_optimizer_step`; lets the Trainer count the step in `global_step`."""
+        if stepped:
+            for wrapper in self._stepped:
+                private.note_fabrics_step(wrapper)
+            for wrapper in self._counted:
+                private.note_trainers_step(wrapper)
+
+
+def _scaler_of_trainer(wrapper: Any) -> Any:
+    return getattr(getattr(private.strategy_of(wrapper), "precision_plugin", None), "scaler", None)
+
+
+def _refuse_unknown(strategy: Any) -> None:
+    """Refuses a strategy or plugin with a backward or step of its own: neither would be called."""
+    own = [*_made_elsewhere(strategy, "backward", "optimizer_step")]
+    own += _made_elsewhere(strategy.precision, "pre_backward", "backward", "post_backward", "optimizer_step")
+    if own:
+        raise ValueError(
+            f"Fabric's {strategy.__class__.__name__} with {' and '.join(own)}, which window.backward() and "
+            "window.step() do not call; use Fabric's own strategy for one device, DDP, FSDP, DeepSpeed or "
+            "ModelParallelStrategy with Fabric's own precision"
+        )
+
+
+def _made_elsewhere(of: object, *names: str) -> Iterator[str]:
+    for name in names:
+        owner = next(kind for kind in type(of).__mro__ if name in vars(kind))
+        if owner.__name__ not in KNOWN or owner.__module__.partition(".")[0] not in PACKAGES:
+            yield f"{owner.__name__}.{name}"

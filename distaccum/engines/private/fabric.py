@@ -1,0 +1,84 @@
+"""Private names of Fabric (lightning_fabric, or lightning.fabric) and of Lightning's optimizers, seen in 2.6.6.
+
+Fabric has no public name for the classes that `setup` returns, and none for what they hold.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
+TRAINER = ("pytorch_lightning.core.optimizer", "lightning.pytorch.core.optimizer")
+
+
+def is_module(value: object) -> bool:
+    return _home_of(value, FABRIC, "_FabricModule") is not None
+
+
+def is_optimizer(value: object) -> bool:
+    return _home_of(value, FABRIC, "_FabricOptimizer") is not None
+
+
+def is_trainers_optimizer(value: object) -> bool:
+    return _home_of(value, TRAINER, "LightningOptimizer") is not None
+
+
+def wrapped_module(wrapper: Any) -> nn.Module:
+    """What the strategy made of the module, such as a DistributedDataParallel; `wrapper.module` is the one in it."""
+    module: nn.Module = wrapper._forward_module
+    return module
+
+
+def strategy_of(wrapper: Any) -> Any:
+    return wrapper._strategy
+
+
+def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call` as a backward of Fabric's own: without the flag, outputs of the module refuse any other.
+
+    In a version without the flag they refuse, with Fabric's words.
+    """
+    home: Any = _home_of(wrapper, FABRIC, "_FabricModule")
+
+    def run(*args: Any) -> Any:
+        found = getattr(home, "_in_fabric_backward", False)
+        home._in_fabric_backward = True
+        try:
+            return call(*args)
+        finally:
+            home._in_fabric_backward = found
+
+    return run
+
+
+def note_fabrics_step(wrapper: Any) -> None:
+    """Lets a _FabricOptimizer, and what hears of it, know of a step that it did not take itself.
+
+    A torch schedule made of the wrapper reads `_opt_called`, and warns without it. Without `_callbacks` none is called.
+    """
+    wrapper._opt_called = True
+    strategy = strategy_of(wrapper)
+    model = getattr(strategy, "model", None)  # of DeepSpeed alone
+    for callback in getattr(wrapper, "_callbacks", ()):
+        hook = getattr(callback, "on_after_optimizer_step", None)
+        if callable(hook):
+            hook(strategy=strategy, optimizer=wrapper.optimizer if model is None else model)
+
+
+def note_trainers_step(wrapper: Any) -> None:
+    """Lets the Trainer count a step that a LightningOptimizer did not take itself; without the names it does not."""
+    for name in ("_on_before_step", "_on_after_step"):
+        getattr(wrapper, name, lambda: None)()
+
+
+def _home_of(value: object, modules: tuple[str, ...], name: str) -> object | None:
+    """The loaded module whose class `name` the value is of; imports nothing."""
+    for module in modules:
+        kind = getattr(sys.modules.get(module), name, None)
+        if kind is not None and isinstance(value, kind):
+            return sys.modules[module]
+    return None
