@@ -56,7 +56,7 @@ class Accumulator:
 
     Args:
         model: A module, plain or with wrappers of one kind in it (DDP, `fully_shard`, FSDP1), a DeepSpeed engine, any
-            of these under `torch.compile`, a sequence of modules, or the schedule of a pipeline.
+            of these under `torch.compile` or from `fabric.setup`, a sequence of modules, or a pipeline's schedule.
         optimizer: One, a sequence (each steps once per update), or None: a DeepSpeed engine steps itself; else you step
             after the loop and before `window.step()`, which then records and clears.
         steps: Micro-batches per rank and update, at least 1: an int, or a callable that gets the update's index (from
@@ -78,7 +78,8 @@ class Accumulator:
             `reduction`. A micro-batch whose every count is 0 is left out. `count_tokens` makes one for token losses.
         max_norm: Clips the L2 norm of the whole gradient, over all ranks, once per update; `math.inf` only measures it.
         scheduler: One or several; each steps once per update that changed the weights.
-        scaler: A `torch.amp.GradScaler`. The window scales, unscales and updates; do not call the scaler yourself.
+        scaler: A `torch.amp.GradScaler`. The window scales, unscales and updates; do not call the scaler yourself. None
+            takes that of Accelerate, or of the precision plugin of Fabric or Lightning, if the optimizer is theirs.
         accelerator: The Hugging Face `Accelerator` whose `prepare` made the model; its `backward` and scaler are used.
         sync: When gradients are reduced; they are the same under each policy, and an engine may lack some.
 

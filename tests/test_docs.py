@@ -54,8 +54,8 @@ def printed_by(code):
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         if "import Accelerator" in code:
             os.environ.pop(name, None)  # another library's test leaves these; they would look like a launcher
-    if "import Fabric" in code:
-        warnings.simplefilter("ignore")  # lightning's own
+    if "import Fabric" in code or "import pytorch_lightning" in code:
+        warnings.simplefilter("ignore")  # their own
     with redirect_stdout(out):
         exec(compile(code, "a page", "exec"), names)
     return out.getvalue().strip().splitlines()

@@ -353,3 +353,37 @@ def test_strategy_or_plugin_with_a_backward_or_step_of_its_own_is_refused():
             model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
         with pytest.raises(ValueError, match=own):
             Accumulator(model, optimizer)
+
+
+def with_calls_that_stayed() -> tuple[float, float]:
+    with launched():
+        fabric = make_fabric(strategy_of("DDP"))
+        net = make_net_without_router()
+        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
+    accumulator, layout = Accumulator(model, optimizer), [[3, 1], [2]]
+    drawn = [[make_batch(size, seed=10 * r + i) for i, size in enumerate(sizes)] for r, sizes in enumerate(layout)]
+    before = weights(model)
+    window = accumulator.window(drawn[dist.get_rank()])
+    for i, batch in enumerate(window):
+        with fabric.no_backward_sync(model, enabled=i == 0):
+            window.backward(sample_loss(model, batch))
+    fabric.clip_gradients(model, optimizer, clip_val=0.01)
+    window.step()
+    exact = make_net_without_router()
+    sample_loss(exact, join([*drawn[0], *drawn[1]])).backward()
+    return error(before - weights(model), gradient(exact).clamp(-0.01, 0.01)), float(gradient(exact).abs().max())
+
+
+def test_no_backward_sync_that_stayed_changes_nothing_and_values_are_clipped_before_the_step(ranks):
+    for wrong, largest in ranks(2).run(with_calls_that_stayed):
+        assert wrong <= 1e-10 and largest > 0.01
+
+
+def test_gradient_that_fabric_unscaled_and_clipped_is_not_unscaled_again():
+    fabric, model, optimizer = in_mixed(torch.amp.GradScaler("cpu", init_scale=8.0))
+    window, before = Accumulator(model, optimizer).window(BATCHES), weights(model)
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    assert error(fabric.clip_gradients(model, optimizer, max_norm=0.1), exact_gradient().norm()) <= 3e-3
+    window.step()
+    assert abs(float((before - weights(model)).norm()) - 0.1) <= 1e-4
