@@ -602,7 +602,7 @@ def test_windows_needs_a_number_and_split_a_size():
     _, _, accumulator = make()
     with pytest.raises(ValueError, match="pass steps="):
         accumulator.windows(BATCHES)
-    with pytest.raises(ValueError, match="pass micro_batch_size= or steps="):
+    with pytest.raises(ValueError, match="pass micro_batch_size=, micro_batch_cost= or steps="):
         accumulator.split(BATCHES[0])
 
 
