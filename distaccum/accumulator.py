@@ -78,8 +78,7 @@ class Accumulator:
             `reduction`. A micro-batch whose every count is 0 is left out. `count_tokens` makes one for token losses.
         max_norm: Clips the L2 norm of the whole gradient, over all ranks, once per update; `math.inf` only measures it.
         scheduler: One or several; each steps once per update that changed the weights.
-        scaler: A `torch.amp.GradScaler`. The window scales, unscales and updates; do not call the scaler yourself. None
-            takes that of Accelerate, or of the precision plugin of Fabric or Lightning, if the optimizer is theirs.
+        scaler: A `torch.amp.GradScaler`, which you do not call; None: that of Accelerate, Fabric or Lightning, if any.
         accelerator: The Hugging Face `Accelerator` whose `prepare` made the model; its `backward` and scaler are used.
         sync: When gradients are reduced; they are the same under each policy, and an engine may lack some.
 
