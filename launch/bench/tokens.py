@@ -90,6 +90,11 @@ def lengths_of(name: str, seed: int) -> list[int]:
     return drawn.round().clamp(2, LONGEST).int().tolist()
 
 
+def most_of(name: str, number: int) -> int:
+    """Tokens of a micro-batch of fixed rows, in the batch with the longest row."""
+    return FIXED * max(max(lengths_of(name, seed)) for seed in range(number))
+
+
 def make_batch(lengths: list[int], seed: int) -> Batch:
     """Padded to its longest row."""
     mask = (torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]).long()
@@ -133,7 +138,7 @@ def batches(name: str, number: int) -> list[Batch]:
 
 
 def times_alone(name: str, rounds: int, width: int, number: int) -> dict[str, list[float]]:
-    updates = {way: make_update(way, make_reader(width), FIXED * LONGEST) for way in WAYS}
+    updates = {way: make_update(way, make_reader(width), most_of(name, number)) for way in WAYS}
     data = batches(name, number)
     return in_turns({way: lambda u=u: [u(batch) for batch in data] for way, u in updates.items()}, rounds, CPU)  # type: ignore[misc]
 
@@ -143,7 +148,7 @@ def times_on_ranks(name: str, rounds: int, width: int, number: int) -> dict[str,
     rank = torch.distributed.get_rank()
     loops: dict[str, Callable[[], object]] = {}
     for way in WAYS:
-        update, mine = make_update(way, DistributedDataParallel(make_reader(width)), FIXED * LONGEST), []
+        update, mine = make_update(way, DistributedDataParallel(make_reader(width)), most_of(name, number)), []
         for seed, batch in enumerate(batches(name, number)):
             dealt = next(iter(DealtSampler(lengths_of(name, seed), ROWS, shuffle=False)))
             rows = dealt if way == "cost" else list(range(rank, ROWS, 2))
@@ -154,7 +159,7 @@ def times_on_ranks(name: str, rounds: int, width: int, number: int) -> dict[str,
 
 
 def peak(way: str, name: str, width: int) -> float:
-    update, data = make_update(way, make_reader(width), FIXED * LONGEST), batches(name, 2)
+    update, data = make_update(way, make_reader(width), most_of(name, 2)), batches(name, 2)
     update(data[0])
     return max(peak_of(lambda batch=batch: update(batch), CPU) for batch in data)  # type: ignore[misc]
 
@@ -173,7 +178,7 @@ def gradients(name: str) -> dict[str, float]:
     for way in WAYS:
         model = make_reader(16).double()
         before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-        make_update(way, model, FIXED * LONGEST)(batch)
+        make_update(way, model, most_of(name, 1))(batch)
         moved = before - torch.cat([p.detach().flatten() for p in model.parameters()])
         found[way] = relative_difference(moved / 1e-3, expected)
     return found
@@ -189,7 +194,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         both = in_ranks(2, times_on_ranks, name, *sizes, seconds=600)[0]
         off = gradients(name)
         for way in WAYS:
-            update = make_update(way, make_reader(16), FIXED * LONGEST)
+            update = make_update(way, make_reader(16), most_of(name, options.updates))
             done = [update(batch) for batch in data]
             computed = sum(number for number, _ in done)
             rows[way] = {
@@ -252,7 +257,7 @@ def main() -> int:
     torch.set_num_threads(1)
     result = measure(options)
     notes = (
-        f"Updates of {ROWS} rows; {FIXED} rows in a micro-batch, or {FIXED * LONGEST} tokens. Speed: how many times "
+        f"Updates of {ROWS} rows; {FIXED} rows in a micro-batch, or as many tokens as the largest of these. Speed: how many times "
         "the samples per second of fixed rows, round by round: the median, the least and the most of "
         f"{options.rounds}.",
         SOURCES,
