@@ -257,9 +257,9 @@ def main() -> int:
     torch.set_num_threads(1)
     result = measure(options)
     notes = (
-        f"Updates of {ROWS} rows; {FIXED} rows in a micro-batch, or as many tokens as the largest of these. Speed: how many times "
-        "the samples per second of fixed rows, round by round: the median, the least and the most of "
-        f"{options.rounds}.",
+        f"Updates of {ROWS} rows; {FIXED} rows in a micro-batch, or as many tokens as the largest of these. "
+        "Speed: how many times the samples per second of fixed rows, round by round: the median, the least and the "
+        f"most of {options.rounds}.",
         SOURCES,
     )
     about = circumstances(CPU)
