@@ -24,7 +24,8 @@ FLOORS = (
     "accumulating",
     "runs",
     "accumulator",
-    "tools __main__",
+    "tools integrations",
+    "transformers __main__",
 )
 LARGEST = {"class": 300, "function": 60, "file": 420, "signature": 8}
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's

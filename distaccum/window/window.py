@@ -95,6 +95,11 @@ class Window:
         return True
 
     @property
+    def num_micro_steps(self) -> int:
+        """What the loop yields on this rank, stand-ins included (streaming, what is known); 0 where nothing counts."""
+        return self._source.num_micro_steps
+
+    @property
     def num_done(self) -> int:
         """Micro-batches of this rank that went backward, stand-ins included."""
         return self._status.num_done

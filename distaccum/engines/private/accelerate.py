@@ -19,3 +19,9 @@ def note_step(wrapper: Any, stepped: bool) -> None:
     if hasattr(wrapper, "_is_overflow"):
         wrapper._is_overflow = not stepped
     wrapper._opt_called = getattr(wrapper, "_opt_called", False) or stepped
+
+
+def leave_out_step(wrapper: Any) -> None:
+    """Makes the next `step()` of an AcceleratedOptimizer do nothing, as in a micro-step that only accumulates."""
+    wrapper.gradient_state._set_sync_gradients(False)
+    note_step(wrapper, False)

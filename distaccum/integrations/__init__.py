@@ -1,0 +1,1 @@
+"""Trainers that own their loop, with an Accumulator in it."""

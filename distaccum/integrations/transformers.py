@@ -1,0 +1,300 @@
+"""transformers' Trainer with windows: its loop, logging, callbacks, clipping, schedule and checkpoints stay.
+
+The Trainer's loop calls three methods that are ours here, in this order for each update:
+
+1. `get_batch_samples` draws the window, which all ranks plan;
+2. `training_step` runs one micro-batch of it, or idles where the loop has more turns than this rank has micro-batches;
+3. the Trainer clips, steps and calls `on_step_end`, where the window is recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from transformers import Trainer, TrainerCallback
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ..accumulator import Accumulator
+from ..engines.private.accelerate import leave_out_step, note_step
+from ..gradients.scaling import forget
+from ..law.batches import batch_length
+from ..law.update import Update
+from ..window.window import Window
+
+IGNORED = -100
+ALIGNED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")  # causal, but their losses do not shift labels
+
+
+class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
+    """A `Trainer` whose updates are exact. With a subclass of it: `class Mine(AccumulatingTrainer, SFTTrainer)`.
+
+    Args:
+        *args: As the Trainer takes them.
+        count: What the loss of a micro-batch is a mean over: a callable that gets one and returns a number, as
+            `count_tokens("labels", shift=True)`. None counts the labels that the Trainer would count, or samples where
+            a sample has one label or none.
+        **kwargs: As the Trainer takes them.
+
+    Attributes:
+        update (Update | None): The record of the last update.
+
+    Raises:
+        ValueError: By `train()`: DeepSpeed, DataParallel, meshes of other than data-parallel ranks, or an optimizer
+            that steps in backward.
+    """
+
+    def __init__(self, *args: Any, count: Callable[[Any], float | Tensor] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.update: Update | None = None
+        self._own_count = count
+        self._accumulator: tuple[nn.Module, Accumulator] | None = None
+        self._epoch: _Epoch | None = None
+        self._turns = 1  # of the Trainer's loop in this update
+        self._syncs_each = bool(self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
+        self.add_callback(_Ends(self))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        self._refuse()
+        options = self.accelerator.gradient_state.plugin_kwargs
+        options["sync_each_batch"] = True  # the loop then leaves no_sync alone, whose flags are the engine's
+        try:
+            return super().train(*args, **kwargs)
+        finally:
+            options["sync_each_batch"] = self._syncs_each
+            self._leave_epoch()
+
+    # What the loop calls
+
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
+        """Those of the longest loader, so that each rank's loop makes as many updates."""
+        own, error = None, None
+        try:
+            own = super().set_initial_training_values(*args, **kwargs)
+        except ValueError as caught:  # an empty loader, while those of other ranks may not be
+            error = caught
+        found = [values for values in gather_object([own]) if values is not None]
+        if error is not None and not found:
+            raise error
+        return max(found, key=lambda values: [value or 0 for value in values])
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
+        """What this rank drew for the next window, filled up to as many as the loop shall have turns."""
+        if self._epoch is None or self._epoch.iterator is not epoch_iterator:
+            self._leave_epoch()
+            self._epoch = _Epoch(self._accumulator_of(self.model_wrapped), epoch_iterator)
+        self._turns = num_batches
+        drawn = self._epoch.draw(num_batches)
+        if self._epoch.window is None:  # no rank has any more
+            return [], None
+        name = getattr(self.model, "main_input_name", "input_ids")
+        nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # for the loop, which counts tokens
+        return drawn + [nothing] * (num_batches - len(drawn)), None
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One micro-batch; which of the `inputs` of this update comes in which turn is the window's choice."""
+        epoch = self._epoch
+        if epoch is None or epoch.window is None:
+            by_hand: Tensor = super().training_step(model, inputs, num_items_in_batch)
+            return by_hand
+        loss = torch.zeros((), device=self.args.device)
+        if epoch.is_idle():
+            self._keep_pace(model, epoch.last)
+        else:
+            loss += self._run(model, epoch.window, epoch.take())
+        if not epoch.turns:
+            epoch.finish()
+            if any(epoch.window.counts.values()):
+                note_step(self.optimizer, True)
+            else:
+                leave_out_step(self.optimizer)
+        return loss
+
+    def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
+        """Its part of the window's loss, times the number of ranks, over which the Trainer averages."""
+        items = self._items(micro_batch)
+        with self._alone():
+            self.accelerator.backward = lambda loss, **_: window.backward(loss)
+            try:
+                loss: Tensor = super().training_step(model, micro_batch, items)
+            finally:
+                del self.accelerator.backward
+        if window.stand_in:
+            return 0.0
+        (total,) = window.counts.values()
+        own = self._rows(micro_batch) if items is None else items
+        return loss * (own * self.accelerator.num_processes / total)
+
+    def _keep_pace(self, model: nn.Module, batch: Any) -> None:
+        """Where `compute_loss` is another's, ranks may wait for each other in it: runs it without labels and backward.
+
+        In the first turns, so that the backward that reduces comes last on each rank.
+        """
+        if batch is None or type(self).compute_loss is Trainer.compute_loss:
+            return
+        if isinstance(batch, Mapping):
+            labels = {name: batch[name] for name in ("labels", "shift_labels") if name in batch}
+            batch = {**batch, **{name: torch.full_like(one, IGNORED) for name, one in labels.items()}}
+        model.train()
+        whole = model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
+        with torch.no_grad(), self._alone(), self.compute_loss_context_manager():
+            one = torch.ones((), device=self.args.device)
+            self.compute_loss(whole, self._prepare_inputs(batch), num_items_in_batch=one)
+
+    def end_window(self) -> None:
+        """Records the update that the Trainer made."""
+        if self._epoch is None or self._epoch.window is None:
+            return
+        window, self._epoch.window = self._epoch.window, None
+        self.update = window.step()
+        if not self.update.stepped and self.accelerator.scaler is not None:
+            forget(self.accelerator.scaler, [self.optimizer.optimizer])  # which the Trainer's clipping unscaled
+
+    def _leave_epoch(self) -> None:
+        if self._epoch is not None:
+            self._epoch.leave()
+            self._epoch = None
+
+    # The Accumulator, and what it counts
+
+    def _accumulator_of(self, model: nn.Module) -> Accumulator:
+        if self._accumulator is None or self._accumulator[0] is not model:
+            made = Accumulator(
+                model,
+                steps=lambda _: self._turns,
+                count=self._count,
+                scaler=self.accelerator.scaler,
+                sync="every" if self._syncs_each else "last",
+                on_nonfinite="ignore",  # as the Trainer does
+            )
+            self._accumulator = model, made
+        return self._accumulator[1]
+
+    def _count(self, micro_batch: Any) -> float | Tensor:
+        items = self._items(micro_batch)
+        return self._rows(micro_batch) if items is None else items
+
+    def _items(self, micro_batch: Any) -> Any:
+        """What the loss is told to divide by: this micro-batch's own, so that it is a mean. None: nothing."""
+        if self._own_count is not None:
+            return self._own_count(micro_batch)
+        with self._alone():
+            found = super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
+        if found is not None and self._shifts_unknown_to_trainer() and "shift_labels" not in micro_batch:
+            return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
+        return found
+
+    def _rows(self, micro_batch: Any) -> int:
+        labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else None
+        if isinstance(labels, Tensor) and labels.dim() > 1:
+            raise ValueError(
+                f"labels of shape {list(labels.shape)}, and a model that takes no num_items_in_batch, so it cannot be "
+                "seen over what its loss is a mean; give AccumulatingTrainer count=count_tokens('labels') (with "
+                "shift=True, if the model shifts them), or count=count_samples"
+            )
+        return batch_length(micro_batch)
+
+    def _shifts_unknown_to_trainer(self) -> bool:
+        """Whether the model shifts labels, and the Trainer, which looks for ForCausalLM in its name, counts the first.
+
+        GPT2LMHeadModel is one.
+        """
+        model = self.accelerator.unwrap_model(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
+        name = type(model).__name__
+        is_causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and name not in ALIGNED
+        return is_causal and getattr(model, "loss_type", None) is None
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Counts and losses of one micro-batch on one rank, which the window weighs."""
+        args = self.args
+        before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+        self.current_gradient_accumulation_steps = 1
+        try:
+            yield
+        finally:
+            args.average_tokens_across_devices = before
+
+    def _refuse(self) -> None:
+        sizes = {
+            "tensor": self.get_tp_size(),
+            "context": self.get_cp_size(),
+            "sequence": self.get_sp_size(),
+        }
+        refused = {
+            "DeepSpeed": self.is_deepspeed_enabled,
+            "DataParallel": self.args.n_gpu > 1,
+            f"optim={self.args.optim}, which steps in backward,": any(
+                word in str(self.args.optim).lower() for word in ("lomo", "layerwise")
+            ),
+            **{f"{name} parallelism over {size} ranks": size > 1 for name, size in sizes.items()},
+        }
+        for what, is_there in refused.items():
+            if is_there:
+                raise ValueError(
+                    f"AccumulatingTrainer with {what} is not supported; use one process per device with DDP or FSDP, "
+                    "or write the loop with Accelerate and an Accumulator"
+                )
+
+
+@final
+class _Epoch:
+    """One pass over the Trainer's loader, and its window at work."""
+
+    def __init__(self, accumulator: Accumulator, iterator: Iterator[Any]) -> None:
+        self.iterator = iterator
+        self.window: Window | None = None
+        self.turns = 0  # of the Trainer's loop, that are left for this window
+        self.last: Any = None  # of the micro-batches that this rank drew
+        self._idle = 0  # turns that are left without a micro-batch
+        self._drawn: list[Any] = []
+        self._windows = accumulator.windows(self._noted())
+        self._micro_batches: Iterator[Any] = iter(())
+
+    def _noted(self) -> Iterator[Any]:
+        for micro_batch in self.iterator:
+            self._drawn.append(micro_batch)
+            self.last = micro_batch
+            yield micro_batch
+
+    def draw(self, turns: int) -> list[Any]:
+        """This rank's micro-batches of the next window, which there may not be."""
+        self._drawn = []
+        self.window = next(self._windows, None)
+        if self.window is not None:
+            self.turns, self._idle = turns, turns - self.window.num_micro_steps
+            self._micro_batches = iter(self.window)
+        return self._drawn
+
+    def is_idle(self) -> bool:
+        """Whether this turn is one; the first are."""
+        self._idle -= 1
+        self.turns -= 1
+        return self._idle >= 0
+
+    def take(self) -> Any:
+        return next(self._micro_batches)
+
+    def finish(self) -> None:
+        for _ in self._micro_batches:
+            raise AssertionError("a turn of the Trainer's loop ran no micro-batch")
+
+    def leave(self) -> None:
+        self._windows.close()  # type: ignore[attr-defined]  # a generator: discards what is open
+
+
+@final
+class _Ends(TrainerCallback):  # type: ignore[misc]  # has no types
+    """After the Trainer's step and its clearing."""
+
+    def __init__(self, trainer: AccumulatingTrainer) -> None:
+        self._trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._trainer.end_window()

@@ -1,0 +1,495 @@
+"""transformers' Trainer with windows: against one big batch in float64, and beside the Trainer where that is exact."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from problems import error
+from test_accelerate import accelerators
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+VOCABULARY, PAD, IGNORED = 11, 0, -100
+STEPS, MAX_NORM = 3, 0.3  # which clips some
+
+
+class Net(nn.Module):
+    """A causal model in float64, with a loss as those of the library have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Tensor]:
+        features = self.embedding(input_ids)
+        logits = self.head(torch.tanh(self.mix(features.cumsum(1))))
+        if labels is None:
+            return {"logits": logits}
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=how)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
+
+
+class WithoutKeywords(Net):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(input_ids, labels)
+
+
+def make_net(kind: type[Net] = Net) -> Net:
+    torch.manual_seed(3)
+    return kind().double()
+
+
+Row = dict[str, Tensor]
+
+
+def make_rows(lengths: list[int]) -> list[Row]:
+    """A length below 0: a row without a label."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(1, VOCABULARY, (abs(length),), generator=generator)
+        labels = torch.randint(1, VOCABULARY, (abs(length),), generator=generator)
+        rows.append({"input_ids": ids, "labels": labels if length > 0 else torch.full_like(labels, IGNORED)})
+    return rows
+
+
+def collate(rows: list[Row]) -> Row:
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad([row["input_ids"] for row in rows], batch_first=True, padding_value=PAD),
+        "labels": pad([row["labels"] for row in rows], batch_first=True, padding_value=IGNORED),
+    }
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, **options: Any) -> Any:
+    from transformers import PrinterCallback, TrainingArguments
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    others = {name: options.pop(name) for name in ("callbacks", "count", "compute_loss_func") if name in options}
+    arguments = TrainingArguments(
+        **{
+            "output_dir": folder,
+            "use_cpu": True,
+            "num_train_epochs": 2,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": STEPS,
+            "max_grad_norm": MAX_NORM,
+            "lr_scheduler_type": "linear",
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "train_sampling_strategy": "sequential",
+            "remove_unused_columns": False,
+            **options,
+        }
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    train_dataset = Rows(rows) if isinstance(rows, list) else rows
+    trainer = kind(
+        model, arguments, train_dataset=train_dataset, data_collator=collate, optimizers=(sgd, None), **others
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def part_of(rank: int, world: int, rows: list[Row]) -> list[Row]:
+    return rows[rank::world]  # as Accelerate deals them out
+
+
+def windows_of(parts: list[list[Row]], epochs: int = 2) -> list[list[Row]]:
+    """The rows of each update, of all ranks."""
+    found = []
+    for _ in range(epochs):
+        for start in range(0, max(map(len, parts)), STEPS):
+            found.append([row for part in parts for row in part[start : start + STEPS]])
+    return found
+
+
+class Expected:
+    """The updates by one call of the model on all rows of each; an update without labels is none."""
+
+    def __init__(self, model: Net, windows: list[list[Row]]) -> None:
+        self.weights: list[Tensor] = []
+        self.logged: list[tuple[float, float, float]] = []  # loss, norm, learning rate
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda update: 1 - update / len(windows))
+        for rows in windows:
+            loss = model(**collate(rows))["loss"]
+            norm = torch.zeros(())
+            rate = schedule.get_last_lr()[0]
+            if any(row["labels"].ne(IGNORED).any() for row in rows):
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                sgd.step()
+                schedule.step()
+                sgd.zero_grad()
+            self.weights.append(join(model))
+            self.logged.append((loss.item(), norm.item(), rate))
+
+
+def join(model: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def fit(kind: Any, model: Net, rows: Any, **options: Any) -> Any:
+    """The model's weights after each update, and what was logged of each; or an error's words."""
+    from transformers import TrainerCallback
+
+    seen: list[Tensor] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            seen.append(join(model))
+
+    resume = options.pop("resume", None)
+    with accelerators(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their own
+        trainer = make_trainer(kind, model, rows, options.pop("folder", folder), callbacks=[Looks()], **options)
+        trainer.train(resume_from_checkpoint=resume)
+    logged = [
+        (log["loss"], log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history if "loss" in log
+    ]
+    return seen, logged
+
+
+def kinds() -> tuple[Any, Any]:
+    from transformers import Trainer
+
+    from distaccum.transformers import AccumulatingTrainer
+
+    return Trainer, AccumulatingTrainer
+
+
+def worst(seen: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(seen) == len(expected)
+    return max(error(one, other) for one, other in zip(seen, expected, strict=True))
+
+
+EVEN = {"even_batches": False}
+LENGTHS = {
+    "short-tail": [3, 5, 2, 7, 1, 4, 6, 2, 9, 3],
+    "window-without-labels": [3, 5, 2, -7, -1, -4, 6, 2],
+    "micro-batch-without-labels": [3, -5, 2, 7, 1, -4, 6, -2],
+}
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_updates_are_those_of_the_big_batch_in_one_process(case):
+    rows = make_rows(LENGTHS[case])
+    expected = Expected(make_net(), windows_of([rows]))
+    seen, logged = fit(kinds()[1], make_net(), rows)
+    assert worst(seen, expected.weights) <= 1e-10
+    for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected.logged, strict=True):
+        assert rate == pytest.approx(wanted_rate)
+        assert norm == pytest.approx(wanted_norm, abs=1e-10)
+        assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # which the Trainer keeps in float32
+
+
+def on_ranks(case: str) -> tuple[float, Any, Any]:
+    rows = make_rows({**LENGTHS, "empty-rank": [3, 5, 2, 7, 1, 4, 6], "even": [3, 5, 2, 7, 1, 4, 6, 2]}[case])
+    world = dist.get_world_size()
+    parts = [part_of(rank, world, rows) for rank in range(world)]
+    expected = Expected(make_net(), windows_of(parts))
+    seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=EVEN)
+    return worst(seen, expected.weights), logged, expected.logged
+
+
+@pytest.mark.parametrize("case", [*LENGTHS, "empty-rank", "even"])
+def test_updates_are_those_of_the_big_batch_on_two_ranks(ranks, case):
+    for wrong, logged, expected in ranks(2).run(on_ranks, case):
+        assert wrong <= 1e-10
+        for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected, strict=True):
+            assert rate == pytest.approx(wanted_rate)
+            assert norm == pytest.approx(wanted_norm, abs=1e-10)
+            assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)
+
+
+def beside_the_trainer(case: str) -> tuple[float, list[Any]]:
+    results = []
+    for kind in kinds():
+        results.append(fit(kind, make_net(), make_rows(LENGTHS[case][:8]), gradient_accumulation_steps=2))
+    (theirs, their_logs), (ours, our_logs) = results
+    return worst(ours, theirs), [their_logs, our_logs]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_run_equals_that_of_the_trainer_where_it_is_exact(ranks, world):
+    found = ranks(2).run(beside_the_trainer, "short-tail") if world == 2 else [beside_the_trainer("short-tail")]
+    for wrong, (theirs, ours) in found:
+        assert wrong <= 1e-12
+        assert len(ours) == len(theirs) == (8 if world == 1 else 4)
+        assert torch.tensor(ours).sub(torch.tensor(theirs)).abs().max() <= 1e-6
+
+
+# Loaders of one's own, of any length on each rank; and those without a length
+
+
+def with_loaders(kind: Any, sizes: list[int]) -> Any:
+    class Own(kind):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            rank = dist.get_rank()
+            start = sum(sizes[:rank])
+            own = self.train_dataset.rows[start : start + sizes[rank]]
+            return torch.utils.data.DataLoader(Rows(own), batch_size=1, collate_fn=collate)
+
+    return Own
+
+
+def uneven(sizes: list[int], lengths: list[int]) -> float:
+    rows = make_rows(lengths)
+    parts = [rows[sum(sizes[:rank]) :][:size] for rank, size in enumerate(sizes)]
+    expected = Expected(make_net(), windows_of(parts))
+    seen, _ = fit(with_loaders(kinds()[1], sizes), make_net(), rows)
+    return worst(seen, expected.weights)
+
+
+@pytest.mark.parametrize("sizes", [[7, 2], [0, 4], [1, 6]], ids=str)
+def test_ranks_may_have_loaders_of_any_length(ranks, sizes):
+    assert max(ranks(2).run(uneven, sizes, [3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)])) <= 1e-10
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("updates", [4, 5])
+def test_dataset_without_a_length_that_ends_in_mid_window_is_exact(updates):
+    """The Trainer leaves the gradient of such a window to the first of the next epoch."""
+    rows = make_rows([3, 5, 2, 7, 1])
+    expected = Expected(make_net(), windows_of([rows], epochs=3)[:updates])
+    options = {"max_steps": updates, "num_train_epochs": 3}
+    seen, _ = fit(kinds()[1], make_net(), Stream(rows), **options)
+    assert worst(seen, expected.weights) <= 1e-10
+    theirs, _ = fit(kinds()[0], make_net(), Stream(rows), **options)
+    assert worst(theirs, expected.weights) > 1e-3
+
+
+# Losses of one's own
+
+
+def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
+    rows = make_rows(LENGTHS["short-tail"])
+    expected = Expected(make_net(), windows_of([rows]))
+    errors = []
+    for kind in kinds():
+
+        class Own(kind):  # type: ignore[misc,valid-type]
+            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                return model(**inputs)["loss"]
+
+        errors.append(worst(fit(Own, make_net(), rows)[0], expected.weights))
+    theirs, ours = errors
+    assert ours <= 1e-10
+    assert theirs > 1e-2
+
+
+def test_loss_function_that_divides_by_the_number_of_items_is_exact():
+    def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+        logits = outputs["logits"].flatten(0, 1)
+        summed = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
+        return summed / num_items_in_batch
+
+    rows = make_rows(LENGTHS["short-tail"])
+    expected = Expected(make_net(), windows_of([rows]))
+    seen, _ = fit(kinds()[1], make_net(), rows, compute_loss_func=loss_of)
+    assert worst(seen, expected.weights) <= 1e-10
+
+
+def test_model_that_takes_no_number_of_items_needs_a_count():
+    from distaccum import count_tokens
+
+    rows = make_rows(LENGTHS["short-tail"])
+    expected = Expected(make_net(), windows_of([rows]))
+    with pytest.raises(ValueError, match=r"labels of shape \[1, 3\].*give AccumulatingTrainer count=count_tokens"):
+        fit(kinds()[1], make_net(WithoutKeywords), rows)
+    seen, _ = fit(kinds()[1], make_net(WithoutKeywords), rows, count=count_tokens("labels"))
+    assert worst(seen, expected.weights) <= 1e-10
+
+
+def gathering(lengths: list[int]) -> tuple[float, list[float]]:
+    """As TRL's SFTTrainer: metrics are gathered over ranks in each `compute_loss`."""
+    gathered: list[float] = []
+
+    class Gathers(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
+            loss = model(**inputs, num_items_in_batch=num_items_in_batch)["loss"]
+            kept = inputs["labels"].ne(IGNORED).sum()
+            gathered.append(self.accelerator.gather(kept).sum().item())
+            return loss
+
+    rows = make_rows(lengths)
+    expected = Expected(make_net(), windows_of([part_of(rank, 2, rows) for rank in range(2)], epochs=1))
+    seen, _ = fit(Gathers, make_net(), rows, num_train_epochs=1, accelerator_config=EVEN)
+    return worst(seen, expected.weights), gathered
+
+
+@pytest.mark.parametrize("lengths", [[3, -5, 2, 7, 1, -4, 6, -2], [3, 5, 2, 7, 1, 4, 6]], ids=["left-out", "empty"])
+def test_loss_that_gathers_meets_all_ranks_in_each_turn(ranks, lengths):
+    for wrong, gathered in ranks(2).run(gathering, lengths):
+        assert wrong <= 1e-10
+        assert sum(gathered) == sum(length for length in lengths if length > 0)
+
+
+# Resume, callbacks, and what is counted
+
+
+def resumed(folder: str, lengths: list[int]) -> tuple[float, float]:
+    rows = make_rows(lengths)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    options = {"accelerator_config": EVEN, "save_strategy": "steps", "save_steps": 1, "folder": folder}
+    fit(kinds()[1], make_net(), rows, **options)
+    seen, _ = fit(kinds()[1], make_net(), rows, resume=f"{folder}/checkpoint-2", **options)
+    return worst(seen, expected.weights[2:]), len(seen)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
+    lengths = [3, 5, 2, -7, 1, 4, 6, 2, 9, 3, 4][: 8 if world == 1 else 13]
+    found = ranks(2).run(resumed, str(tmp_path), lengths) if world == 2 else [resumed(str(tmp_path), lengths)]
+    for wrong, updates in found:
+        assert wrong <= 1e-10
+        assert updates == (4 if world == 1 else 2)
+
+
+def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
+    from transformers import TrainerCallback
+
+    heard: list[str] = []
+    gradients: list[Tensor] = []
+
+    class Listens(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            heard.append("pre")
+            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
+
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            heard.append("sub")
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            heard.append("step")
+
+    rows = make_rows([3, 5, 2, 7])
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(
+            kinds()[1], make_net(), rows, folder, num_train_epochs=1, max_grad_norm=0.0, callbacks=[Listens()]
+        )
+        trainer.train()
+    assert heard == ["sub", "sub", "pre", "step", "pre", "step"]
+    net = make_net()
+    net(**collate(rows[:3]))["loss"].backward()
+    assert error(gradients[0], torch.cat([p.grad.flatten() for p in net.parameters()])) <= 1e-12
+    assert trainer.update.counts == {"count": 7}
+    assert trainer.update.index == 1
+
+
+def collectives() -> list[tuple[str, int]]:
+    from counting import Counting
+
+    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2, 4, 3, 2, 1])
+    with Counting() as counting:
+        fit(kinds()[1], make_net(), rows, num_train_epochs=1, logging_steps=100)
+    return counting.take()
+
+
+def test_gradient_is_reduced_once_per_update(ranks):
+    size = sum(parameter.numel() for parameter in make_net().parameters())
+    for seen in ranks(2).run(collectives):
+        assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
+
+
+def test_label_that_a_causal_model_shifts_away_is_not_counted():
+    """The Trainer counts it where the class is not called ForCausalLM, as GPT2LMHeadModel."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    config = GPT2Config(
+        vocab_size=VOCABULARY,
+        n_positions=16,
+        n_embd=8,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
+        **dict.fromkeys(names, 0.0),
+    )
+    start = GPT2LMHeadModel(config).double()
+    rows = make_rows([5, 9, 3])
+    rows = [{**row, "labels": row["input_ids"]} for row in rows]
+    whole = copy.deepcopy(start)
+    whole(**collate(rows)).loss.backward()
+    exact = torch.cat([parameter.grad.flatten() for parameter in whole.parameters()])
+    errors = []
+    for kind in kinds():
+        model = copy.deepcopy(start)
+        with accelerators(), tempfile.TemporaryDirectory() as folder:
+            options = {"max_steps": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+            trainer = make_trainer(kind, model, rows, folder, **options)
+            trainer.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+            trainer.train()
+        errors.append(error(join(start) - join(model), exact))
+    theirs, ours = errors
+    assert ours <= 1e-6  # GPT-2 takes its loss in float32
+    assert theirs > 0.1
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"optim": "adalomo"}, "optim=.*steps in backward"), ({}, "DataParallel")],
+    ids=["lomo", "DataParallel"],
+)
+def test_what_cannot_be_exact_is_refused_before_training(options, words, tmp_path):
+    with accelerators():
+        trainer = make_trainer(kinds()[1], make_net(), make_rows([3, 4]), str(tmp_path))
+        for name, value in options.items():
+            setattr(trainer.args, name, value)
+        if not options:
+            trainer.args._n_gpu = 2
+        with pytest.raises(ValueError, match=words):
+            trainer.train()
+
+
+def test_batch_that_does_not_fit_is_halved_by_the_trainer():
+    """`auto_find_batch_size` begins the loop anew, in mid-window."""
+    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2])
+
+    class Small(Net):
+        def forward(self, input_ids: Tensor, *args: Any, **named: Any) -> Any:
+            if len(input_ids) > 1:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(input_ids, *args, **named)
+
+    expected = Expected(make_net(), windows_of([rows]))
+    seen, _ = fit(kinds()[1], make_net(Small), rows, per_device_train_batch_size=2, auto_find_batch_size=True)
+    assert worst(seen, expected.weights) <= 1e-10
