@@ -1,5 +1,10 @@
 """What the scripts of transformers import: `from distaccum.transformers import AccumulatingTrainer`."""
 
-from .integrations.transformers import AccumulatingTrainer
+try:
+    from .integrations.transformers import AccumulatingTrainer
+except ModuleNotFoundError as error:
+    if error.name not in ("transformers", "accelerate"):
+        raise
+    raise ImportError(f"no {error.name} is installed; pip install 'distaccum[transformers]'") from error
 
 __all__ = ["AccumulatingTrainer"]

@@ -104,14 +104,18 @@ def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, **options:
             "logging_steps": 1,
             "report_to": "none",
             "disable_tqdm": True,
-            "train_sampling_strategy": "sequential",
             "remove_unused_columns": False,
             **options,
         }
     )
     sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
     train_dataset = Rows(rows) if isinstance(rows, list) else rows
-    trainer = kind(
+
+    class InOrder(kind):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
         model, arguments, train_dataset=train_dataset, data_collator=collate, optimizers=(sgd, None), **others
     )
     trainer.remove_callback(PrinterCallback)

@@ -14,7 +14,9 @@ from contextlib import contextmanager
 from typing import Any, final
 
 import torch
+import transformers
 from accelerate.utils import gather_object
+from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
@@ -27,6 +29,7 @@ from ..law.batches import batch_length
 from ..law.update import Update
 from ..window.window import Window
 
+OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values
 IGNORED = -100
 ALIGNED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")  # causal, but their losses do not shift labels
 
@@ -50,6 +53,11 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     """
 
     def __init__(self, *args: Any, count: Callable[[Any], float | Tensor] | None = None, **kwargs: Any) -> None:
+        if Version(transformers.__version__) < Version(OLDEST):
+            raise ImportError(
+                f"transformers {transformers.__version__}, expected {OLDEST} or newer, whose Trainer can be given "
+                "windows; upgrade it, or write the loop with an Accumulator"
+            )
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
         self._own_count = count

@@ -1,4 +1,4 @@
-"""How far transformers' Trainer is from one big batch, by how its loss is written; and the loop of its own beside it.
+"""How far transformers' Trainer and AccumulatingTrainer are from one big batch, by how the loss is written.
 
     python docs/examples/measure_trainer.py
 
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments
 from transformers.utils import logging
 
-from distaccum import Accumulator, count_tokens
+from distaccum import count_tokens
+from distaccum.transformers import AccumulatingTrainer
 
 LABELS = (20, 3, 7, 18)
 
@@ -64,7 +65,7 @@ def gradient(before: nn.Module, after: nn.Module) -> Tensor:
     return torch.cat([(old - new).detach().flatten() for old, new in both])
 
 
-def by_trainer(model: nn.Module, rows: list[dict[str, Tensor]], kind: type[Trainer] = Trainer) -> None:
+def train(kind: type[Trainer], model: nn.Module, rows: list[dict[str, Tensor]], **options: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
@@ -80,27 +81,25 @@ def by_trainer(model: nn.Module, rows: list[dict[str, Tensor]], kind: type[Train
             disable_tqdm=True,
         )
         sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-        trainer = kind(model, arguments, train_dataset=rows, optimizers=(sgd, None))
+        trainer = kind(model, arguments, train_dataset=rows, optimizers=(sgd, None), **options)
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
 
-def by_distaccum(model: nn.Module, rows: list[dict[str, Tensor]]) -> None:
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    accumulator = Accumulator(model, sgd, steps=len(rows), count=count_tokens("labels", shift=True))
-    for window in accumulator.windows({key: value[None] for key, value in row.items()} for row in rows):
-        for batch in window:
-            window.backward(model(**batch).loss)
-        window.step()
+class OwnLossAccumulating(AccumulatingTrainer, OwnLoss):
+    """Its own class first."""
 
 
 def main() -> None:
     logging.set_verbosity_error()
-    ways = {
-        "Trainer": by_trainer,
-        "Trainer, forward without **kwargs": lambda model, rows: by_trainer(WithoutKeywords(model), rows),
-        "Trainer, compute_loss without the count": lambda model, rows: by_trainer(model, rows, OwnLoss),
-        "distaccum": by_distaccum,
+    count = {"count": count_tokens("labels", shift=True)}
+    ways: dict[str, tuple[type[Trainer], Any, dict[str, Any]]] = {
+        "Trainer": (Trainer, None, {}),
+        "Trainer, forward without **kwargs": (Trainer, WithoutKeywords, {}),
+        "Trainer, compute_loss without the count": (OwnLoss, None, {}),
+        "AccumulatingTrainer": (AccumulatingTrainer, None, {}),
+        "AccumulatingTrainer, forward without **kwargs": (AccumulatingTrainer, WithoutKeywords, count),
+        "AccumulatingTrainer, compute_loss without the count": (OwnLossAccumulating, None, {}),
     }
     for is_first_ignored in (True, False):
         print(f"the first label of each row is {'-100' if is_first_ignored else 'a token'}:")
@@ -108,11 +107,11 @@ def main() -> None:
         whole = copy.deepcopy(start)
         whole(**{key: torch.stack([row[key] for row in rows]) for key in rows[0]}).loss.backward()
         exact = torch.cat([parameter.grad.flatten() for parameter in whole.parameters()])
-        for name, train in ways.items():
+        for name, (kind, wrapper, options) in ways.items():
             model = copy.deepcopy(start)
-            train(model, rows)
+            train(kind, model if wrapper is None else wrapper(model), rows, **options)
             error = (gradient(start, model) - exact).norm() / exact.norm()
-            print(f"  {name:42} relative error of the gradient {error:.1e}")
+            print(f"  {name:52} relative error of the gradient {error:.1e}")
 
 
 if __name__ == "__main__":
