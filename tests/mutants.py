@@ -39,6 +39,7 @@ AREAS = {
     "fsdp2": ("fully_shard", "engines", "parts", "state"),
     "deepspeed": ("deepspeed", "engines", "accelerate"),
     "trainers": ("fabric", "lightning", "accelerate"),
+    "transformers": ("transformers",),
     "stepping": ("precision", "transaction", "batchnorm", "memory", "state", "ddp"),
     "meshes": ("pipeline", "context", "meshes", "mesh_states"),
     "runs": ("contrast", "memory", "trace", "transaction", "ddp"),
