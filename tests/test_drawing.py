@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 
 import pytest
 import torch
@@ -96,49 +95,3 @@ def test_ramp_counts_updates_made_outside_of_its_loop():
         if accumulator.index == 1:
             run_window(accumulator.window([make_batch(2, seed=9)]), model).step()
     assert lengths == [(0, 1), (2, 3), (3, 4), (4, 2)]
-
-
-def left_with_a_late_rank():
-    """Collectives pending on rank 0 after each step and at a break, while rank 1 is late."""
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
-    started, under_way = [], []
-    calls = {name: getattr(dist, name) for name in ("all_reduce", "all_gather")}
-
-    def noting(call):
-        def note(*args, **options):
-            started.append(call(*args, **options))
-            return started[-1]
-
-        return note
-
-    def look():
-        under_way.append(sum(not work.is_completed() for work in started if work is not None))
-
-    try:
-        for name, call in calls.items():
-            setattr(dist, name, noting(call))
-        for window in accumulator.windows(loader_of(16)):
-            for micro_batch in window:
-                window.backward(loss_of(ddp, micro_batch))
-            if dist.get_rank() and window.index == 1:
-                time.sleep(0.2)
-            window.step()  # no one reads its loss
-            if window.index == 1:
-                break
-        look()
-        window = accumulator.window([make_batch(2, seed=0)])
-        for micro_batch in window:
-            window.backward(loss_of(ddp, micro_batch))
-        if dist.get_rank():
-            time.sleep(0.2)
-        window.step()
-        look()
-    finally:
-        for name, call in calls.items():
-            setattr(dist, name, call)
-    return under_way, len(started) > 4
-
-
-def test_collectives_are_complete_after_a_step_or_a_break(ranks):
-    assert ranks(2).run(left_with_a_late_rank) == [([0, 0], True)] * 2

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import gc
 import linecache
+import os
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -193,3 +197,40 @@ def test_micro_batches_that_a_left_window_did_not_draw_are_skipped_one_at_a_time
         else:
             window.step()
     assert len(drawn) == 8 and max(alive) <= 2
+
+
+LEAVES = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from distaccum import Accumulator
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(8, 8))
+accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+for window in accumulator.windows([torch.randn(4, 8) for _ in range(6)]):
+    for x in window:
+        window.backward(model(x).square().mean())
+    if dist.get_rank() and window.index == 2:
+        time.sleep(0.5)
+    update = window.step()
+if "destroy" in sys.argv:
+    dist.destroy_process_group()
+if "delete" in sys.argv:
+    del accumulator, model, window, update
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["destroy"], ["delete"], ["delete", "destroy"]], ids=" ".join)
+def test_job_ends_whose_last_loss_nobody_reads(words, tmp_path):
+    """Its sum over ranks may be under way then, as one rank was late."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    done = subprocess.run(
+        [*command, tmp_path / "leaves.py", *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -7,8 +7,10 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -21,6 +23,8 @@ from .private.process_group import is_shared, timeout_of
 
 # The errors of gloo, NCCL and their store when a rank is gone or late.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
+PATIENCE = timedelta(seconds=10)  # at a job's end, with a sum that other ranks have not joined
+TAG = 0x6461  # of our messages, in a group that may be the caller's
 # Modules whose functions run collectives: an error from the caller's own code may use the same words.
 RUN_COLLECTIVES = (
     "torch.distributed",
@@ -212,19 +216,20 @@ class GroupPeers(Peers):
         return [list(map(max, zip(*rows, strict=True))) for rows in shared]
 
     def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
-        mine = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
         waiting = None if self.waits is None else self.waits.gathering()
-        work = dist.all_gather(rows, mine, group=group, async_op=True)
-        self._recent.append((work, [mine, *rows]))
+        gather = gather_in_rounds if dist.get_world_size(group) > 2 else self._gather_at_once
         try:
-            if waiting is None:
-                work.wait()
-            else:
-                with waiting:
-                    work.wait()
+            with nullcontext() if waiting is None else waiting:
+                return gather(row, group)
         except RuntimeError as error:
             raise self._lost(error) from error
+
+    def _gather_at_once(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+        mine = torch.tensor(row, dtype=torch.float64)
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        work = dist.all_gather(rows, mine, group=group, async_op=True)
+        self._recent.append((work, [mine, *rows]))
+        work.wait()
         return [row.tolist() for row in rows]
 
     def gather_objects(self, value: Any) -> list[Any]:
@@ -255,16 +260,8 @@ class GroupPeers(Peers):
         reduction: Waitable = work if self.waits is None else self.waits.watched(work)
         if not on_host:
             return reduction
-        # The host computes it, and ranks are together here. Left running, it would keep a job from ending that never
-        # reads its last loss.
         self._recent.append((work, [sent]))
-        try:
-            reduction.wait()
-        except RuntimeError as error:
-            self.refuse_lost(error)
-            raise
-        values.copy_(sent)
-        return None
+        return _OnHost(reduction, sent, values, self.refuse_lost)
 
     def share_largest(self, values: Tensor) -> None:
         if self.shares_samples:
@@ -302,6 +299,28 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
     return is_inside and LOST.search(str(error)) is not None
 
 
+@dataclass
+class _OnHost:
+    """A sum that gloo's threads compute in a tensor of its own, which nobody else may free."""
+
+    reduction: Waitable
+    sent: Tensor
+    values: Tensor
+    refuse_lost: Callable[[RuntimeError], None]
+    is_done: bool = False
+
+    def wait(self) -> None:
+        if self.is_done:
+            return
+        try:
+            self.reduction.wait()
+        except RuntimeError as error:
+            self.refuse_lost(error)
+            raise
+        self.values.copy_(self.sent)
+        self.is_done = True
+
+
 _Sent = tuple[Any, list[Tensor]]  # a collective, and its tensors, which nobody else has
 
 
@@ -314,9 +333,35 @@ def _release(recent: deque[_Sent]) -> None:
     """
     until = time.monotonic() + 1
     while recent:
-        tensors = recent.popleft()[1]  # the collective goes
+        work, tensors = recent.popleft()
+        with suppress(RuntimeError):  # of a rank that is gone
+            work.wait(PATIENCE)
+        del work
         while any(map(is_shared, tensors)) and time.monotonic() < until:
             time.sleep(1e-4)  # which releases the lock
+
+
+def gather_in_rounds(row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+    """The rows of all ranks, in their order, after as many messages as the number of ranks has bits.
+
+    In each round a rank passes on all that it has to one that lacks it: rows of 1, 2, 4, 8... ranks. gloo's own
+    gathering sends them around a ring, a message for each rank, which is as many for two.
+    """
+    ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
+    num, known = len(ranks), 1
+    rows = torch.empty(num, len(row), dtype=torch.float64)  # of this rank, and of those after it
+    rows[0] = torch.tensor(row, dtype=torch.float64)
+    while known < num:
+        new = min(known, num - known)
+        sender, receiver = ranks[(here + known) % num], ranks[here - known]
+        coming = dist.irecv(rows[known : known + new], sender, group=group, tag=TAG)
+        going = dist.isend(rows[:new], receiver, group=group, tag=TAG)
+        assert coming is not None and going is not None  # which it is outside of the group
+        coming.wait()
+        going.wait()
+        known += new
+    found: list[list[float]] = rows.tolist()
+    return found[num - here :] + found[: num - here]
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
