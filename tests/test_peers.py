@@ -22,7 +22,7 @@ def gathered():
         if dist.get_rank() < num:
             with Counting() as counting:
                 rows = gather_in_rounds([float(dist.get_rank()), 0.5], group)
-            found.append((rows, [name for name, _ in counting.take()]))
+            found.append((rows.tolist(), [name for name, _ in counting.take()]))
     return found
 
 

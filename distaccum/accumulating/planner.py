@@ -14,7 +14,7 @@ from torch import nn
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import Plan, RankReport, guess_counts, make_plan, refuse_unlike_parts, reports_of
+from ..law.plan import Plan, by_rank_of, guess_counts, make_plan, plan_of, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..observers.statistics import Pool
@@ -112,15 +112,25 @@ class Planner:
                 agrees=manner.agreement is not None,
                 reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
             )
-            alone = engine.peers.is_alone
-            shared = [] if alone else engine.peers.gather_shared(candidate.report.to_row())
-            candidate.raise_error()
-            if candidate.batches.warning is not None:
-                self.setup.once("batches", candidate.batches.warning)
-            reports = [candidate.report] if alone else reports_of(engine.peers.sharing, shared)
-            if engine.peers.has_parts:
-                refuse_unlike_parts(engine.peers.parts, reports, config.counts_whole)
-            return self._window_of(candidate, reports, manner)
+            plan = self._plan_with_others(candidate, tuple(SUM if manner.is_sum else config.reductions))
+            return self._window_of(candidate, plan, manner)
+
+    def _plan_with_others(self, candidate: Candidate, names: Sequence[str]) -> Plan:
+        peers, report = self.setup.engine.peers, candidate.report
+        is_plain = not (peers.shares_samples or peers.has_parts)
+        fields = peers.gather_fields(report.to_row()) if is_plain and not peers.is_alone else []
+        shared = [] if is_plain else peers.gather_shared(report.to_row())
+        candidate.raise_error()
+        if candidate.batches.warning is not None:
+            self.setup.once("batches", candidate.batches.warning)
+        if peers.is_alone:
+            return make_plan(names, [report])
+        if is_plain:
+            return plan_of(names, by_rank_of(fields))
+        reports = reports_of(peers.sharing, shared)
+        if peers.has_parts:
+            refuse_unlike_parts(peers.parts, reports, self.config.counts_whole)
+        return make_plan(names, reports)
 
     def _reduces_afterwards(self, manner: Manner, batches: Batches) -> bool:
         return (
@@ -140,11 +150,10 @@ class Planner:
             return False
         return not self.progress.size.is_proven(batches.largest, largest_sample(batches.micro_batches))
 
-    def _window_of(self, candidate: Candidate, reports: Sequence[RankReport], manner: Manner) -> Window:
+    def _window_of(self, candidate: Candidate, plan: Plan, manner: Manner) -> Window:
         setup, progress, batches = self.setup, self.progress, candidate.batches
         engine = setup.engine
         reductions = SUM if manner.is_sum else self.config.reductions
-        plan = make_plan(tuple(reductions), reports)
         stream = None if plan.is_empty else batches.stream
         if stream is not None:
             plan = guess_counts(plan, batches.steps)

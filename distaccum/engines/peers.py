@@ -109,6 +109,10 @@ class Peers:
         """The rows of all ranks, in their order; through the host, never through the device's queue."""
         return [row]
 
+    def gather_fields(self, row: list[float]) -> list[list[float]]:
+        """The same by field: the first of all ranks, the second of all ranks."""
+        return [[value] for value in row]
+
     def gather_shared(self, row: list[float]) -> list[list[list[float]]]:
         """For each rank the rows of those that share its samples, as `sharing` lists them; also over the host."""
         return [[row]]
@@ -196,10 +200,15 @@ class GroupPeers(Peers):
         return whole if math.isinf(kind) else whole.pow(1 / kind)
 
     def gather(self, row: list[float]) -> list[list[float]]:
-        return self._gather(row, self.host_group)
+        found: list[list[float]] = self._gather(row, self.host_group).tolist()
+        return found
+
+    def gather_fields(self, row: list[float]) -> list[list[float]]:
+        found: list[list[float]] = self._gather(row, self.host_group).T.tolist()
+        return found
 
     def gather_shared(self, row: list[float]) -> list[list[list[float]]]:
-        return self._by_sharing(self._gather(row, self._shared_group))
+        return self._by_sharing(self._gather(row, self._shared_group).tolist())
 
     def _by_sharing(self, rows: list[list[float]]) -> list[list[list[float]]]:
         if self._shared_group is self.host_group:
@@ -212,10 +221,10 @@ class GroupPeers(Peers):
         if self._apart is None:
             with nullcontext() if self.waits is None else self.waits.span("waiting", on="the making of a group"):
                 self._apart = new_host_group(self.group, dist.get_process_group_ranks(self._shared_group))
-        shared = self._by_sharing(self._gather(row, self._apart))
+        shared = self._by_sharing(self._gather(row, self._apart).tolist())
         return [list(map(max, zip(*rows, strict=True))) for rows in shared]
 
-    def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+    def _gather(self, row: list[float], group: dist.ProcessGroup) -> Tensor:
         waiting = None if self.waits is None else self.waits.gathering()
         gather = gather_in_rounds if dist.get_world_size(group) > 2 else self._gather_at_once
         try:
@@ -224,13 +233,13 @@ class GroupPeers(Peers):
         except RuntimeError as error:
             raise self._lost(error) from error
 
-    def _gather_at_once(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+    def _gather_at_once(self, row: list[float], group: dist.ProcessGroup) -> Tensor:
         mine = torch.tensor(row, dtype=torch.float64)
-        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-        work = dist.all_gather(rows, mine, group=group, async_op=True)
-        self._recent.append((work, [mine, *rows]))
+        rows = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
+        work = dist.all_gather(list(rows), mine, group=group, async_op=True)
+        self._recent.append((work, [mine, rows]))
         work.wait()
-        return [row.tolist() for row in rows]
+        return rows
 
     def gather_objects(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.num_ranks
@@ -265,8 +274,8 @@ class GroupPeers(Peers):
 
     def share_largest(self, values: Tensor) -> None:
         if self.shares_samples:
-            rows = self._gather(values.tolist(), self._shared_group)
-            values.copy_(torch.tensor(rows, dtype=torch.float64).amax(0))
+            rows = self._gather(values.reshape(-1).tolist(), self._shared_group)
+            values.copy_(rows.amax(0).reshape(values.shape))
 
     def refuse_lost(self, error: RuntimeError) -> None:
         if _is_of_a_collective(error):
@@ -341,7 +350,7 @@ def _release(recent: deque[_Sent]) -> None:
             time.sleep(1e-4)  # which releases the lock
 
 
-def gather_in_rounds(row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
+def gather_in_rounds(row: list[float], group: dist.ProcessGroup) -> Tensor:
     """The rows of all ranks, in their order, after as many messages as the number of ranks has bits.
 
     In each round a rank passes on all that it has to one that lacks it: rows of 1, 2, 4, 8... ranks. gloo's own
@@ -360,8 +369,7 @@ def gather_in_rounds(row: list[float], group: dist.ProcessGroup) -> list[list[fl
         coming.wait()
         going.wait()
         known += new
-    found: list[list[float]] = rows.tolist()
-    return found[num - here :] + found[: num - here]
+    return rows.roll(here, 0)
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:

@@ -122,7 +122,7 @@ class RanksEngine(Engine):
 
     def refuse_dry_ranks(self, plan: Plan) -> None:
         """A rank without a micro-batch needs one of an earlier window to stand in with."""
-        dry = [not own | ready for own, ready in zip(plan.num_counted, plan.has_stand_in, strict=True)]
+        dry = [not (own or ready) for own, ready in zip(plan.num_counted, plan.has_stand_in, strict=True)]
         if any(dry):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches; under {self.name} each rank must run forward for "

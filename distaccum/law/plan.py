@@ -8,7 +8,7 @@ once, and every rank makes the same `Plan` of them. After that each micro-loss h
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -89,6 +89,13 @@ def reports_of(sharing: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequenc
     return [_shared(ranks, list(map(RankReport.from_row, of_set))) for ranks, of_set in zip(sharing, rows, strict=True)]
 
 
+def by_rank_of(fields: Sequence[Sequence[float]]) -> Any:
+    """A report whose fields are those of all ranks, perhaps of thousands: only what must be whole is cast."""
+    known = len(RankReport._fields) - 1
+    by_rank: Any = RankReport._make([*fields[:known], fields[known:]])
+    return by_rank._replace(num_counted=tuple(map(int, by_rank.num_counted)))
+
+
 def _shared(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
     if len(ranks) == 1:
         return reports[0]
@@ -142,23 +149,31 @@ def refuse_unlike_parts(
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
+    return plan_of(names, by_rank._replace(totals=tuple(zip(*by_rank.totals, strict=True))))
+
+
+def plan_of(names: Sequence[str], by_rank: Any) -> Plan:
+    """The same, from a report whose fields, and each of its totals, are those of all ranks."""
     all_or_none(
         by_rank.failed,
         None,
         "rank {ranks} could not plan this window (its own error says why); no gradient was touched",
     )
-    _refuse_disagreement("the update's index", by_rank.update, "load the same state, and ask for as many windows")
+    _refuse_disagreement("the update's index", by_rank.update, int, "load the same state, and ask for as many windows")
     _refuse_disagreement(
         "who runs the window",
-        ["update()" if is_guarded else "a loop" for is_guarded in by_rank.agrees],
+        by_rank.agrees,
+        lambda is_guarded: "update()" if is_guarded else "a loop",
         "call update(), or make a loop,",
     )
     _refuse_disagreement(
-        "steps", [steps or "any" for steps in by_rank.steps], "give the same steps, batch_size and kind of window"
+        "steps",
+        by_rank.steps,
+        lambda steps: int(steps) or "any",
+        "give the same steps, batch_size and kind of window",
     )
-    totals = map(sum, zip(*by_rank.totals, strict=True))
     return Plan(
-        counts={name: as_int_if_whole(total) for name, total in zip(names, totals, strict=True)},
+        counts={name: as_int_if_whole(sum(total)) for name, total in zip(names, by_rank.totals, strict=True)},
         num_counted=by_rank.num_counted,
         all_terms=all(by_rank.all_terms),
         all_terms_in_last=all(by_rank.all_terms_in_last),
@@ -167,14 +182,14 @@ def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
         no_more_after=all(by_rank.no_more_after),
         agrees=any(by_rank.agrees),
         reduce_afterwards=any(by_rank.reduce_afterwards),
-        largest=max(by_rank.largest),
-        largest_sample=max(by_rank.largest_sample),
+        largest=int(max(by_rank.largest)),
+        largest_sample=int(max(by_rank.largest_sample)),
     )
 
 
-def _refuse_disagreement(what: str, by_rank: Sequence[object], cure: str) -> None:
+def _refuse_disagreement(what: str, by_rank: Sequence[Any], say: Callable[[Any], object], cure: str) -> None:
     if len(set(by_rank)) > 1:
-        seen = ", ".join(f"rank {rank}: {value}" for rank, value in enumerate(by_rank))
+        seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(by_rank))
         raise DistaccumError(f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank")
 
 
