@@ -45,6 +45,7 @@ BACKENDS: Mapping[str, Transport] = {
     "nccl": Transport(5e-6, 0.9, 0.9, "assumed, not measured; give your own"),
 }
 HOST_HOP = 50e-6  # seconds of a hop of gloo beside another backend: assumed, of TCP between hosts
+ROW = 120  # bytes of a rank in the plan
 BUCKET_MB = 25.0  # DDP's default; FSDP and ZeRO 3 cut by layers, which is near it
 ZERO_BUCKET = 5 * 10**8  # numbers: DeepSpeed's default up to ZeRO 2
 BACKWARD = 2 / 3  # of a micro-step: two products for each one of the forward
@@ -150,9 +151,11 @@ class Network:
         return self.latency(call, self.buckets) + self.sent(call) / (rate * reached)
 
     def small(self) -> float:
-        """Latency of the two small collectives of a window: its plan, which gloo gathers, and its record."""
+        """Of the two small collectives of a window: its plan, in a round for each bit of the ranks, and its record."""
         hop = self.transport.latency if self.backend == "gloo" else HOST_HOP
-        return (self.ranks - 1) * hop + self.latency(REDUCE, 1)
+        rate = self.rates["all"]
+        rows = 0.0 if rate is None else (self.ranks - 1) * ROW / (rate * self.transport.gather)
+        return (self.ranks - 1).bit_length() * hop + rows + self.latency(REDUCE, 1)
 
 
 def rates_between(ranks: int, nodes: int, link_gbit: float | None, node_gbit: float | None) -> dict[str, float | None]:
