@@ -278,6 +278,7 @@ class _Epoch:
         if self.window is not None:
             self.turns, self._idle = turns, turns - self.window.num_micro_steps
             self._micro_batches = iter(self.window)
+            self.window.begin()  # together, before some ranks idle
         return self._drawn
 
     def is_idle(self) -> bool:

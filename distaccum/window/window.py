@@ -79,6 +79,7 @@ class Window:
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
         self._ledger, self._observers, self._commit = status.ledger, observers, commit
         self._unfinished = unfinished
+        self._is_begun = False  # by begin(), and not iterated yet
         self._tamper = Tamper(trained.engine, trained.groups)
         self._backwards = Backwards(status, trained.engine, trained.parameters, observers, self._tamper)
 
@@ -126,13 +127,11 @@ class Window:
         Left early, by `break` or an exception, the window is discarded. A micro-batch without `backward` is an error.
         """
         status, source, observers = self._status, self._source, self._observers
-        if status.stage is not Stage.PLANNED:
-            raise DistaccumError(f"this window is {status.describe()}; a window is iterated once")
-        status.stage = Stage.RUNNING
+        if not self._is_begun:
+            self.begin()
+        self._is_begun = False
         checks_names = self._ledger.has_several
         try:
-            if not self._plan.is_empty:
-                self._begin()
             while source.advance():
                 status.turn = WAITING
                 for observer in observers:
@@ -153,6 +152,18 @@ class Window:
         finally:
             if status.stage is not Stage.COMPLETE:
                 self.discard()
+
+    def begin(self) -> None:
+        """What the loop does first, where ranks may communicate: for a rank that does so otherwise before its loop."""
+        if self._status.stage is not Stage.PLANNED:
+            raise DistaccumError(f"this window is {self._status.describe()}; a window is iterated once")
+        self._status.stage, self._is_begun = Stage.RUNNING, True
+        try:
+            if not self._plan.is_empty:
+                self._begin()
+        except BaseException:
+            self.discard()
+            raise
 
     def _begin(self) -> None:
         refuse_inference_mode()
