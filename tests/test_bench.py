@@ -98,3 +98,16 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, optio
     assert done.status == 2
     last = done.errors.splitlines()[-1]
     assert last.startswith(f"{program}: error: ") and options[0] in last
+
+
+def test_trainers_and_windows_end_at_the_same_weights(programs, tmp_path):
+    out = tmp_path / "trainers"
+    done = run(programs, "trainers.py", "--rounds", 1, "--updates", 1, "--width", 8, "--out", out)
+    assert done.status == 0, done.errors
+    found = json.loads(out.with_suffix(".json").read_text())["trainers"]
+    assert {name for of_trainers in found.values() for name in of_trainers} == {
+        "Fabric",
+        "Lightning",
+        "transformers' Trainer",
+    }
+    assert all(row["difference"] <= 1e-6 for of_trainers in found.values() for row in of_trainers.values())
