@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from .errors import DistaccumError, all_or_none
@@ -43,9 +43,9 @@ class RankReport(NamedTuple):
         return cls(*map(int, row[:4]), *map(bool, row[4:11]), *map(int, row[11:14]), tuple(row[14:]))  # type: ignore[arg-type,call-arg]  # by place
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
-    """What all ranks know of a window before its first backward."""
+    """What all ranks know of a window before its first backward. Nobody changes it."""
 
     counts: dict[str, float]  # the global denominators
     num_counted: tuple[int, ...]  # micro-batches by rank
@@ -60,15 +60,14 @@ class Plan:
     )
     largest: int = 0  # samples in a micro-batch of any rank, where they were cut
     largest_sample: int = 0  # numbers in a sample of it
+    is_empty: bool = field(init=False)  # no micro-batch has anything that counts, so there is no update
+
+    def __post_init__(self) -> None:
+        self.is_empty = max(self.num_counted) == 0 or not any(self.counts.values())
 
     @property
     def uneven(self) -> bool:
         return min(self.num_counted) != max(self.num_counted)
-
-    @property
-    def is_empty(self) -> bool:
-        """No micro-batch has anything that counts, so there is no update."""
-        return max(self.num_counted) == 0 or not any(self.counts.values())
 
     @property
     def some_rank_is_dry(self) -> bool:
@@ -148,8 +147,27 @@ def refuse_unlike_parts(
 
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
+    if len(reports) == 1 and not reports[0].failed:
+        return _plan_of_one(names, reports[0])
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
     return plan_of(names, by_rank._replace(totals=tuple(zip(*by_rank.totals, strict=True))))
+
+
+def _plan_of_one(names: Sequence[str], report: RankReport) -> Plan:
+    """Of a rank alone, whose windows may be short: nothing can contradict it."""
+    return Plan(
+        counts=dict(zip(names, map(as_int_if_whole, report.totals), strict=True)),
+        num_counted=(report.num_counted,),
+        all_terms=report.all_terms,
+        all_terms_in_last=report.all_terms_in_last,
+        has_stand_in=(report.has_stand_in,),
+        epoch_over=not report.num_drawn,
+        no_more_after=report.no_more_after,
+        agrees=report.agrees,
+        reduce_afterwards=report.reduce_afterwards,
+        largest=report.largest,
+        largest_sample=report.largest_sample,
+    )
 
 
 def plan_of(names: Sequence[str], by_rank: Any) -> Plan:
