@@ -62,8 +62,10 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.update: Update | None = None
         self._own_count = count
         self._accumulator: tuple[nn.Module, Accumulator] | None = None
+        self._shifts_in_secret = False
         self._epoch: _Epoch | None = None
         self._turns = 1  # of the Trainer's loop in this update
+        self._known_items: dict[int, Any] = {}  # of this update's micro-batches, by their ids
         self._syncs_each = bool(self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
         self.add_callback(_Ends(self))
 
@@ -96,7 +98,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._epoch is None or self._epoch.iterator is not epoch_iterator:
             self._leave_epoch()
             self._epoch = _Epoch(self._accumulator_of(self.model_wrapped), epoch_iterator)
-        self._turns = num_batches
+        self._turns, self._known_items = num_batches, {}
         drawn = self._epoch.draw(num_batches)
         if self._epoch.window is None:  # no rank has any more
             return [], None
@@ -125,7 +127,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
         """Its part of the window's loss, times the number of ranks, over which the Trainer averages."""
-        items = self._items(micro_batch)
+        items = self._known_items.get(id(micro_batch)) if not window.stand_in else self._items(micro_batch)
         with self._alone():
             self.accelerator.backward = lambda loss, **_: window.backward(loss)
             try:
@@ -180,11 +182,11 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
                 sync="every" if self._syncs_each else "last",
                 on_nonfinite="ignore",  # as the Trainer does
             )
-            self._accumulator = model, made
+            self._accumulator, self._shifts_in_secret = (model, made), self._shifts_unknown_to_trainer()
         return self._accumulator[1]
 
     def _count(self, micro_batch: Any) -> float | Tensor:
-        items = self._items(micro_batch)
+        items = self._known_items[id(micro_batch)] = self._items(micro_batch)
         return self._rows(micro_batch) if items is None else items
 
     def _items(self, micro_batch: Any) -> Any:
@@ -193,7 +195,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             return self._own_count(micro_batch)
         with self._alone():
             found = super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
-        if found is not None and self._shifts_unknown_to_trainer() and "shift_labels" not in micro_batch:
+        if found is not None and self._shifts_in_secret and "shift_labels" not in micro_batch:
             return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
         return found
 

@@ -1,0 +1,136 @@
+"""What a window's plan costs by the number of ranks: rounds, messages, and time against gloo's ring.
+
+    python launch/bench/ranks.py --out launch/results/ranks
+
+Processes of this machine with gloo, which share its processors: so rounds and messages are counted too, and the time is
+a ratio to gloo's own gathering in the same run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit import CPU, Options, circumstances, header, in_ranks, table, write
+
+from distaccum import plan
+from distaccum.engines.peers import gather_in_rounds
+from distaccum.law.plan import RankReport, by_rank_of, plan_of
+
+REPORT = RankReport(3, 8, 8, 8, False, True, True, True, False, False, False, 0, 0, 0, (800.0,))
+FORECAST = (64, 512, 4096)
+
+
+def ring(row: list[float]) -> torch.Tensor:
+    mine = torch.tensor(row, dtype=torch.float64)
+    rows = torch.empty(dist.get_world_size(), len(row), dtype=torch.float64)
+    dist.all_gather(list(rows), mine)
+    return rows
+
+
+def times(repeats: int, rounds: int) -> dict[str, list[float]]:
+    """Seconds of a gathering, in turns."""
+    torch.set_num_threads(1)
+    row, group = REPORT.to_row(), dist.group.WORLD
+    assert group is not None
+    ways: dict[str, Callable[[], Any]] = {"ring": lambda: ring(row), "rounds": lambda: gather_in_rounds(row, group)}
+    assert torch.equal(ways["ring"](), ways["rounds"]())
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, gather in ways.items():
+            dist.barrier()
+            gather()
+            began = time.perf_counter()
+            for _ in range(repeats):
+                gather()
+            found[name].append((time.perf_counter() - began) / repeats)
+    return found
+
+
+def host_milliseconds(ranks: int) -> float:
+    """Of one rank: reading the rows of all, and the plan of them."""
+    rows, found = torch.tensor(REPORT.to_row(), dtype=torch.float64).repeat(ranks, 1), []
+    for _ in range(20):
+        began = time.process_time()
+        plan_of(("samples",), by_rank_of(rows.T.tolist()))
+        found.append(time.process_time() - began)
+    return statistics.median(found) * 1e3
+
+
+def forecast_milliseconds(ranks: int) -> float:
+    """Of the network, beside NCCL, 8 ranks to a node of 100 Gbit/s; with the record's latency."""
+    given = {"batch_size": ranks, "micro_batch_size": 1, "parameters": 1, "micro_step_seconds": 1.0, "bucket_mb": 1e9}
+    found = plan(ranks=ranks, nodes=ranks // 8, link_gbit=100, node_gbit=1000, backend="nccl", **given)  # type: ignore[arg-type]
+    (timing,) = (one["timing"] for one in found.policies if one["policy"] == "DDP, last")
+    return float(timing["latency"]) * 1e3
+
+
+def rows_of(numbers: Sequence[int], repeats: int, rounds: int) -> list[dict[str, Any]]:
+    found = []
+    for num in numbers:
+        taken = in_ranks(num, times, repeats, rounds, seconds=300)[0]
+        ratio = [ours / theirs for ours, theirs in zip(taken["rounds"], taken["ring"], strict=True)]
+        found.append(
+            {
+                "ranks": num,
+                "rounds": (num - 1).bit_length(),
+                "ring": num - 1,
+                "ratio": statistics.median(ratio),
+                "least": min(ratio),
+                "most": max(ratio),
+                "ring ms": statistics.median(taken["ring"]) * 1e3,
+            }
+        )
+    return found
+
+
+def main() -> int:
+    parser = Options(__doc__)
+    parser.counts("--ranks", [2, 4, 8, 16, 32, 64], "numbers of ranks")
+    parser.counts("--repeats", 20, "gatherings in a turn")
+    parser.counts("--rounds", 9, "turns of each way")
+    options = parser.parse_args()
+    found = rows_of(options.ranks, options.repeats, options.rounds)
+    cells = [
+        [
+            str(one["ranks"]),
+            str(one["rounds"]),
+            str(one["ring"]),
+            f"{one['ratio']:.2f} ({one['least']:.2f} to {one['most']:.2f})",
+            f"{one['ring ms']:.1f}",
+        ]
+        for one in found
+    ]
+    heads = [
+        "ranks",
+        "rounds, and messages of a rank",
+        "messages in the ring",
+        "time, in parts of the ring's",
+        "ring, ms",
+    ]
+    larger = [[str(num), f"{forecast_milliseconds(num):.2f}", f"{host_milliseconds(num):.2f}"] for num in FORECAST]
+    notes = (
+        "A row is 15 numbers of 8 bytes. Medians, and the least and the most of all turns. Two ranks keep gloo's own "
+        "gathering, which is one message there.",
+    )
+    about = circumstances(CPU)
+    lines = [
+        *header("The plan by the number of ranks", about, *notes),
+        *table(heads, cells),
+        "## By the forecast",
+        "",
+        "Milliseconds of the network (50 microseconds for a round, assumed, 8 ranks to a node with 100 Gbit/s), with "
+        "the record's latency on NCCL; and of each rank's processor, measured: reading all rows, making the plan.",
+        "",
+        *table(["ranks", "network", "processor"], larger),
+    ]
+    write(options.out, "\n".join(lines), {**about, "ranks": found, "larger": larger})
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
