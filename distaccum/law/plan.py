@@ -99,8 +99,8 @@ def _shared(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
     if len(ranks) == 1:
         return reports[0]
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    for field, seen in ALIKE.items():
-        values = getattr(by_rank, field)
+    for name, seen in ALIKE.items():
+        values = getattr(by_rank, name)
         if len(set(values)) > 1 and not any(by_rank.failed):
             raise DistaccumError(
                 f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(list(values))}; give "
