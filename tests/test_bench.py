@@ -73,7 +73,7 @@ def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path)
         assert large == {name: number for name, number in by_hand.items() if "small" not in name}
         assert any("reduce-scatter" in name for name in large)
         small = {name: number - by_hand.get(name, 0) for name, number in ours.items() if "small" in name}
-        assert small.pop("all four: small all-gather") == 1  # the plan
+        assert small.pop("all four: small send") == small.pop("all four: small receive") == 2  # the plan's rounds
         # The record, and which parameters were used: among the ranks with samples, and their other stages.
         data, four = "data: small all-reduce", "all four: small all-reduce"
         assert small == {"tensor": {data: 2}, "stages": {data: 1, four: 1}}.get(kind, {four: 2})
@@ -111,3 +111,12 @@ def test_trainers_and_windows_end_at_the_same_weights(programs, tmp_path):
         "transformers' Trainer",
     }
     assert all(row["difference"] <= 1e-6 for of_trainers in found.values() for row in of_trainers.values())
+
+
+def test_plan_of_many_ranks_takes_as_many_rounds_as_their_number_has_bits(programs, tmp_path):
+    out = tmp_path / "ranks"
+    done = run(programs, "ranks.py", "--ranks", 2, 3, 5, "--repeats", 2, "--rounds", 1, "--out", out)
+    assert done.status == 0, done.errors
+    found = json.loads(out.with_suffix(".json").read_text())
+    assert [(one["ranks"], one["rounds"], one["ring"]) for one in found["ranks"]] == [(2, 1, 1), (3, 2, 2), (5, 3, 4)]
+    assert [one[0] for one in found["larger"]] == ["64", "512", "4096"]

@@ -476,7 +476,7 @@ def test_label_that_a_causal_model_shifts_away_is_not_counted():
     [({"optim": "adalomo"}, "optim=.*steps in backward"), ({}, "DataParallel")],
     ids=["lomo", "DataParallel"],
 )
-def test_what_cannot_be_exact_is_refused_before_training(options, words, tmp_path):
+def test_options_that_cannot_be_exact_are_refused_before_training(options, words, tmp_path):
     with accelerators():
         trainer = make_trainer(kinds()[1], make_net(), make_rows([3, 4]), str(tmp_path))
         for name, value in options.items():

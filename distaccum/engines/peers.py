@@ -7,7 +7,7 @@ import re
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -231,7 +231,7 @@ class GroupPeers(Peers):
             with nullcontext() if waiting is None else waiting:
                 return gather(row, group)
         except RuntimeError as error:
-            raise self._lost(error) from error
+            raise _lost(self.rank, error) from error
 
     def _gather_at_once(self, row: list[float], group: dist.ProcessGroup) -> Tensor:
         mine = torch.tensor(row, dtype=torch.float64)
@@ -270,7 +270,7 @@ class GroupPeers(Peers):
         if not on_host:
             return reduction
         self._recent.append((work, [sent]))
-        return _OnHost(reduction, sent, values, self.refuse_lost)
+        return _OnHost(reduction, sent, values, self.rank)
 
     def share_largest(self, values: Tensor) -> None:
         if self.shares_samples:
@@ -278,19 +278,24 @@ class GroupPeers(Peers):
             values.copy_(rows.amax(0).reshape(values.shape))
 
     def refuse_lost(self, error: RuntimeError) -> None:
-        if _is_of_a_collective(error):
-            raise self._lost(error) from error
-
-    def _lost(self, error: RuntimeError) -> LostRanksError:
-        return LostRanksError(
-            f"rank {self.rank} lost contact with the other ranks: one has died, failed, or exceeded the process "
-            f"group's timeout ({' '.join(str(error).split())[:200]}). The group cannot be used any more; start all "
-            "ranks again, from a checkpoint"
-        )
+        _refuse_lost(self.rank, error)
 
     def _group_for(self, tensor: Tensor) -> dist.ProcessGroup:
         """Offloaded parameters leave numbers on the host, which the device's group cannot send."""
         return self.host_group if tensor.device.type == "cpu" else self.group
+
+
+def _refuse_lost(rank: int, error: RuntimeError) -> None:
+    if _is_of_a_collective(error):
+        raise _lost(rank, error) from error
+
+
+def _lost(rank: int, error: RuntimeError) -> LostRanksError:
+    return LostRanksError(
+        f"rank {rank} lost contact with the other ranks: one has died, failed, or exceeded the process group's timeout "
+        f"({' '.join(str(error).split())[:200]}). The group cannot be used any more; start all ranks again, from a "
+        "checkpoint"
+    )
 
 
 def _is_of_a_collective(error: RuntimeError) -> bool:
@@ -310,12 +315,15 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 @dataclass
 class _OnHost:
-    """A sum that gloo's threads compute in a tensor of its own, which nobody else may free."""
+    """A sum that gloo's threads compute in a tensor of its own, which nobody else may free.
+
+    An update that is kept holds it: it holds neither peers nor their trace.
+    """
 
     reduction: Waitable
     sent: Tensor
     values: Tensor
-    refuse_lost: Callable[[RuntimeError], None]
+    rank: int
     is_done: bool = False
 
     def wait(self) -> None:
@@ -324,7 +332,7 @@ class _OnHost:
         try:
             self.reduction.wait()
         except RuntimeError as error:
-            self.refuse_lost(error)
+            _refuse_lost(self.rank, error)
             raise
         self.values.copy_(self.sent)
         self.is_done = True

@@ -328,8 +328,8 @@ def main() -> int:
         f"Four gloo ranks on this machine. A micro-batch is {ROWS} rows of {WORDS} tokens, the model two blocks of "
         f"width {options.width}. Ratios to the loop by hand, round by round: the median, the least and the most of "
         f"{options.rounds}. Small: at most {SMALL} numbers, which carry no gradient.",
-        "By hand nothing is planned, recorded or looked at. distaccum adds the plan (a small all-gather among all that "
-        "share a window), the record of the loss, and what FSDP2's ranks tell each other of unused parameters; with "
+        "By hand nothing is planned, recorded or looked at. distaccum adds the plan (two rounds of small messages "
+        "among the four), the record of the loss, and what FSDP2's ranks tell each other of unused parameters; with "
         "the default of `on_nonfinite` also the norm. Each dimension that reduces does so once per window and wrapped "
         "module.",
     )
