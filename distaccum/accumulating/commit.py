@@ -34,6 +34,7 @@ from .progress import Progress
 from .setup import Setup
 
 MOST_SKIPS = 50  # in a row
+NOTHING = nullcontext()
 
 
 @dataclass
@@ -106,7 +107,7 @@ class Committer:
         if complete.plan.is_empty:
             reason: str | None = f"no {' and no '.join(complete.plan.counts)} in any micro-batch of any rank"
         else:
-            with nullcontext() if trace is None else trace.span("step"):
+            with NOTHING if trace is None else trace.span("step"):
                 gradient = self._unscaled(complete) if self._setup.steps else None
                 record = self._sent(complete, gradient)
                 reason = None if gradient is None else self._step(complete, gradient, record)
@@ -234,7 +235,8 @@ class Committer:
     def _step_optimizers(self, complete: Complete, gradient: Gradient) -> str | None:
         self.is_stepping = True
         try:
-            with divided(self._optimizers, gradient.divisor):
+            by = gradient.divisor
+            with NOTHING if by is None else divided(self._optimizers, by):
                 reason = self._engine.step(self._optimizers)
                 self._has_stepped = reason is None
         except BaseException:

@@ -180,16 +180,17 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
     for count in counts_of.values():
         known = batches.lengths if count is count_samples else None  # split knows what it cut
         values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
-    if any(isinstance(value, Tensor) for value in values):
-        values = _read(values)
-    rows = len(batches.micro_batches)
-    for i, value in enumerate(values):
-        if not (type(value) in (int, float) or isinstance(value, Real)) or not 0 <= float(value) < math.inf:
+    numbers: list[float] = []
+    for value in _read(values):
+        is_number = type(value) in (int, float) or isinstance(value, Real)
+        if not is_number or not 0 <= (number := float(value)) < math.inf:
+            name, place = divmod(len(numbers), len(batches.micro_batches))
             raise ValueError(
-                f"count gave {value!r} for {list(counts_of)[i // rows]!r} in micro-batch {i % rows}, expected a "
-                "finite number of at least 0"
+                f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {place}, expected a finite number "
+                "of at least 0"
             )
-    numbers = [float(value) for value in values]
+        numbers.append(number)
+    rows = len(batches.micro_batches)
     return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
 
 

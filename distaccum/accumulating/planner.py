@@ -31,6 +31,7 @@ from .progress import Progress
 from .setup import Setup, Users, guard_steps
 
 SUM: Mapping[str, Reduction] = {"samples": "sum"}
+NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class Planner:
         self.setup.accelerated.refuse_accumulation()
         config, progress, engine = self.config, self.progress, self.setup.engine
         trace = None if engine.peers.waits is None else self.setup.trace
-        with nullcontext() if trace is None else trace.planning(progress.index):
+        with NOTHING if trace is None else trace.planning(progress.index):
             candidate = candidate_of(
                 draw,
                 progress.index,
@@ -117,13 +118,14 @@ class Planner:
 
     def _plan_with_others(self, candidate: Candidate, names: Sequence[str]) -> Plan:
         peers, report = self.setup.engine.peers, candidate.report
-        is_plain = not (peers.shares_samples or peers.has_parts)
-        fields = peers.gather_fields(report.to_row()) if is_plain and not peers.is_alone else []
+        is_alone = peers.is_alone
+        is_plain = is_alone or not (peers.shares_samples or peers.has_parts)
+        fields = peers.gather_fields(report.to_row()) if is_plain and not is_alone else []
         shared = [] if is_plain else peers.gather_shared(report.to_row())
         candidate.raise_error()
         if candidate.batches.warning is not None:
             self.setup.once("batches", candidate.batches.warning)
-        if peers.is_alone:
+        if is_alone:
             return make_plan(names, [report])
         if is_plain:
             return plan_of(names, by_rank_of(fields))

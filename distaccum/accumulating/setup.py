@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +51,7 @@ class Setup:
         self.trace: Trace | None = None
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self._models_parameters = self.engine.parameters()
-        self._owned: list[nn.Parameter] = []  # by the optimizers, as they were seen last
+        self._owned: list[int] = []  # ids of what the optimizers had when they were seen last
         self._known: Parameters | None = None
         self._refuse(config)
         if config.accumulate_dtype is not None:
@@ -80,14 +79,9 @@ class Setup:
 
     def parameters(self) -> Parameters:
         """Those of now: an optimizer may have got others."""
-        owned = [p for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        if (
-            self._known is None
-            or not owned
-            or len(owned) != len(self._owned)
-            or not all(map(operator.is_, owned, self._owned))
-        ):
-            self._owned, self._known = owned, self._found()
+        owned = [id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
+        if self._known is None or not owned or owned != self._owned:
+            self._owned, self._known = owned, self._found()  # which keeps them, so that no other has their ids
         return self._known
 
     def stepped(self) -> list[nn.Parameter]:

@@ -228,7 +228,10 @@ class Engine(RunsStages, ABC):
             parameters: As in `begin`.
             in_window: The window has begun and had no backward yet.
         """
-        return any(parameter.grad is not None for parameter in parameters)
+        for parameter in parameters:  # noqa: SIM110  # any() of a generator costs three times as much
+            if parameter.grad is not None:
+                return True
+        return False
 
     def show_parameters(self) -> None:
         """Makes modules show the parameters that the optimizers hold."""

@@ -162,11 +162,8 @@ def _pre_hooks(optimizer: Optimizer) -> list[Any]:
 
 
 @contextmanager
-def divided(optimizers: Sequence[Optimizer], by: Tensor | None) -> Iterator[None]:
+def divided(optimizers: Sequence[Optimizer], by: Tensor) -> Iterator[None]:
     """Each step in it first divides the gradients by `by`, a tensor that nobody reads on the host."""
-    if by is None:
-        yield
-        return
     stepping: list[Any] = list(optimizers)
     for one in stepping:
         one.grad_scale, one.found_inf = by, torch.zeros_like(by)

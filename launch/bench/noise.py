@@ -3,8 +3,8 @@
     python launch/bench/noise.py --out launch/results/noise
     python launch/bench/noise.py --rounds 5 --runs 3  # a quick look
 
-Cost: updates with `measure_noise=True` beside the same without, in turns, in one process and on two gloo ranks (DDP).
-Value: a linear problem whose gradient of a sample is the sample, drawn from a known distribution.
+Cost: updates with `measure_noise=True` beside the same without, in turns, in one process and on two gloo ranks (DDP),
+which share a GPU. Value: a linear problem whose gradient of a sample is the sample, drawn from a known distribution.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, spelled, table, wrapped, write
+from kit import Options, circumstances, header, in_ranks, in_turns, quartiles, spelled, table, wrapped, write
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -39,12 +39,13 @@ def in_ddp(model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model) if dist.is_initialized() else model
 
 
-def update_of(shape: str, steps: int, *, measures: bool) -> Callable[[], object]:
+def update_of(shape: str, steps: int, device: torch.device, *, measures: bool) -> Callable[[], object]:
     width, layers, samples = LAYERS[shape]
     torch.manual_seed(0)
-    model = in_ddp(nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]))
+    blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
+    model = in_ddp(nn.Sequential(*blocks).to(device))
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-4), measure_noise=measures)
-    batches = [torch.randn(samples, width) for _ in range(steps)]
+    batches = [torch.randn(samples, width, device=device) for _ in range(steps)]
 
     def update() -> None:
         window = accumulator.window(batches)
@@ -60,18 +61,20 @@ def repeated(update: Callable[[], object], times: int) -> None:
         update()
 
 
-def cost(shape: str, rounds: int) -> dict[int, dict[str, Any]]:
+def cost(shape: str, rounds: int, device: torch.device) -> dict[int, dict[str, Any]]:
     """By micro-steps: microseconds of an update without, and the ratio with to without in the same round."""
     torch.set_num_threads(1)
     shared = dist.is_initialized()
-    clock = time.perf_counter if shared else time.process_time  # on ranks waiting counts
+    clock = time.perf_counter if shared else None  # on ranks waiting counts
     found = {}
     for steps in STEPS:
         # The first again, to see what two of the same differ by.
-        loops = {name: update_of(shape, steps, measures=name == "with") for name in ("without", "with", "again")}
+        loops = {
+            name: update_of(shape, steps, device, measures=name == "with") for name in ("without", "with", "again")
+        }
         times = max(1, 64 // steps) if shape == "tiny" else 4
         turns = {name: partial(repeated, update, times) for name, update in loops.items()}
-        taken = in_turns(turns, rounds, CPU, clock=clock)
+        taken = in_turns(turns, rounds, device, clock=clock)
         base = taken["without"]
         by_name = {
             name: quartiles([one / other for one, other in zip(taken[name], base, strict=True)])
@@ -115,6 +118,7 @@ def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
 
 def main() -> None:
     parser = Options(__doc__)
+    parser.device()
     parser.counts("--rounds", 30, "of the cost")
     parser.counts("--runs", 10, "of the value")
     parser.counts("--after", AFTER, "updates")
@@ -123,12 +127,13 @@ def main() -> None:
     after = sorted(set(options.after))
     seeds = list(range(options.runs))
 
-    about = circumstances(CPU)
+    device = torch.device(options.device)
+    about = circumstances(device)
     limit = 120 + 20 * options.rounds + 60 * options.runs
     costs = {}
     for shape in LAYERS:
-        costs[shape, "one process"] = cost(shape, options.rounds)
-        costs[shape, "2 ranks, DDP"] = in_ranks(2, cost, shape, options.rounds, seconds=limit)[0]
+        costs[shape, "one process"] = cost(shape, options.rounds, device)
+        costs[shape, "2 ranks, DDP"] = in_ranks(2, cost, shape, options.rounds, device, seconds=limit)[0]
     values = {
         "one process": estimates(seeds, after),
         "2 ranks, DDP": in_ranks(2, estimates, seeds, after, seconds=limit)[0],
@@ -147,8 +152,8 @@ def main() -> None:
         *wrapped(
             "Microseconds without (median), the ratio with to without in the same round (median, and the middle half "
             "of the rounds), and the same of a second loop without: what two alike differ by is noise. One process by "
-            "the processor's time, ranks by rank 0's clock. A window of one micro-step has two gradients on ranks "
-            "alone, where each parameter's norm is taken within the backward; in one process nothing is measured."
+            "the processor's time (on a GPU by the clock), ranks by rank 0's clock. A window of one micro-step has two "
+            "gradients on ranks alone, where each parameter's norm is taken within the backward; in one process nothing is measured."
         ),
     ]
     rows = []

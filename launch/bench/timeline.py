@@ -2,6 +2,7 @@
 
     sudo python launch/bench/timeline.py --out launch/results/timeline
     python launch/bench/timeline.py --no-pictures --rounds 20  # what it costs alone, without root
+    python launch/bench/timeline.py --no-pictures --device cuda  # the same where events of the GPU are timed
 
 NAME_every.png and NAME_last.png: two network namespaces of this machine, a link of --rate between them, a rank in each,
 ResNet-18 as in two_nodes.py; the update of median length under sync="every" and "last", on one scale. NAME.md and
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, write
+from kit import Options, circumstances, header, in_ranks, in_turns, quartiles, write
 from nodes import on_each, two_nodes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -89,26 +90,28 @@ def table_of_pictures(found: Mapping[str, Timeline]) -> list[str]:
 # What it costs
 
 
-def costs(shape: tuple[int, int, int], rounds: int, windows: int) -> dict[str, list[float]]:
+def costs(shape: tuple[int, int, int], rounds: int, windows: int, device: torch.device) -> dict[str, list[float]]:
     """Seconds of `windows` windows with and without a trace, in turns; "off, again" shows the noise."""
-    clock = time.perf_counter if dist.is_initialized() else time.process_time
+    clock = time.perf_counter if dist.is_initialized() else None
     with tempfile.TemporaryDirectory() as folder:
         loops = {
-            "off": updates_of(shape, windows, None),
-            "on": updates_of(shape, windows, folder),
-            "off, again": updates_of(shape, windows, None),
+            "off": updates_of(shape, windows, device, None),
+            "on": updates_of(shape, windows, device, folder),
+            "off, again": updates_of(shape, windows, device, None),
         }
-        return in_turns(loops, rounds, CPU, clock=clock)
+        return in_turns(loops, rounds, device, clock=clock)
 
 
-def updates_of(shape: tuple[int, int, int], windows: int, trace: str | None) -> Callable[[], None]:
+def updates_of(
+    shape: tuple[int, int, int], windows: int, device: torch.device, trace: str | None
+) -> Callable[[], None]:
     torch.manual_seed(0)
     width, layers, samples = shape
-    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model: nn.Module = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))).to(device)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-4), steps=STEPS, trace=trace)
-    batches = [torch.randn(samples, width) for _ in range(STEPS)] * windows
+    batches = [torch.randn(samples, width, device=device) for _ in range(STEPS)] * windows
 
     def run() -> None:
         for window in accumulator.windows(batches):
@@ -119,12 +122,12 @@ def updates_of(shape: tuple[int, int, int], windows: int, trace: str | None) -> 
     return run
 
 
-def measure(rounds: int) -> list[dict[str, Any]]:
+def measure(rounds: int, device: torch.device) -> list[dict[str, Any]]:
     rows = []
     for ranks in (1, 2):
         for name, shape in SHAPES.items():
             windows = 2 if name != "tiny" else 8
-            many = partial(costs, shape, rounds, windows)
+            many = partial(costs, shape, rounds, windows, device)
             taken = many() if ranks == 1 else in_ranks(2, many, seconds=SECONDS)[0]
             per_step = {one: 1e6 * statistics.median(found) / windows / STEPS for one, found in taken.items()}
             of_off = {
@@ -147,6 +150,7 @@ def table_of_costs(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def main() -> None:
     parser = Options(__doc__)
+    parser.device()
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it (%(default)s)")
     parser.counts("--steps", 4, "micro-steps of the pictures")
     parser.counts("--updates", 7, "of which one is drawn")
@@ -162,7 +166,8 @@ def main() -> None:
 
     if options.out is None and not options.no_pictures:
         parser.error("--out is where the pictures go; or say --no-pictures")
-    about = circumstances(CPU)
+    device = torch.device(options.device)
+    about = circumstances(device)
     result: dict[str, Any] = {**about, "rate": options.rate, "rounds": options.rounds}
     notes, lines = [], []
     if not options.no_pictures:
@@ -175,12 +180,12 @@ def main() -> None:
             "reduction until it ends, added up."
         )
         lines = [*table_of_pictures(found), "", *(f"![{sync}]({options.out.name}_{sync}.png)" for sync in found), ""]
-    result["costs"] = rows = measure(options.rounds)
+    result["costs"] = rows = measure(options.rounds, device)
     notes.append(
         f"The cost: windows of {STEPS} micro-steps with a trace and without, in turns, {options.rounds} rounds: the "
         "median ratio of a round, and how far the middle half of the rounds reaches. *The same twice* is noise. In one "
-        "process by the processor's time; on ranks, where waiting counts, by the clock of rank 0. *A few ms*: 4 layers "
-        "of Linear(512, 512) on 64 samples; *tiny*: Linear(16, 16) on 8."
+        "process by the processor's time (on a GPU by the clock); on ranks, where waiting counts, by the clock of "
+        "rank 0. *A few ms*: 4 layers of Linear(512, 512) on 64 samples; *tiny*: Linear(16, 16) on 8."
     )
     title = "An update seen from both ranks, and what the trace costs"
     lines = [*header(title, about, *notes), *lines, *table_of_costs(rows)]
