@@ -153,7 +153,8 @@ def main() -> None:
             "Microseconds without (median), the ratio with to without in the same round (median, and the middle half "
             "of the rounds), and the same of a second loop without: what two alike differ by is noise. One process by "
             "the processor's time (on a GPU by the clock), ranks by rank 0's clock. A window of one micro-step has two "
-            "gradients on ranks alone, where each parameter's norm is taken within the backward; in one process nothing is measured."
+            "gradients on ranks alone, where each parameter's norm is taken within the backward; in one process "
+            "nothing is measured."
         ),
     ]
     rows = []
