@@ -1,0 +1,148 @@
+"""What an accumulator holds between windows, early and late: Python objects and their memory, tensors and their bytes.
+
+For overhead.py. Windows of one to three micro-batches of one to four samples, so that shares and counts differ from
+one to the next.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit import in_ranks, table, wrapped
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from distaccum import Accumulator
+
+WARM = 200  # windows that come first: what is held once is there by then
+Update = Callable[[], object]
+
+
+def held() -> dict[str, int]:
+    """Counted, not estimated: what the collector knows, and all blocks that Python has allocated."""
+    gc.collect()
+    objects = gc.get_objects()
+    tensors = [one for one in objects if issubclass(type(one), Tensor)]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    found = {"objects": len(objects), "tensors": len(tensors), "bytes": sum(storages.values())}
+    del objects, tensors
+    return {**found, "blocks": sys.getallocatedblocks()}
+
+
+def sizes() -> list[int]:
+    return [random.randint(1, 4) for _ in range(random.randint(1, 3))]
+
+
+def rows() -> Tensor:
+    return torch.randn(random.randint(2, 9), 2)
+
+
+def trained(*, norms: bool = False, **options: Any) -> tuple[nn.Module, Accumulator]:
+    torch.manual_seed(0)
+    model: nn.Module = nn.Sequential(nn.Linear(2, 2), *[nn.BatchNorm1d(2)] * norms, nn.Linear(2, 1))
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
+    if options.pop("scheduled", False):
+        options["scheduler"] = LambdaLR(optimizer, lambda _: 1.0)
+    return model, Accumulator(model, optimizer, **options)
+
+
+def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
+    return model(inputs).square().mean()
+
+
+def lists(**options: Any) -> Update:
+    model, accumulator = trained(**options)
+
+    def update() -> None:
+        window = accumulator.window([torch.randn(size + 1, 2) for size in sizes()])
+        for inputs in window:
+            window.backward(loss_of(model, inputs))
+        window.step()
+
+    return update
+
+
+def streamed(**options: Any) -> Update:
+    model, accumulator = trained(steps=2, lookahead=False, **options)
+
+    def endless() -> Iterator[Tensor]:
+        while True:
+            yield rows()
+
+    windows = accumulator.windows(endless())
+
+    def update() -> None:
+        window = next(windows)
+        for inputs in window:
+            window.backward(loss_of(model, inputs))
+        window.step()
+
+    return update
+
+
+def whole(**options: Any) -> Update:
+    model, accumulator = trained(micro_batch_size="auto", **options)
+    return lambda: accumulator.update(rows(), partial(loss_of, model))
+
+
+def pairs(**options: Any) -> Update:
+    model, accumulator = trained(micro_batch_size=3, **options)
+    return lambda: accumulator.contrast(rows(), lambda inputs: (model(inputs),), lambda found: found.square().mean())
+
+
+KINDS: dict[str, Callable[[], Update]] = {
+    "window(list)": lists,
+    "windows(loader), lookahead=False": streamed,
+    "max_norm, scheduler, a scaler": lambda: lists(
+        max_norm=1.0, scheduled=True, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
+    ),
+    "measure_noise, batchnorm='pool'": lambda: lists(norms=True, measure_noise=True, batchnorm="pool"),
+    "update, micro_batch_size='auto'": whole,
+    "contrast": pairs,
+}
+
+
+def growth(kind: str, windows: int) -> tuple[dict[str, int], dict[str, int]]:
+    """What is held after the first `WARM` windows, and after `windows` more."""
+    random.seed(0)
+    torch.set_num_threads(1)
+    update = KINDS[kind]()
+    for _ in range(WARM):
+        update()
+    held()  # which makes what it holds itself
+    early = held()
+    for _ in range(windows):
+        update()
+    return early, held()
+
+
+def measure(windows: int) -> list[dict[str, Any]]:
+    found = {kind: growth(kind, windows) for kind in KINDS}
+    found["window(list), DDP on 2 ranks"] = in_ranks(2, growth, "window(list)", windows, seconds=60 + windows / 10)[0]
+    return [{"kind": kind, "early": early, "late": late} for kind, (early, late) in found.items()]
+
+
+def lines_of(found: list[dict[str, Any]], windows: int) -> list[str]:
+    """A section of a page."""
+    note = (
+        f"Of a whole process with one accumulator, after its first {WARM} windows and after {windows:,} more, of "
+        "different lengths. Objects are those that the collector knows, blocks all memory that Python has allocated."
+    )
+    cells = []
+    for row in found:
+        early, late = row["early"], row["late"]
+        both = [f"{early[what]:,} to {late[what]:,}" for what in ("tensors", "bytes", "objects", "blocks")]
+        cells.append([row["kind"], *both])
+    heads = ["", "tensors", "bytes of tensors", "objects", "blocks of memory"]
+    return ["## What is held between windows", "", *wrapped(note), *table(heads, cells)]
