@@ -5,16 +5,19 @@ The gradient of the one weight is the mean (or sum) of its samples: for 1 to 5 t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, count_tokens
+from distaccum import Accumulator, Update, Window, count_samples, count_tokens
 
 SAMPLES = torch.arange(1.0, 6.0)  # 1 2 3 4 5
 
@@ -230,6 +233,62 @@ def test_window_reads_no_value_on_the_host():
                 window.backward(model(inputs).square().mean())
             window.step()
         assert not count.host_reads
+
+
+def heads_of(window: Window, model: nn.Module, inputs: Tensor) -> None:
+    for column, features in window.heads(model(inputs), (0, 1)):
+        window.backward(features[:, column].square().mean())
+
+
+def parts_of(window: Window, model: nn.Module, inputs: Tensor) -> None:
+    for column in window.parts((0, 1)):
+        window.backward(model(inputs)[:, column].square().mean())
+
+
+def names_of(window: Window, model: nn.Module, inputs: Tensor) -> None:
+    outputs = model(inputs)
+    window.backward(squares=outputs.square().mean(), sums=outputs.sum())
+
+
+def one_of(window: Window, model: nn.Module, inputs: Tensor) -> None:
+    window.backward(model(inputs).square().mean())
+
+
+def on_meta(run: Callable[[Window, nn.Module, Tensor], None], options: dict[str, Any]) -> list[Update]:
+    """Updates on a device whose tensors have no values: who reads one, or copies it to the host, raises."""
+    model = nn.Sequential(nn.Linear(3, 2, device="meta"), nn.BatchNorm1d(2, device="meta"))
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1, momentum=0.9), steps=2, **options)
+    updates = []
+    for window in accumulator.windows([torch.randn(n, 3, device="meta") for n in (5, 2, 3, 4, 2)]):
+        for inputs in window:
+            run(window, model, inputs)
+        updates.append(window.step())
+    return updates
+
+
+@pytest.mark.parametrize(
+    ("run", "options"),
+    [
+        pytest.param(one_of, {}, id="plain"),
+        pytest.param(one_of, {"max_norm": 1.0}, id="max_norm"),
+        pytest.param(one_of, {"lookahead": False}, id="lookahead"),
+        pytest.param(one_of, {"measure_noise": True}, id="measure_noise"),
+        pytest.param(one_of, {"batchnorm": "pool"}, id="pool"),
+        pytest.param(one_of, {"accumulate_dtype": torch.float64}, id="accumulate_dtype"),
+        pytest.param(parts_of, {}, id="parts"),
+        pytest.param(heads_of, {}, id="heads"),
+        pytest.param(names_of, {"reduction": {"squares": "mean", "sums": "sum_to_mean"}}, id="names"),
+    ],
+)
+def test_window_on_a_device_without_values_waits_for_none(run, options):
+    if run is names_of:
+        options = {**options, "count": dict.fromkeys(options["reduction"], count_samples)}
+    assert len(on_meta(run, {"batchnorm": "ignore", **options, "on_nonfinite": "ignore"})) == 3
+
+
+def test_window_on_a_device_without_values_is_stopped_where_it_reads():
+    with pytest.raises((RuntimeError, NotImplementedError), match=r"[Mm]eta"):
+        on_meta(one_of, {"on_nonfinite": "raise", "batchnorm": "ignore"})  # which reads a norm once per update
 
 
 def test_counting_sees_host_reads():
