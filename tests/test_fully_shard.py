@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum.engines.private.fsdp2 import reduce_unused
 
 pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 EVEN = [[2, 1, 3, 2]] * 4
@@ -696,3 +697,16 @@ def nan_in_a_shard(rank: int, on_nonfinite: str) -> Any:
 def test_nan_in_the_shard_of_any_one_rank_is_refused(ranks, rank, on_nonfinite):
     for said, stayed in ranks(2).run(nan_in_a_shard, rank, on_nonfinite):
         assert "is not finite" in said and stayed
+
+
+def test_torch_without_dtypes_of_gradients_leaves_unused_parameters_to_the_user():
+    class Parameter:  # as in torch 2.6, whose FSDP2 does not run on a CPU
+        mp_policy = MixedPrecisionPolicy()
+        sharded_param = object()
+
+    class Group:
+        fsdp_params = (Parameter(),)
+
+    group = Group()
+    reduce_unused(group)
+    assert not hasattr(group, "reduce_scatter_unused_params")

@@ -84,10 +84,9 @@ def reduce_unused(group: Any) -> None:
     Only where torch checks that all zeros have one dtype (2.15). Before, zeros of another dtype than their neighbours'
     were an error (pytorch#196996), so there it is left to the user; and where `grad_dtype=None` no dtype is known.
     """
-    dtypes_are_known = all(
+    if hasattr(group, "_validate_unused_param_grad_dtypes") and all(
         p.mp_policy.reduce_dtype or p.sharded_param.grad_dtype is not None for p in group.fsdp_params
-    )
-    if hasattr(group, "_validate_unused_param_grad_dtypes") and dtypes_are_known:
+    ):
         group.reduce_scatter_unused_params = True
 
 
