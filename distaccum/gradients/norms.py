@@ -38,18 +38,18 @@ def local(tensor: Tensor) -> Tensor:
 def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = None) -> Tensor:
     """The norm of all gradients, divided by `over`; in float32 at least."""
     dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    if math.isinf(kind):
+    if kind == math.inf:
         dense = [gradient for gradient in dense if gradient.numel()]  # an empty tensor has no largest element
     if over is not None:
         dense = [gradient / over.to(gradient.device) for gradient in dense]
     by_kind = _by_kind(dense)
-    if not by_kind or any(
-        device.type not in FOREACH or hasattr(one[0], "to_local") for (device, _), one in by_kind.items()
-    ):
-        return torch.nn.utils.get_total_norm(dense, kind)
     norms: list[Tensor] = []
-    for (_, dtype), alike in by_kind.items():
+    for (device, dtype), alike in by_kind.items():
+        if device.type not in FOREACH or hasattr(alike[0], "to_local"):
+            return torch.nn.utils.get_total_norm(dense, kind)
         norms += norms_of(alike, kind, torch.float32 if dtype in HALF else None)
+    if not norms:
+        return torch.zeros(())
     if len(by_kind) > 1:
         wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         norms = [norm.to(norms[0].device, wide) for norm in norms]

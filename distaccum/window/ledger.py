@@ -27,6 +27,7 @@ Losses = list[tuple[int, str, float, Any]]  # number of the micro-batch, name, s
 class Weight:
     """A share as tensors on the losses' device: a fill each, which nobody waits for."""
 
+    value: float  # the share
     share: Tensor
     seed: Tensor  # times the scaler's scale: the same for all losses of a window
     dtype: torch.dtype
@@ -166,7 +167,7 @@ class Ledger(ABC):
         seed = tensor
         if self._scaler is not None:
             seed = self._scaler.scale(tensor) if self._scales else tensor
-        weight = Weight(tensor, seed, loss.dtype, loss.get_device())
+        weight = Weight(share, tensor, seed, loss.dtype, loss.get_device())
         if found is not None:
             weight.losses, weight.numbers = found.losses, found.numbers
         self._weights[name][share] = weight
@@ -249,12 +250,11 @@ class WeightedLedger(Ledger):
         used = [weight for weight in weights if weight.losses]
         if not used:
             return torch.zeros((), dtype=self._wide, device=self._device)
-        if len(used) == 1 and len(used[0].losses) == 1:
-            return (used[0].losses[0].to(self._wide) * used[0].share).to(self._device)
-        losses = torch.stack([loss for weight in used for loss in weight.losses])
         if len(used) == 1:
-            return (losses.sum(dtype=self._wide) * used[0].share).to(self._device)
-        losses = losses.to(self._device, self._wide)
+            of_one = used[0].losses
+            total = of_one[0].to(self._wide) if len(of_one) == 1 else torch.stack(of_one).sum(dtype=self._wide)
+            return (total * used[0].value).to(self._device)
+        losses = torch.stack([loss for weight in used for loss in weight.losses]).to(self._device, self._wide)
         shares = torch.stack([weight.share for weight in used for _ in weight.losses])
         return torch.dot(losses, shares.to(self._device, self._wide))
 
