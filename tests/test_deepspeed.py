@@ -631,3 +631,45 @@ def test_fp16_is_exact_at_stage_1_and_refused_at_stage_0(ranks):
         for message in ranks(2).run(refused, moved_in_fp16, 0):
             assert "divides the gradient by a loss scale that it did not multiply the loss by; use stage 1" in message
     assert max(ranks(2).run(moved_in_fp16, 1)) <= 1e-2
+
+
+def steps_blindly(stage: int, config: dict[str, Any]) -> tuple[str, bool, float]:
+    """What is said where DeepSpeed does not look for NaN, and whether it steps one, where that is accepted."""
+    net = make_net_without_router().float()
+    engine, _, _ = initialize(net, stage, **config)
+    message = refused(Accumulator, engine)
+    accumulator = Accumulator(engine, on_nonfinite="ignore", max_norm=None)
+    dtype = next(engine.module.parameters()).dtype
+    first = run_in(dtype, accumulator.window(mine(EVEN, 0)), engine, 1.0).step()
+    update = run_in(dtype, accumulator.window(mine(EVEN, 1)), engine, float("nan")).step()
+    return message, update.stepped and not zero_weights(engine).isfinite().all(), first.loss
+
+
+def run_in(dtype: torch.dtype, window: Any, engine: Any, factor: float) -> Any:
+    for batch in window:
+        window.backward(engine(batch["x"].to(dtype)).float().square().mean() * factor)
+    return window
+
+
+NO_NORM = {"stage": 2, "overlap_comm": False, "compute_grad_norm": False}
+BLIND: dict[str, tuple[int, dict[str, Any]]] = {
+    "stage 1, bf16": (1, {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    "stage 2, bf16": (2, {"bf16": {"enabled": True, "check_grad_overflow": False}}),
+    "stage 2, without a norm": (2, {"zero_optimization": NO_NORM}),
+}
+
+
+@pytest.mark.skipif(DEEPSPEED < (0, 19, 8), reason="has no such switches")
+@pytest.mark.parametrize(("stage", "config"), BLIND.values(), ids=BLIND)
+def test_config_that_steps_nan_is_refused_unless_that_is_said(ranks, stage, config):
+    for message, stepped_nan, loss in ranks(2).run(steps_blindly, stage, config):
+        assert "which steps gradients that are not finite by its config" in message
+        assert stepped_nan and loss > 0
+
+
+@pytest.mark.skipif(DEEPSPEED >= (0, 19), reason="looks at gradients in float32")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_version_that_steps_nan_is_refused_unless_that_is_said(ranks, stage):
+    for message, stepped_nan, _ in ranks(2).run(steps_blindly, stage, {}):
+        assert "which steps gradients that are not finite in this version; use DeepSpeed 0.19" in message
+        assert stepped_nan

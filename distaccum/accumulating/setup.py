@@ -123,7 +123,12 @@ class Setup:
             if engine.owns_step:
                 raise ValueError(f"scaler with {engine.name}, which scales losses itself; leave it out")
             refuse_mixed(self.optimizers)
-        if engine.judges_gradients and config.on_nonfinite == "ignore":
+        if engine.steps_nonfinite is not None and config.on_nonfinite != "ignore":
+            raise ValueError(
+                f"on_nonfinite={config.on_nonfinite!r} with {engine.name}, which steps gradients that are not finite "
+                f"{engine.steps_nonfinite}, or say 'ignore'"
+            )
+        if engine.judges_gradients and engine.steps_nonfinite is None and config.on_nonfinite == "ignore":
             raise ValueError(
                 f"on_nonfinite='ignore' with {engine.name}, which looks at each gradient and skips what is not "
                 "finite; say 'raise' or 'skip'"

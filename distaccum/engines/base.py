@@ -54,6 +54,7 @@ class Engine(RunsStages, ABC):
         lockstep (bool): Forwards, or the last backward, wait for all ranks, so a rank without data must stand in.
         gradients_stay (bool): Gradients stay in `.grad` of the parameters, from the last backward to `step`.
         judges_gradients (bool): `step` checks the gradient itself; its norm is known only afterwards.
+        steps_nonfinite (str | None): Why it does not where it should, with the cure.
         scales_losses (bool): The wrapper scales losses, and skips steps that overflow.
         shows_partial (bool): It has `partial` and `put_partial`, so a state can be taken in mid-window.
         can_be_cast (bool): Parameters have no other form, so that they can be cast to float64 and put back.
@@ -76,6 +77,7 @@ class Engine(RunsStages, ABC):
     lockstep: bool = False
     gradients_stay: bool = True
     judges_gradients: bool = False
+    steps_nonfinite: str | None = None
     scales_losses: bool = False
     shows_partial: bool = False
     can_be_cast: bool = False

@@ -93,6 +93,8 @@ class DeepSpeedEngine(RanksEngine):
         # ZeRO checks the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
         self.judges_gradients = private.knows_norm(self._optimizer) or engine.fp16_enabled()
         self.scales_losses = bool(engine.fp16_enabled())
+        if self.judges_gradients and not self.scales_losses:
+            self.steps_nonfinite = private.why_blind(self._optimizer)
         self.run_backward = partial(_run_backward, engine)
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped

@@ -6,6 +6,7 @@ is passed over: that version keeps nothing there.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -20,6 +21,20 @@ FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer,
 def knows_norm(optimizer: Any) -> bool:
     """Whether the optimizer computes the gradient's norm itself; without the name only fp16 is known to."""
     return hasattr(optimizer, "_global_grad_norm")
+
+
+def why_blind(optimizer: Any) -> str | None:
+    """Why a step takes a gradient that is not finite, with the cure; None if it skips such a one.
+
+    Stages 1 and 2 have two switches. Elsewhere the module uses `is_invalid_grad_norm`, in versions that look.
+    """
+    if (looks := getattr(optimizer, "check_grad_overflow", None)) is not None:
+        if looks or (getattr(optimizer, "compute_grad_norm", True) and optimizer.dtype != torch.bfloat16):
+            return None
+        return 'by its config ("check_grad_overflow": false, or "compute_grad_norm": false); take that out of it'
+    if hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm"):
+        return None
+    return "in this version; use DeepSpeed 0.19"
 
 
 def can_coalesce(optimizer: Any) -> bool:
