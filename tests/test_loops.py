@@ -223,7 +223,7 @@ def test_window_reads_no_value_on_the_host():
         assert not count.host_reads
         with Counting() as count:
             update = window.step()
-        assert sum(count.host_reads.values()) == 1, "the flag of on_nonfinite"
+        assert not count.host_reads, "the flag of on_nonfinite is on the host"
         with Counting() as count:
             assert update.loss > 0
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, on_nonfinite="ignore")

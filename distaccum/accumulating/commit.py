@@ -6,7 +6,6 @@ import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import final
 
 import torch
@@ -29,7 +28,7 @@ from ..law.update import Update, Waitable
 from ..observers.noise import Noise
 from ..window.observer import Complete
 from .config import Config
-from .nonfinite import Norm, judge, look_at
+from .nonfinite import judge, look_at
 from .progress import Progress
 from .setup import Setup
 
@@ -42,7 +41,6 @@ class Gradient:
     """The facts about a complete window's gradient before its step."""
 
     parameters: list[nn.Parameter]  # that have one
-    norm_of: Norm
     flags: list[Tensor] = field(default_factory=list)  # of overflow, on this rank
     norm: Tensor | None = None  # before clipping, where it is wanted
     read: float = math.inf  # the same, where it was read
@@ -53,23 +51,22 @@ class Gradient:
 class Record:
     """The numbers that ranks add up at a step: losses by name, numbers of the noise scale, overflows."""
 
-    def __init__(self, losses: Tensor, noise: Tensor | None, overflows: Tensor | None) -> None:
-        pieces = [one for one in (losses, noise, overflows) if one is not None]
-        self.values = torch.cat(pieces) if len(pieces) > 1 else losses
-        self._sizes = [one.numel() for one in pieces]
+    values: Tensor  # of all, where losses are no numbers
+
+    def __init__(
+        self, losses: Tensor | list[float], noise: Tensor | None = None, overflows: Tensor | None = None
+    ) -> None:
+        self.losses, self.noise = losses, noise
         self.reduction: Waitable | None = None  # under way
+        if isinstance(losses, Tensor):
+            pieces = [one for one in (losses, noise, overflows) if one is not None]
+            self.values = torch.cat(pieces) if len(pieces) > 1 else losses
+            self.losses = self.values[: len(losses)]
+            self.noise = None if noise is None else self.values[len(losses) :][: len(noise)]
 
     def wait(self) -> None:
         if self.reduction is not None:
             self.reduction.wait()
-
-    @property
-    def losses(self) -> Tensor:
-        return self.values if len(self._sizes) == 1 else self.values[: self._sizes[0]]
-
-    @property
-    def noise(self) -> Tensor:
-        return self.values[self._sizes[0] :][: self._sizes[1]]
 
     @property
     def overflows(self) -> Tensor:
@@ -86,6 +83,7 @@ class Committer:
         self._max_norm, self._on_nonfinite = setup.max_norm, config.on_nonfinite
         self.is_stepping = False
         self._has_stepped = False  # the window that is committed
+        self._adds_to_losses = noise is not None or setup.scaler is not None or not setup.engine.peers.is_alone
 
     def __call__(self, complete: Complete) -> Update:
         self._has_stepped, schedules = False, list(self._setup.schedulers)
@@ -161,7 +159,7 @@ class Committer:
     def _unscaled(self, complete: Complete) -> Gradient:
         """Unscales what the scaler scaled, or sees to it that the step does."""
         stepped = [parameter for parameter in self._setup.parameters().stepped if parameter.grad is not None]
-        gradient = Gradient(stepped, partial(self._engine.whole_norm, stepped))
+        gradient = Gradient(stepped)
         compares = self._compares(complete)
         looks = self._on_nonfinite != "ignore" and self._scaler is None  # and will take a norm
         measures = (self._max_norm is not None or (compares and looks)) and not self._engine.judges_gradients
@@ -170,7 +168,7 @@ class Committer:
             if unscales_in_step(self._scaler, self._optimizers):
                 # One pass. A norm that overflows in float32 means that the scale is too large.
                 # A rank whose shards have no gradient takes part: the norm is of all ranks.
-                norm = gradient.norm_of(2.0)
+                norm = self._engine.whole_norm(stepped)
                 gradient.divisor = self._scaler.scale(norm.new_ones((), dtype=torch.float32))
                 if stepped:
                     gradient.flags = [(~norm.isfinite()).to(torch.float32)]
@@ -178,7 +176,7 @@ class Committer:
                 gradient.norm = norm / gradient.divisor if measures or compares else None
                 return gradient
             gradient.flags = unscale(self._scaler, self._optimizers)
-        gradient.norm = gradient.norm_of(2.0) if measures else None
+        gradient.norm = self._engine.whole_norm(stepped) if measures else None
         return gradient
 
     def _refuse_another_scale(self, complete: Complete, scaler: GradScaler) -> None:
@@ -194,6 +192,9 @@ class Committer:
 
     def _sent(self, complete: Complete, gradient: Gradient | None) -> Record:
         """The record, on its way over the ranks; they agree on an overflow by the same collective."""
+        numbers = None if self._adds_to_losses else complete.ledger.numbers()
+        if numbers is not None:
+            return Record(numbers)
         losses = complete.ledger.sums()
         noise = overflows = None
         if self._noise is not None and self._compares(complete):
@@ -220,7 +221,7 @@ class Committer:
                 if self._on_nonfinite == "raise":
                     self._refuse_nonfinite_loss(complete, record)
         elif self._on_nonfinite != "ignore" and not self._engine.judges_gradients:
-            finite, gradient.norm, gradient.read = look_at(gradient.norm_of, gradient.norm)
+            finite, gradient.norm, gradient.read = look_at(self._engine, gradient.parameters, gradient.norm)
             if not finite:
                 reason = judge(complete, self._engine, "gradient", self._on_nonfinite)
         if reason is None:
@@ -249,7 +250,7 @@ class Committer:
     def _look_back(self, complete: Complete, gradient: Gradient, record: Record, reason: str | None) -> None:
         """The engine judged the gradient as it stepped."""
         wanted = self._max_norm is not None or self._compares(complete)
-        gradient.norm = gradient.norm_of(2.0) if wanted else None
+        gradient.norm = self._engine.whole_norm(gradient.parameters) if wanted else None
         if reason is not None and self._on_nonfinite == "raise":
             self._refuse_nonfinite_loss(complete, record)
             if not self._engine.scales_losses:
@@ -275,7 +276,7 @@ class Committer:
 
     def _refuse_nonfinite_loss(self, complete: Complete, record: Record) -> None:
         record.wait()
-        if not bool(record.losses.isfinite().all()):
+        if not bool(torch.as_tensor(record.losses).isfinite().all()):
             judge(complete, self._engine, "loss", self._on_nonfinite)
 
 

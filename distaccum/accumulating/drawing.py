@@ -166,7 +166,7 @@ def candidate_of(
         largest=batches.largest,
         largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
         fingerprint=fingerprint(batches.micro_batches[:1]) if peers.shares_samples or peers.has_parts else 0,
-        totals=tuple(sum(numbers[j] for numbers in counts) for j in range(1 if counts_of is None else len(counts_of))),
+        totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if counts_of is None else len(counts_of)),
     )
     try:
         return Candidate(report, batches, counts, pieces, counted, full, error)
@@ -180,18 +180,17 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
     for count in counts_of.values():
         known = batches.lengths if count is count_samples else None  # split knows what it cut
         values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
-    numbers: list[float] = []
+    rows, numbers = len(batches.micro_batches), list[float]()
     for value in _read(values):
         is_number = type(value) in (int, float) or isinstance(value, Real)
         if not is_number or not 0 <= (number := float(value)) < math.inf:
-            name, place = divmod(len(numbers), len(batches.micro_batches))
+            name, place = divmod(len(numbers), rows)
             raise ValueError(
                 f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {place}, expected a finite number "
                 "of at least 0"
             )
         numbers.append(number)
-    rows = len(batches.micro_batches)
-    return list(zip(*(numbers[i : i + rows] for i in range(0, len(numbers), rows or 1)), strict=True))
+    return [tuple(numbers[i::rows]) for i in range(rows)]
 
 
 def count_pieces(

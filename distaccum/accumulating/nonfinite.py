@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple, Protocol, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor, nn
 
 from ..engines import Engine
 from ..gradients.names import names_of
-from ..gradients.norms import local
+from ..gradients.norms import local, norm_on_host, read
 from ..law.errors import DistaccumError
 from ..law.shares import shorten
 from ..observers.inspection import Inspection
@@ -24,28 +23,29 @@ from .config import OnNonfinite
 SHOWN = 3  # parameters that each rank names; of the others it gives the number
 
 
-class Norm(Protocol):
-    """Gives the norm of the whole gradient over all ranks, divided by `over`; `kind` is 2 or infinity."""
-
-    def __call__(self, kind: float, over: Tensor | None = None) -> Tensor: ...
-
-
 class Look(NamedTuple):
     finite: bool  # every element
     norm: Tensor | None
     read: float = math.inf  # the norm, where it was read
 
 
-def look_at(norm_of: Norm, norm: Tensor | None) -> Look:
+def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
     """Whether every element is finite, and the norm. Reads one number, after at most one pass in the usual case."""
     # On a CPU the largest element takes eighteen times as long as the norm.
-    read = (norm_of(2.0) if norm is None else norm).item()
-    if math.isfinite(read):
-        return Look(True, norm, read)
-    largest = norm_of(math.inf)  # a sum of squares can overflow, this cannot
+    known = _read_norm(engine, parameters) if norm is None else read(norm)
+    if math.isfinite(known):
+        return Look(True, norm, known)
+    largest = engine.whole_norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
     if not math.isfinite(largest.item()):
         return Look(False, norm)
-    return Look(True, None if norm is None else largest * norm_of(2.0, largest))
+    return Look(True, None if norm is None else largest * engine.whole_norm(parameters, 2.0, largest))
+
+
+def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
+    known = None
+    if type(engine).norm is Engine.norm and engine.pipeline is None:  # each rank has all of it
+        known = norm_on_host([p.grad for p in parameters if p.grad is not None])
+    return read(engine.whole_norm(parameters)) if known is None else known
 
 
 class NonfiniteError(DistaccumError):
@@ -76,7 +76,7 @@ class LookAtEnd(Observer):
         self._engine = engine
 
     def complete(self, complete: Complete) -> None:
-        if not look_at(partial(self._engine.whole_norm, complete.parameters), None).finite:
+        if not look_at(self._engine, complete.parameters).finite:
             judge(complete, self._engine, "gradient", "raise")
 
 

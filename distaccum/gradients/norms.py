@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,8 @@ from .private import multiply, norms_of
 
 EPSILON = 1e-6  # beside the norm in clipping, as torch has it
 HALF = (torch.float16, torch.bfloat16)
+# The number in a tensor on the host: no operation of the dispatcher, and nobody waits.
+number_of: Callable[[Tensor], Any] = Tensor.tolist
 FOREACH = ("cpu", "cuda")  # devices that have the norms of many tensors in one kernel
 
 
@@ -55,6 +58,20 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
         norms = [norm.to(norms[0].device, wide) for norm in norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
     return norm
+
+
+def norm_on_host(gradients: Sequence[Tensor]) -> float | None:
+    """Their L2 norm as a number where all are on the host, on which kernels that add it up cost more than the norm."""
+    for one in gradients:
+        if type(one) is not Tensor or not one.is_cpu or one.layout is not torch.strided or one.dtype in HALF:
+            return None
+    return math.hypot(*map(number_of, norms_of(gradients, 2.0, None)))
+
+
+def read(number: Tensor) -> float:
+    """Waits for the device that it is on, if it is on one."""
+    value: float = number_of(number) if type(number) is Tensor and number.is_cpu else number.item()
+    return value
 
 
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

@@ -37,7 +37,7 @@ class Update:
     stepped: bool
     reason: str | None
     seconds: float
-    _terms: Tensor | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
+    _terms: Tensor | list[float] | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
     _divisor: float = field(default=1, compare=False)
     _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
     _norm: Tensor | None = field(default=None, compare=False)
@@ -50,7 +50,8 @@ class Update:
             return dict.fromkeys(self.counts, 0.0)
         if self._reduction is not None:
             self._reduction.wait()
-        return dict(zip(self.counts, (self._terms / self._divisor).tolist(), strict=True))
+        terms: list[float] = self._terms.tolist() if isinstance(self._terms, Tensor) else self._terms
+        return {name: term / self._divisor for name, term in zip(self.counts, terms, strict=True)}
 
     @cached_property
     def loss(self) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NoReturn, final
 
@@ -13,14 +13,15 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..engines import Engine
-from ..gradients.norms import HALF
+from ..gradients.norms import HALF, number_of
 from ..gradients.scaling import is_scaled_by, stamp_of_scale
 from ..law.errors import Once
 from ..law.shares import Reduction, share_of
 from .source import Counts
 
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
-Losses = list[tuple[int, str, float, Any]]  # number of the micro-batch, name, share, loss (a tensor)
+Loss = Tensor | float  # as the record has it: a number where it is on the host, which nobody waits for
+Losses = list[tuple[int, str, float, Loss]]  # number of the micro-batch, name, share, loss
 
 
 @dataclass(slots=True)
@@ -32,11 +33,11 @@ class Weight:
     seed: Tensor  # times the scaler's scale: the same for all losses of a window
     dtype: torch.dtype
     device: int
-    losses: list[Tensor] = field(default_factory=list)  # that went backward with it
+    losses: list[Loss] = field(default_factory=list)  # that went backward with it
     numbers: list[int] = field(default_factory=list)  # of the micro-batches that they came from
 
 
-Entry = Sequence[tuple[Weight, Tensor]]  # a weight, and the loss as the record has it
+Entry = Sequence[tuple[Weight, Loss]]
 Weighed = tuple[Sequence[Tensor], Sequence[Tensor], Entry]  # losses, seeds, entry
 
 
@@ -94,11 +95,10 @@ class Ledger(ABC):
         shares = self._shares_of(counts)
         if is_stand_in:
             shares = tuple(None if share is None else 0.0 for share in shares)
-        # The record has its own numbers: what the caller does to the loss in place, also in a hook, is no part of it.
         if not named and not self.has_several:
             share = shares[0] or 0.0
             one, weight = self._weighted(self._names[0], loss, share)
-            return (one,), (weight.seed,), ((weight, one.detach().clone()),) if share else ()
+            return (one,), (weight.seed,), ((weight, _recorded(one)),) if share else ()
         given = self._by_name(loss, named)
         # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
         terms = [
@@ -107,7 +107,7 @@ class Ledger(ABC):
             if name in given and share is not None
         ]
         self._given.update(given)
-        entry = [(weight, one.detach().clone()) for one, weight, share in terms if share]
+        entry = [(weight, _recorded(one)) for one, weight, share in terms if share]
         return [one for one, *_ in terms], [weight.seed for _, weight, _ in terms], entry
 
     def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
@@ -205,6 +205,10 @@ class Ledger(ABC):
     def sums(self) -> Tensor:
         """The losses by name, weighted, on the device: what the ranks add up for the record."""
 
+    def numbers(self) -> list[float] | None:
+        """The same, where all losses are on the host."""
+        return None
+
     @abstractmethod
     def first_nonfinite(self) -> tuple[int, float] | None:
         """The number of the first micro-batch with one that is not finite, and its value."""
@@ -219,20 +223,26 @@ class Ledger(ABC):
 
     def load(self, losses: Losses) -> None:
         for number, name, share, loss in losses:
-            self.note([(self._weight(name, loss.to(self._device), share), loss.to(self._device))], number)
+            like = torch.zeros((), dtype=self._wide, device=self._device)
+            self.note([(self._weight(name, like, share), float(loss))], number)
 
     def clear(self) -> None:
         """Frees the losses."""
         for weights in self._weights.values():
             weights.clear()
 
-    def _first_nonfinite(self, values: Sequence[tuple[int, Tensor]]) -> tuple[int, float] | None:
+    def _first_nonfinite(self, values: Sequence[tuple[int, Loss]]) -> tuple[int, float] | None:
         """In one wait for the device."""
         if not values:
             return None
-        read = torch.stack([value.detach().to(self._device, self._wide) for _, value in values]).tolist()
+        read = torch.stack([self._on_device(value) for _, value in values]).tolist()
         found = [(number, value) for (number, _), value in zip(values, read, strict=True) if not math.isfinite(value)]
         return min(found, key=lambda one: one[0], default=None)
+
+    def _on_device(self, loss: Loss) -> Tensor:
+        if isinstance(loss, Tensor):
+            return loss.detach().to(self._device, self._wide)
+        return torch.full((), loss, dtype=self._wide, device=self._device)
 
 
 @final
@@ -241,22 +251,35 @@ class WeightedLedger(Ledger):
 
     noun = "loss"
 
+    def numbers(self) -> list[float] | None:
+        by_name = []
+        for weights in self._weights.values():
+            total = 0.0
+            for weight in weights.values():
+                for loss in weight.losses:
+                    if isinstance(loss, Tensor):
+                        return None
+                    total += weight.value * loss
+            by_name.append(total * self._factor)
+        return by_name
+
     def sums(self) -> Tensor:
-        by_name = [self._weighted_sum(list(weights.values())) for weights in self._weights.values()]
-        sums = torch.stack(by_name) if self.has_several else by_name[0].reshape(1)
+        numbers = self.numbers()
+        if numbers is not None:
+            return torch.stack([self._on_device(number) for number in numbers])
+        sums = torch.stack([self._weighted_sum(weights.values()) for weights in self._weights.values()])
         return sums if self._factor == 1.0 else sums * self._factor
 
-    def _weighted_sum(self, weights: Sequence[Weight]) -> Tensor:
-        used = [weight for weight in weights if weight.losses]
+    def _weighted_sum(self, weights: Collection[Weight]) -> Tensor:
+        used = [weight for weight in weights for _ in weight.losses]
         if not used:
-            return torch.zeros((), dtype=self._wide, device=self._device)
-        if len(used) == 1:
-            of_one = used[0].losses
-            total = of_one[0].to(self._wide) if len(of_one) == 1 else torch.stack(of_one).sum(dtype=self._wide)
-            return (total * used[0].value).to(self._device)
-        losses = torch.stack([loss for weight in used for loss in weight.losses]).to(self._device, self._wide)
-        shares = torch.stack([weight.share for weight in used for _ in weight.losses])
-        return torch.dot(losses, shares.to(self._device, self._wide))
+            return self._on_device(0.0)
+        known = [loss for weight in weights for loss in weight.losses]
+        losses = torch.stack([one if isinstance(one, Tensor) else self._on_device(one) for one in known])
+        if all(weight is used[0] for weight in used):
+            return (losses.sum(dtype=self._wide) * used[0].value).to(self._device)
+        shares = torch.stack([weight.share for weight in used])
+        return torch.dot(losses.to(self._device, self._wide), shares.to(self._device, self._wide))
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         return self._first_nonfinite([(number, loss) for number, _, _, loss in self.state()])
@@ -280,6 +303,14 @@ class PairsLedger(Ledger):
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         return self._first_nonfinite(self.largest)
+
+
+def _recorded(loss: Tensor) -> Loss:
+    """The record has its own numbers: what the caller does to the loss in place, also in a hook, is no part of it."""
+    if type(loss) is not Tensor or not loss.is_cpu:
+        return loss.detach().clone()
+    number: float = number_of(loss)
+    return number
 
 
 def refuse_loss(loss: object, who: str = "backward() got") -> NoReturn:

@@ -56,7 +56,7 @@ def suspended(
         done=status.num_done,
         index=status.index,
         counts=source.counts,
-        losses=[(number, name, share, loss.to("cpu")) for number, name, share, loss in status.ledger.state()],
+        losses=[(number, name, share, float(loss)) for number, name, share, loss in status.ledger.state()],
         partial=engine.partial(status.parameters),
         random=random_state(devices),
         observers={one.key: one.state() for one in observers if one.key},
