@@ -70,6 +70,21 @@ def test_record_has_losses_as_they_went_backward(kind, sizes):
         assert run(accumulator.window(batches)) is None or len(batches) > 2
 
 
+def test_hook_that_writes_to_its_gradient_changes_no_other_micro_batch():
+    batches = [make_batch(4, seed=i) for i in range(3)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    exact = big_batch("samples mean", batches)[1]
+    for _ in range(2):  # windows, of which the second finds the seeds of the first
+        window = accumulator.window(batches)
+        for batch in window:
+            loss = sample_loss(net, batch)
+            loss.register_hook(lambda gradient: gradient.mul_(2))
+            window.backward(loss)
+        assert error(gradient(net), 2 * exact) <= 1e-12
+        window.step()
+
+
 def test_short_last_window_equals_one_big_batch():
     net = make_net()
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), steps=4)

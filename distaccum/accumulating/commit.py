@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import final
 
@@ -33,7 +32,6 @@ from .progress import Progress
 from .setup import Setup
 
 MOST_SKIPS = 50  # in a row
-NOTHING = nullcontext()
 
 
 @dataclass
@@ -105,10 +103,11 @@ class Committer:
         if complete.plan.is_empty:
             reason: str | None = f"no {' and no '.join(complete.plan.counts)} in any micro-batch of any rank"
         else:
-            with NOTHING if trace is None else trace.span("step"):
-                gradient = self._unscaled(complete) if self._setup.steps else None
-                record = self._sent(complete, gradient)
-                reason = None if gradient is None else self._step(complete, gradient, record)
+            if trace is None:
+                reason, record, gradient = self._stepped(complete)
+            else:
+                with trace.span("step"):
+                    reason, record, gradient = self._stepped(complete)
             if reason is None and self._engine.lockstep:
                 progress.stand_in = complete.stand_in
             progress.skipped = 0 if reason is None else progress.skipped + 1
@@ -126,6 +125,11 @@ class Committer:
                 "Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
             )
         return self._update(complete, reason, record, None if gradient is None else gradient.norm)
+
+    def _stepped(self, complete: Complete) -> tuple[str | None, Record, Gradient | None]:
+        gradient = self._unscaled(complete) if self._setup.steps else None
+        record = self._sent(complete, gradient)
+        return None if gradient is None else self._step(complete, gradient, record), record, gradient
 
     def _update(self, complete: Complete, reason: str | None, record: Record | None, norm: Tensor | None) -> Update:
         reduction = None if record is None else record.reduction
@@ -236,10 +240,13 @@ class Committer:
     def _step_optimizers(self, complete: Complete, gradient: Gradient) -> str | None:
         self.is_stepping = True
         try:
-            by = gradient.divisor
-            with NOTHING if by is None else divided(self._optimizers, by):
+            if gradient.divisor is None:
                 reason = self._engine.step(self._optimizers)
-                self._has_stepped = reason is None
+            else:
+                with divided(self._optimizers, gradient.divisor):
+                    reason = self._engine.step(self._optimizers)
+                    self._has_stepped = reason is None
+            self._has_stepped = reason is None
         except BaseException:
             complete.undo()  # some weights may have changed: not to be stepped again
             raise

@@ -22,6 +22,8 @@ from ..law.sizes import MicroBatchSize
 from ..window.source import Counts
 from .config import Config
 
+NUMBERS = {int, float}
+
 
 @dataclass
 class Batches:
@@ -129,15 +131,16 @@ def candidate_of(
     engine: Engine,
     has_stand_in: bool,
     agrees: bool,
-    reduces_afterwards: Callable[[Batches], bool],
+    reduces_afterwards: Callable[[Batches], bool] | None,
 ) -> Candidate:
     """This rank's micro-batches for window `index`; an error is kept until the other ranks have its report.
 
     `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window. What counts nothing
     is left out, but not where other ranks have parts of it, in which something may count.
     """
-    batches, counts, pieces, error = Batches([]), list[Counts](), list[list[Counts]](), None
-    peers = engine.peers
+    counts: list[Counts] = []
+    pieces: list[list[Counts]] = []
+    batches, error, peers = None, None, engine.peers
     try:
         batches = draw(index)
         if counts_of is None:
@@ -148,9 +151,10 @@ def candidate_of(
             pieces = count_pieces(counts_of, batches.micro_batches, engine.pieces)
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
     except Exception as caught:
-        error = caught
+        batches, error = batches or Batches([]), caught
     counted = [i for i, numbers in enumerate(counts) if any(numbers) or peers.has_parts]
-    full = [i for i in counted if all(counts[i]) or peers.has_parts]
+    has_several = counts_of is not None and len(counts_of) > 1
+    full = [i for i in counted if all(counts[i]) or peers.has_parts] if has_several else counted
     report = RankReport(
         update=index,
         steps=batches.steps,
@@ -162,8 +166,8 @@ def candidate_of(
         has_stand_in=has_stand_in,
         failed=error is not None,
         agrees=agrees,
-        reduce_afterwards=reduces_afterwards(batches),
-        largest=batches.largest,
+        reduce_afterwards=reduces_afterwards is not None and reduces_afterwards(batches),
+        largest=0 if batches.lengths is None else batches.largest,
         largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
         fingerprint=fingerprint(batches.micro_batches[:1]) if peers.shares_samples or peers.has_parts else 0,
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if counts_of is None else len(counts_of)),
@@ -180,8 +184,9 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
     for count in counts_of.values():
         known = batches.lengths if count is count_samples else None  # split knows what it cut
         values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
-    rows, numbers = len(batches.micro_batches), list[float]()
-    for value in _read(values):
+    rows = len(batches.micro_batches)
+    numbers: list[float] = []
+    for value in values if NUMBERS.issuperset(map(type, values)) else _read(values):
         is_number = type(value) in (int, float) or isinstance(value, Real)
         if not is_number or not 0 <= (number := float(value)) < math.inf:
             name, place = divmod(len(numbers), rows)

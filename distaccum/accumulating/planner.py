@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
@@ -14,13 +13,14 @@ from torch import nn
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import Plan, by_rank_of, guess_counts, make_plan, plan_of, refuse_unlike_parts, reports_of
+from ..law.plan import Plan, by_rank_of, guess_counts, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..observers.statistics import Pool
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
 from ..window.resume import Unfinished
+from ..window.seeds import Seeds
 from ..window.source import Counts, Listed, StandIn, Streamed
 from ..window.status import Stage, Status
 from ..window.window import Trained, Window
@@ -31,7 +31,6 @@ from .progress import Progress
 from .setup import Setup, Users, guard_steps
 
 SUM: Mapping[str, Reduction] = {"samples": "sum"}
-NOTHING = nullcontext()
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Planner:
     ) -> None:
         self.config, self.setup, self.progress = config, setup, progress
         self._committer, self.observers = committer, observers
+        self._seeds = Seeds(setup.engine, setup.once, setup.scaler, scales=setup.scales_seeds)
         self._trained: Trained | None = None
         self.status: Status | None = None  # of the window that was planned last
         self._window: weakref.ref[Window] | None = None
@@ -70,7 +70,7 @@ class Planner:
 
     def forbids_steps(self) -> bool:
         """Whether gradients stand in the optimizers that belong to a window, and it is not the one that steps."""
-        return self.has_open_window and not self._committer.is_stepping
+        return not self._committer.is_stepping and self.has_open_window
 
     @property
     def has_open_window(self) -> bool:
@@ -101,20 +101,26 @@ class Planner:
         """Draws a window, exchanges reports with the other ranks, and returns it."""
         self.make_way()
         self.setup.accelerated.refuse_accumulation()
+        trace = self.setup.trace
+        if trace is None or self.setup.engine.peers.waits is None:
+            return self._planned(draw, manner)
+        with trace.planning(self.progress.index):
+            return self._planned(draw, manner)
+
+    def _planned(self, draw: Drawing, manner: Manner) -> Window:
         config, progress, engine = self.config, self.progress, self.setup.engine
-        trace = None if engine.peers.waits is None else self.setup.trace
-        with NOTHING if trace is None else trace.planning(progress.index):
-            candidate = candidate_of(
-                draw,
-                progress.index,
-                None if manner.is_sum else config.counts,
-                engine=engine,
-                has_stand_in=progress.stand_in is not None,
-                agrees=manner.agreement is not None,
-                reduces_afterwards=lambda batches: self._reduces_afterwards(manner, batches),
-            )
-            plan = self._plan_with_others(candidate, tuple(SUM if manner.is_sum else config.reductions))
-            return self._window_of(candidate, plan, manner)
+        may_postpone = manner is not LOOP or engine.pipeline is not None
+        candidate = candidate_of(
+            draw,
+            progress.index,
+            None if manner.is_sum else config.counts,
+            engine=engine,
+            has_stand_in=progress.stand_in is not None,
+            agrees=manner.agreement is not None,
+            reduces_afterwards=partial(self._reduces_afterwards, manner) if may_postpone else None,
+        )
+        plan = self._plan_with_others(candidate, tuple(SUM if manner.is_sum else config.reductions))
+        return self._window_of(candidate, plan, manner)
 
     def _plan_with_others(self, candidate: Candidate, names: Sequence[str]) -> Plan:
         peers, report = self.setup.engine.peers, candidate.report
@@ -122,11 +128,12 @@ class Planner:
         is_plain = is_alone or not (peers.shares_samples or peers.has_parts)
         fields = peers.gather_fields(report.to_row()) if is_plain and not is_alone else []
         shared = [] if is_plain else peers.gather_shared(report.to_row())
-        candidate.raise_error()
+        if candidate.error is not None:
+            candidate.raise_error()
         if candidate.batches.warning is not None:
             self.setup.once("batches", candidate.batches.warning)
         if is_alone:
-            return make_plan(names, [report])
+            return plan_of_one(names, report)
         if is_plain:
             return plan_of(names, by_rank_of(fields))
         reports = reports_of(peers.sharing, shared)
@@ -167,7 +174,8 @@ class Planner:
             progress.unfinished = None
         if not plan.is_empty:
             engine.check(plan)
-            self._look_at_batchnorm(plan)
+            if setup.batchnorms:
+                self._look_at_batchnorm(plan)
         stand_in: StandIn | None = progress.stand_in
         if candidate.counted and engine.lockstep:
             last = (candidate.full or candidate.counted)[-1]
@@ -179,15 +187,7 @@ class Planner:
             source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
         else:
             source = Streamed(engine, plan, stand_in, micro_batches, counts, stream)
-        ledger = manner.ledger(
-            engine,
-            reductions,
-            plan.counts,
-            trained.parameters[0].device,
-            setup.once,
-            setup.scaler,
-            scales=setup.scales_seeds,
-        )
+        ledger = manner.ledger(engine, reductions, plan.counts, trained.parameters[0].device, self._seeds)
         self.status = status = Status(progress.index, plan, source, ledger, trained.parameters)
         window = Window(status, trained, self._observers_of(manner), self._committer, unfinished)
         self._window = weakref.ref(window)
@@ -225,7 +225,7 @@ class Planner:
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it."""
         status, window = self.status, self.standing()
-        if status is None:
+        if status is None or status.stage is Stage.STEPPED:
             return
         if window is not None:
             if status.is_open and not status.allow_discard:

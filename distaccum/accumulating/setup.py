@@ -46,6 +46,8 @@ class Setup:
         self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)
         self.schedulers: list[LRScheduler] = self.engine.adopt_schedulers(self.accelerated.schedulers)
         self.scaler: GradScaler | None = self.accelerated.scaler
+        self.steps = bool(self.optimizers) or self.engine.owns_step  # else the caller does
+        self.scales_seeds = self.accelerated.run_backward is None  # else what runs backward multiplies by the scale
         self.max_norm = self.engine.adopt_max_norm(config.max_norm)
         self.once = Once(self.engine.peers.rank)
         self.trace: Trace | None = None
@@ -56,16 +58,6 @@ class Setup:
         self._refuse(config)
         if config.accumulate_dtype is not None:
             self.engine.accumulate_in(config.accumulate_dtype, self.parameters().every)
-
-    @property
-    def steps(self) -> bool:
-        """Whether the library steps; else the caller does."""
-        return bool(self.optimizers) or self.engine.owns_step
-
-    @property
-    def scales_seeds(self) -> bool:
-        """Whether a scaler's scale goes into seeds; else what runs backward multiplies by it."""
-        return self.accelerated.run_backward is None
 
     def after_step(self, stepped: bool) -> None:
         """Lets the trainers whose wrappers were taken off know of a step, or of one that was skipped."""

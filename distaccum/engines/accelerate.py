@@ -58,6 +58,8 @@ class Accelerated:
 
     def refuse_accumulation(self) -> None:
         """Raises if Accelerate accumulates by itself, which divides losses and skips steps."""
+        if self._accelerator is None and not self._wrappers:
+            return
         steps = [one.gradient_state.num_steps for one in self._wrappers]
         if self._accelerator is not None:
             steps.append(self._accelerator.gradient_accumulation_steps)

@@ -55,19 +55,15 @@ class Peers:
     waits: Waits | None = None
     sharing: Sequence[Sequence[int]] = ((0,),)  # for each rank here, the global ranks that have its samples too
     parts: Sequence[Sequence[int]] = ((0,),)  # the ranks here, those together that have parts of the same samples
+    # What follows from these, which each window asks:
+    is_alone = True  # no other rank has a part in this one's updates
+    shares_samples = False
+    has_parts = False
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether no other rank has a part in this one's updates."""
-        return len(self.sharing) == len(self.sharing[0]) == 1
-
-    @property
-    def shares_samples(self) -> bool:
-        return len(self.sharing[0]) > 1
-
-    @property
-    def has_parts(self) -> bool:
-        return len(self.parts[0]) > 1
+    def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
+        self.sharing, self.parts = sharing, parts
+        self.is_alone = len(sharing) == len(sharing[0]) == 1
+        self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
 
     def add_stages(self, group: Any) -> None:
         """Says that the ranks of `group` hold other stages of the model, for the same samples."""
@@ -151,8 +147,8 @@ class GroupPeers(Peers):
         self.host_group = host_group(group)
         self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
-        self.sharing = sharing or [[rank] for rank in dist.get_process_group_ranks(group)]
-        self.parts = [[rank] for rank in range(self.num_ranks)]
+        alone = [[rank] for rank in range(self.num_ranks)]
+        self._take(sharing or [[rank] for rank in dist.get_process_group_ranks(group)], alone)
         self._shared_group = self.host_group  # of all ranks that have these samples
         if any(len(ranks) > 1 for ranks in self.sharing):
             self._shared_group = new_host_group(group, [rank for ranks in self.sharing for rank in ranks])
@@ -172,7 +168,7 @@ class GroupPeers(Peers):
                 "these; give the dimensions of one mesh that carry data, as mesh=mesh['data'], and wrap the model over "
                 "them and those that cut samples"
             )
-        self.parts = parts
+        self._take(self.sharing, parts)
 
     @property
     def sharing_parts(self) -> list[int]:
@@ -184,7 +180,7 @@ class GroupPeers(Peers):
         of_stages: list[Any] = [None] * len(column)
         dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=host_group(group))
         rows = self.gather_objects(({rank for ranks in of_stages for rank in ranks}, column))
-        self.sharing = [sorted(ranks) for ranks, _ in rows]
+        self._take([sorted(ranks) for ranks, _ in rows], self.parts)
         self._shared_group = new_host_group(self.group, sorted({one for ranks in self.sharing for one in ranks}))
         columns = sorted({one for _, ranks in rows for one in ranks})
         made: Any = dist.new_group(columns, use_local_synchronization=True)

@@ -100,7 +100,7 @@ def count_tokens(
 def batch_length(batch: Any) -> int:
     """The length of the first dimension that most tensors of `batch` share."""
     if isinstance(batch, Tensor) and batch.ndim:
-        return len(batch)
+        return batch.shape[0]
     lengths = [array.shape[0] for array in _arrays(batch) if len(array.shape)]
     if not lengths:
         raise TypeError(

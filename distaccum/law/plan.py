@@ -147,13 +147,11 @@ def refuse_unlike_parts(
 
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
-    if len(reports) == 1 and not reports[0].failed:
-        return _plan_of_one(names, reports[0])
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
     return plan_of(names, by_rank._replace(totals=tuple(zip(*by_rank.totals, strict=True))))
 
 
-def _plan_of_one(names: Sequence[str], report: RankReport) -> Plan:
+def plan_of_one(names: Sequence[str], report: RankReport) -> Plan:
     """Of a rank alone, whose windows may be short: nothing can contradict it."""
     return Plan(
         counts=dict(zip(names, map(as_int_if_whole, report.totals), strict=True)),

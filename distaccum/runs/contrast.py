@@ -23,8 +23,9 @@ from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
 from ..law.update import Update
 from ..observers.statistics import Pool
-from ..window.ledger import PairsLedger, refuse_loss
+from ..window.ledger import PairsLedger
 from ..window.observer import Observer
+from ..window.seeds import refuse_loss
 from ..window.status import Status
 from ..window.window import Window
 from .update import Agreement, retry

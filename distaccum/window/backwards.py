@@ -48,9 +48,11 @@ class Backwards:
             lose("gradients came into the window that its backward() did not make")
         if self._tamper.differs():
             lose(TAMPERED)
-        if not status.has_more_parts:
+        if status.has_more_parts:
+            return False
+        if source.draws_on:
             source.look_ahead()
-        return source.reduces and not status.has_more_parts
+        return source.reduces
 
     def run(self, reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward, which reduces if `reduce`."""
@@ -85,7 +87,7 @@ class Backwards:
         if not outputs and all(source.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         source.look_ahead()
-        losses, seeds = list(outputs), self._ledger.unscaled(gradients)
+        losses, seeds = list(outputs), self._ledger.seeds.unscaled(gradients)
         reduce = source.reduces
         if engine.will_reduce(reduce):
             losses, seeds = map(list, engine.with_earlier(losses, seeds))

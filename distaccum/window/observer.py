@@ -53,9 +53,9 @@ class Observer:
         """Goes on with it, after `begin`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Complete:
-    """A window after its loop: all that a commit needs, and nothing of how it came to be."""
+    """A window after its loop: all that a commit needs, and nothing of how it came to be. Nobody changes it."""
 
     index: int
     plan: Plan

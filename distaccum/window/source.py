@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, final
+from typing import Any, ClassVar, Protocol, final
 
 from torch import nn
 
@@ -39,22 +39,24 @@ class Draws(Protocol):
 class Source(ABC):
     """Abstract: hands out this rank's micro-batches in order, then its stand-ins."""
 
+    draws_on: ClassVar[bool]  # while the window runs
+
     def __init__(
         self,
         engine: Engine,
         plan: Plan,
         stand_in: StandIn | None,
         micro_batches: Sequence[Any],
-        counts: Sequence[Counts],
-        numbers: Sequence[int],
+        counts: list[Counts],
+        numbers: list[int],
     ) -> None:
         self.place = -1
         self.stand_in = stand_in
         self.num_counted = plan.num_counted  # micro-batches by rank; streaming, those known
         self._micro_batches: deque[Any] = deque(micro_batches)
-        self.counts = list(counts)  # of this rank's micro-batches
+        self.counts = counts  # of this rank's micro-batches
         self.pieces: Sequence[Sequence[Counts]] = ()  # of each, the counts of what it is run in, where that is cut
-        self.numbers = list(numbers)  # their places among all that were drawn
+        self.numbers = numbers  # their places among all that were drawn
         # Of the micro-step at work:
         self.is_stand_in = False  # it is no micro-batch of this rank's own
         self.reduces = False  # its last backward does
@@ -126,6 +128,8 @@ class Source(ABC):
 class Listed(Source):
     """All of the window was drawn at planning."""
 
+    draws_on = False
+
     def look_ahead(self) -> None:
         return
 
@@ -134,13 +138,15 @@ class Listed(Source):
 class Streamed(Source):
     """One micro-batch was drawn at planning; each next one is drawn before the backward of the one before."""
 
+    draws_on = True
+
     def __init__(
         self,
         engine: Engine,
         plan: Plan,
         stand_in: StandIn | None,
         micro_batches: Sequence[Any],
-        counts: Sequence[Counts],
+        counts: list[Counts],
         stream: Draws,
     ) -> None:
         super().__init__(engine, plan, stand_in, micro_batches, counts, [stream.num_drawn - 1] * len(counts))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, final
+from collections.abc import Sequence
+from typing import final
 
 from torch import nn
 
@@ -28,12 +28,15 @@ class Tamper:
                 one.take()
 
     def _choose(self, reduced: bool) -> list[GradientStamp]:
-        if reduced:
-            holders: Iterable[Sequence[Any]] = self._groups if self._engine.gradients_stay else ()
-        else:
-            holders = (self._engine.holders(group) for group in self._groups)
-        first = (next((one for one in group if one.grad is not None), None) for group in holders)
-        return [GradientStamp(one) for one in first if one is not None]
+        found: list[GradientStamp] = []
+        if reduced and not self._engine.gradients_stay:
+            return found
+        for group in self._groups:
+            for one in group if reduced else self._engine.holders(group):
+                if one.grad is not None:
+                    found.append(GradientStamp(one))
+                    break
+        return found
 
     def differs(self) -> bool:
         """Whether a gradient was cleared or changed since."""
@@ -48,7 +51,10 @@ class Tamper:
 
     def is_cleared(self) -> bool:
         """Whether gradients are gone; after the loop the caller may change them."""
-        return any(stamp.holder.grad is None for stamp in self._stamps)
+        for stamp in self._stamps:  # noqa: SIM110  # as above
+            if stamp.holder.grad is None:
+                return True
+        return False
 
     def clear(self) -> None:
         self._stamps = []

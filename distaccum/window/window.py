@@ -73,7 +73,7 @@ class Window:
         unfinished: Unfinished | None,
     ) -> None:
         self.index = status.index
-        self.counts: dict[str, float] = {} if isinstance(status.source, Streamed) else dict(status.plan.counts)
+        self.counts: dict[str, float] = {} if type(status.source) is Streamed else dict(status.plan.counts)
         self._started = time.perf_counter()
         self._status, self._plan, self._source = status, status.plan, status.source
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
@@ -197,7 +197,7 @@ class Window:
         except RuntimeError as error:
             self._engine.peers.refuse_lost(error)
             raise
-        if isinstance(self._source, Streamed):
+        if type(self._source) is Streamed:
             total = self._source.total()
             self.counts.update(dict.fromkeys(self._plan.counts, as_int_if_whole(total)))
             factor = self._ledger.correct(total)
@@ -352,7 +352,7 @@ def _complete(window: Window) -> Complete:
         index=window.index,
         plan=window._plan,
         counts=window.counts,
-        num_micro_batches=len(window),
+        num_micro_batches=window._source.num,
         ledger=window._ledger,
         parameters=window._parameters,
         observers=window._observers,
