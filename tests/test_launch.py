@@ -250,24 +250,26 @@ def command_of(path: Path) -> list[str]:
     return path.read_text().splitlines()[0].removeprefix("# ").split()
 
 
+MESHES = ("context", "pipeline", "tensor")
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_start(programs, tmp_path, path):
-    """Runs the command in the first line; where GPUs are needed, only --plan."""
+    """Runs the command in the first line; only --plan where GPUs are needed, or test_train_meshes.py runs it."""
     command = command_of(path)
     assert command[-2:] == ["--config", str(path.relative_to(ROOT))]
     ranks = int(command[command.index("--nproc-per-node") + 1]) if command[0] == "torchrun" else 1
     if command[1] == "launch/nodes.sh":
         ranks = int(command[command.index("--nodes") + 1]) * int(command[command.index("--ranks") + 1])
     config = path.read_text()
-    if 'device = "cuda"' in config:
-        done = programs.run("train", "--config", path, "--data", images(tmp_path), "--plan", ranks)
+    if 'device = "cuda"' in config or path.stem in MESHES:
+        data = () if path.stem in MESHES else ("--data", images(tmp_path))
+        done = programs.run("train", "--config", path, *data, "--plan", ranks)
         assert done.status == 0, done.text
-        assert f"{ranks} ranks, " in done.text and "on cuda" in done.text
-        assert re.search(rf"{ranks} x \d+ micro-batches of \d+", done.text)
+        assert f"{ranks} ranks, " in done.text and ("on cuda" in done.text or path.stem in MESHES)
+        assert re.search(rf"{2 if path.stem in MESHES else ranks} x \d+ micro-batches of \d+", done.text)
         return
-    smaller = ("--model", "cnn") if "resnet18" in config else ()
-    if "resnet101" in config:
-        smaller = ("--batch-size", 4, "--micro-batch-size", 2, "--image-size", 8)
+    smaller = ("--model", "cnn") if "resnet" in config else ()
     done = programs.run("train", "--config", path, "--updates", 1, *smaller, "--out", tmp_path / "run", ranks=ranks)
     assert done.status == 0, done.text
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0

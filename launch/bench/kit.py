@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 CPU = torch.device("cpu")
+SLOW_IMPORTS = ("torch.distributed.fsdp", "distaccum", "accelerate", "lightning.fabric", "deepspeed")
 
 Loop = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
@@ -161,6 +162,8 @@ class Ranks:
         threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 2
         forks = threads == 1 and not self._anew
         context = multiprocessing.get_context("fork" if forks else "forkserver")
+        if not forks:  # the server would leave the program's own imports to each rank (Python below 3.14)
+            context.set_forkserver_preload([one for one in SLOW_IMPORTS if one in sys.modules])
         store = str(Path(tempfile.mkdtemp(), "store"))
         for rank in range(self.num):
             ours, theirs = context.Pipe()

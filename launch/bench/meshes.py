@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import CPU, Options, circumstances, header, in_ranks, in_turns, ratios, spelled, table, write
+from kit import CPU, Options, circumstances, header, in_turns, ratios, some_ranks, spelled, table, write
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -289,14 +289,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for kind in options.meshes:
         print(f"{kind}: {options.rounds} rounds", flush=True)
-        by_clock = in_ranks(4, timed, kind, options.width, options.rounds, seconds=600)[0]
+        with some_ranks(4) as ranks:
+            by_clock = ranks.run(timed, kind, options.width, options.rounds, seconds=600)[0]
+            collectives = ranks.run(counted, kind, options.width, seconds=300)[0]
         result[kind] = {
             "milliseconds": {clock: 1e3 * median(times["by hand"]) for clock, times in by_clock.items()},
             "ratios": {
                 clock: {name: ratios(taken, times["by hand"]) for name, taken in times.items()}
                 for clock, times in by_clock.items()
             },
-            "collectives": in_ranks(4, counted, kind, options.width, seconds=300)[0],
+            "collectives": collectives,
         }
     return result
 
