@@ -275,7 +275,7 @@ def test_record_of_a_step_is_one_small_collective(ranks):
     (zero, reads, loss), (one, _, same) = ranks(2).run(record_of_a_step)
     assert zero == one == [("allreduce_", 1)]
     assert loss == same
-    assert reads["aten._local_scalar_dense"] == 1, "the flag of on_nonfinite"
+    assert not reads, "the flag of on_nonfinite is on the host"
 
 
 def buckets_of_a_window(num_steps):
