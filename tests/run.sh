@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that must hold before a change lands: style, types, tests, doctests, the README's code.
 #
-#   bash tests/run.sh                     # all, about 9 minutes on two cores
+#   bash tests/run.sh                     # all, 10 to 12 minutes on two cores
 #   bash tests/run.sh --quick             # style, types, doctests, and the tests that find most mistakes: 2 minutes
 #   bash tests/run.sh --quick -k resumed  # of those, the tests with this in their name
 #   bash tests/run.sh --slowest 20        # and which took longest
@@ -9,7 +9,7 @@
 #   bash tests/run.sh --shuffle 7         # in a random order, which the number names
 #   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-oldest
 #
-# What is not of these goes to pytest (-k, -x, a file, a test). Two workers take a file of tests each at a time, the
+# What is not of these goes to pytest (-k, -x, a file, a test). Three workers take a file of tests each at a time, the
 # longest first: most of a test of ranks is waiting. -n 0 runs all in one process.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -38,4 +38,4 @@ if [[ -n $lint ]]; then
     ruff format -q --check .
     mypy --no-error-summary
 fi
-exec "$venv/bin/python" -m pytest -q --no-header -n 2 --dist loadfile --no-loadscope-reorder "${words[@]}"
+exec "$venv/bin/python" -m pytest -q --no-header -n 3 --dist loadfile --no-loadscope-reorder "${words[@]}"
