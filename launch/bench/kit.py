@@ -279,7 +279,7 @@ def write(out: Path | None, text: str, result: Mapping[str, Any]) -> None:
     print(text)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.with_suffix(".md").write_text(text + "\n")
+        out.with_suffix(".md").write_text(text.rstrip("\n") + "\n")
         out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
 
 

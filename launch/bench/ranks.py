@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import CPU, Options, circumstances, header, in_ranks, table, write
+from kit import CPU, Options, circumstances, header, in_ranks, table, wrapped, write
 
 from distaccum import plan
 from distaccum.engines.peers import gather_in_rounds
@@ -123,9 +123,11 @@ def main() -> int:
         *table(heads, cells),
         "## By the forecast",
         "",
-        "Milliseconds of the network (50 microseconds for a round, assumed, 8 ranks to a node with 100 Gbit/s), with "
-        "the record's latency on NCCL; and of each rank's processor, measured: reading all rows, making the plan.",
-        "",
+        *wrapped(
+            "Milliseconds of the network (50 microseconds for a round, assumed, 8 ranks to a node with 100 Gbit/s), "
+            "with the record's latency on NCCL; and of each rank's processor, measured: reading all rows, making the "
+            "plan."
+        ),
         *table(["ranks", "network", "processor"], larger),
     ]
     write(options.out, "\n".join(lines), {**about, "ranks": found, "larger": larger})
