@@ -11,7 +11,8 @@ import torch.distributed as dist
 from counting import Counting
 from ranks import RankError
 
-from distaccum.engines.peers import GroupPeers, gather_in_rounds
+from distaccum.engines.peers import GroupPeers
+from distaccum.engines.rounds import gather_in_rounds
 
 
 def gathered():

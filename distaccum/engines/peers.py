@@ -16,15 +16,17 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.constants import default_pg_timeout
 
 from ..law.errors import DistaccumError, LostRanksError
 from ..law.update import Waitable
+from .board import WIDTH, Boards, Introduction, Rows
 from .private.process_group import is_shared, timeout_of
+from .rounds import gather_in_rounds
 
 # The errors of gloo, NCCL and their store when a rank is gone or late.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
 PATIENCE = timedelta(seconds=10)  # at a job's end, with a sum that other ranks have not joined
-TAG = 0x6461  # of our messages, in a group that may be the caller's
 # Modules whose functions run collectives: an error from the caller's own code may use the same words.
 RUN_COLLECTIVES = (
     "torch.distributed",
@@ -155,6 +157,7 @@ class GroupPeers(Peers):
         self._stages: dist.ProcessGroup | None = None
         self._record_group, self._record_host = group, self.host_group  # of the ranks whose losses add up
         self._apart: dist.ProcessGroup | None = None
+        self._introductions: dict[dist.ProcessGroup, Introduction] = {}
         self._recent: deque[_Sent] = deque(maxlen=8)  # collectives of the host
         weakref.finalize(self, _release, self._recent)  # when this is dropped, or before the interpreter ends
 
@@ -196,15 +199,13 @@ class GroupPeers(Peers):
         return whole if math.isinf(kind) else whole.pow(1 / kind)
 
     def gather(self, row: list[float]) -> list[list[float]]:
-        found: list[list[float]] = self._gather(row, self.host_group).tolist()
-        return found
+        return self._gather(row, self.host_group)
 
     def gather_fields(self, row: list[float]) -> list[list[float]]:
-        found: list[list[float]] = self._gather(row, self.host_group).T.tolist()
-        return found
+        return list(map(list, zip(*self._gather(row, self.host_group), strict=True)))
 
     def gather_shared(self, row: list[float]) -> list[list[list[float]]]:
-        return self._by_sharing(self._gather(row, self._shared_group).tolist())
+        return self._by_sharing(self._gather(row, self._shared_group))
 
     def _by_sharing(self, rows: list[list[float]]) -> list[list[list[float]]]:
         if self._shared_group is self.host_group:
@@ -217,17 +218,27 @@ class GroupPeers(Peers):
         if self._apart is None:
             with nullcontext() if self.waits is None else self.waits.span("waiting", on="the making of a group"):
                 self._apart = new_host_group(self.group, dist.get_process_group_ranks(self._shared_group))
-        shared = self._by_sharing(self._gather(row, self._apart).tolist())
+        shared = self._by_sharing(self._gather(row, self._apart))
         return [list(map(max, zip(*rows, strict=True))) for rows in shared]
 
-    def _gather(self, row: list[float], group: dist.ProcessGroup) -> Tensor:
+    def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
         waiting = None if self.waits is None else self.waits.gathering()
-        gather = gather_in_rounds if dist.get_world_size(group) > 2 else self._gather_at_once
         try:
             with nullcontext() if waiting is None else waiting:
-                return gather(row, group)
+                boards = self._boards_of(group)
+                if boards is not None and len(row) <= WIDTH:
+                    return boards.gather(row)
+                introduction = self._introductions[group]
+                gather = gather_in_rounds if dist.get_world_size(group) > 2 else self._gather_at_once
+                return introduction.hears(gather([*row, *introduction.says()], group).tolist())
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
+
+    def _boards_of(self, group: dist.ProcessGroup) -> Boards | None:
+        """Where its ranks have found that they can share memory, which they do while they gather."""
+        if group not in self._introductions:
+            self._introductions[group] = Introduction(group, timeout_of(group) or default_pg_timeout)
+        return self._introductions[group].boards
 
     def _gather_at_once(self, row: list[float], group: dist.ProcessGroup) -> Tensor:
         mine = torch.tensor(row, dtype=torch.float64)
@@ -261,17 +272,22 @@ class GroupPeers(Peers):
         group = self._record_host if kind == "cpu" else self._record_group
         on_host = kind == "cpu" or f"{kind}:gloo" in dist.get_backend_config(group)
         sent = values.clone() if on_host else values
-        work = dist.all_reduce(sent, group=group, async_op=True)
+        boards = self._boards_of(group) if kind == "cpu" and len(values) <= WIDTH else None
+        work: Any
+        if boards is not None and boards.records is not None:
+            work = _Posted(boards.records.post(values.tolist()), sent)
+        else:
+            work = dist.all_reduce(sent, group=group, async_op=True)
+            if on_host:
+                self._recent.append((work, [sent]))
         reduction: Waitable = work if self.waits is None else self.waits.watched(work)
-        if not on_host:
-            return reduction
-        self._recent.append((work, [sent]))
-        return _OnHost(reduction, sent, values, self.rank)
+        return _OnHost(reduction, sent, values, self.rank) if on_host else reduction
 
     def share_largest(self, values: Tensor) -> None:
         if self.shares_samples:
             rows = self._gather(values.reshape(-1).tolist(), self._shared_group)
-            values.copy_(rows.amax(0).reshape(values.shape))
+            largest = torch.tensor(rows, dtype=torch.float64).amax(0)
+            values.copy_(largest.reshape(values.shape))
 
     def refuse_lost(self, error: RuntimeError) -> None:
         _refuse_lost(self.rank, error)
@@ -310,8 +326,19 @@ def _is_of_a_collective(error: RuntimeError) -> bool:
 
 
 @dataclass
+class _Posted:
+    """A sum of what ranks leave on a board."""
+
+    row: Rows
+    values: Tensor
+
+    def wait(self) -> None:
+        self.values.copy_(torch.tensor(self.row.of_all(), dtype=self.values.dtype).sum(0))
+
+
+@dataclass
 class _OnHost:
-    """A sum that gloo's threads compute in a tensor of its own, which nobody else may free.
+    """A sum that gloo's threads compute in a tensor of its own, which nobody else may free; or that is on a board.
 
     An update that is kept holds it: it holds neither peers nor their trace.
     """
@@ -352,28 +379,6 @@ def _release(recent: deque[_Sent]) -> None:
         del work
         while any(map(is_shared, tensors)) and time.monotonic() < until:
             time.sleep(1e-4)  # which releases the lock
-
-
-def gather_in_rounds(row: list[float], group: dist.ProcessGroup) -> Tensor:
-    """The rows of all ranks, in their order, after as many messages as the number of ranks has bits.
-
-    In each round a rank passes on all that it has to one that lacks it: rows of 1, 2, 4, 8... ranks. gloo's own
-    gathering sends them around a ring, a message for each rank, which is as many for two.
-    """
-    ranks, here = dist.get_process_group_ranks(group), dist.get_rank(group)
-    num, known = len(ranks), 1
-    rows = torch.empty(num, len(row), dtype=torch.float64)  # of this rank, and of those after it
-    rows[0] = torch.tensor(row, dtype=torch.float64)
-    while known < num:
-        new = min(known, num - known)
-        sender, receiver = ranks[(here + known) % num], ranks[here - known]
-        coming = dist.irecv(rows[known : known + new], sender, group=group, tag=TAG)
-        going = dist.isend(rows[:new], receiver, group=group, tag=TAG)
-        assert coming is not None and going is not None  # which it is outside of the group
-        coming.wait()
-        going.wait()
-        known += new
-    return rows.roll(here, 0)
 
 
 def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
