@@ -3,7 +3,8 @@
     python launch/bench/ranks.py --out launch/results/ranks
 
 Processes of this machine with gloo, which share its processors: so rounds and messages are counted too, and the time is
-a ratio to gloo's own gathering in the same run.
+a ratio to gloo's own gathering in the same run. Ranks of one host leave their rows in memory that they share; for
+several hosts, some at a time take themselves for one.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ import torch.distributed as dist
 from kit import CPU, Options, circumstances, header, in_ranks, table, wrapped, write
 
 from distaccum import plan
-from distaccum.engines.peers import gather_in_rounds
+from distaccum.engines import board
+from distaccum.engines.peers import GroupPeers
+from distaccum.engines.rounds import gather_in_rounds
 from distaccum.law.plan import RankReport, by_rank_of, plan_of
 
 REPORT = RankReport(3, 8, 8, 8, False, True, True, True, False, False, False, 0, 0, 0, (800.0,))
@@ -32,13 +35,19 @@ def ring(row: list[float]) -> torch.Tensor:
     return rows
 
 
-def times(repeats: int, rounds: int) -> dict[str, list[float]]:
+def times(repeats: int, rounds: int, per_host: int) -> dict[str, list[float]]:
     """Seconds of a gathering, in turns."""
     torch.set_num_threads(1)
     row, group = REPORT.to_row(), dist.group.WORLD
     assert group is not None
-    ways: dict[str, Callable[[], Any]] = {"ring": lambda: ring(row), "rounds": lambda: gather_in_rounds(row, group)}
-    assert torch.equal(ways["ring"](), ways["rounds"]())
+    ways: dict[str, Callable[[], Any]] = {
+        "ring": lambda: ring(row).tolist(),
+        "rounds": lambda: gather_in_rounds(row, group).tolist(),
+        "one host": on_hosts_of(dist.get_world_size(), row),
+    }
+    if has_hosts(dist.get_world_size(), per_host):
+        ways["hosts"] = on_hosts_of(per_host, row)
+    assert all(gather() == ways["ring"]() for gather in ways.values())
     found: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, gather in ways.items():
@@ -49,6 +58,21 @@ def times(repeats: int, rounds: int) -> dict[str, list[float]]:
                 gather()
             found[name].append((time.perf_counter() - began) / repeats)
     return found
+
+
+def has_hosts(ranks: int, per_host: int) -> bool:
+    return ranks > per_host > 1 and ranks % per_host == 0
+
+
+def on_hosts_of(ranks: int, row: list[float]) -> Callable[[], Any]:
+    """As windows gather, after the rows with which ranks find that they share a host."""
+    assert dist.group.WORLD is not None
+    peers, here = GroupPeers(dist.group.WORLD), dist.get_rank() // ranks
+    true, board.host_number = board.host_number, lambda: here
+    for _ in range(board.FIRST + 3):
+        peers.gather(row)
+    board.host_number = true
+    return lambda: peers.gather(row)
 
 
 def host_milliseconds(ranks: int) -> float:
@@ -69,23 +93,27 @@ def forecast_milliseconds(ranks: int) -> float:
     return float(timing["latency"]) * 1e3
 
 
-def rows_of(numbers: Sequence[int], repeats: int, rounds: int) -> list[dict[str, Any]]:
+def rows_of(numbers: Sequence[int], repeats: int, rounds: int, per_host: int) -> list[dict[str, Any]]:
     found = []
     for num in numbers:
-        taken = in_ranks(num, times, repeats, rounds, seconds=300)[0]
-        ratio = [ours / theirs for ours, theirs in zip(taken["rounds"], taken["ring"], strict=True)]
-        found.append(
-            {
-                "ranks": num,
-                "rounds": (num - 1).bit_length(),
-                "ring": num - 1,
-                "ratio": statistics.median(ratio),
-                "least": min(ratio),
-                "most": max(ratio),
-                "ring ms": statistics.median(taken["ring"]) * 1e3,
-            }
-        )
+        taken = in_ranks(num, times, repeats, rounds, per_host, seconds=300)[0]
+        ring = taken.pop("ring")
+        ratios = {way: [one / other for one, other in zip(these, ring, strict=True)] for way, these in taken.items()}
+        messages = {"rounds": (num - 1).bit_length(), "one host": 0, "hosts": (num // per_host - 1).bit_length()}
+        ways = {way: {"messages": messages[way], **spread(ratio)} for way, ratio in ratios.items()}
+        ringed = {"messages": num - 1, "ms": statistics.median(ring) * 1e3}
+        found.append({"ranks": num, "ring": ringed, **ways})
     return found
+
+
+def spread(ratio: Sequence[float]) -> dict[str, float]:
+    return {"median": statistics.median(ratio), "least": min(ratio), "most": max(ratio)}
+
+
+def cell(way: dict[str, Any] | None) -> str:
+    if way is None:
+        return "-"
+    return f"{way['messages']}; {way['median']:.2g} ({way['least']:.2g} to {way['most']:.2g})"
 
 
 def main() -> int:
@@ -93,29 +121,21 @@ def main() -> int:
     parser.counts("--ranks", [2, 4, 8, 16, 32, 64], "numbers of ranks")
     parser.counts("--repeats", 20, "gatherings in a turn")
     parser.counts("--rounds", 9, "turns of each way")
+    parser.counts("--per-host", 8, "ranks of one, where there are several")
     options = parser.parse_args()
-    found = rows_of(options.ranks, options.repeats, options.rounds)
+    found = rows_of(options.ranks, options.repeats, options.rounds, options.per_host)
     cells = [
-        [
-            str(one["ranks"]),
-            str(one["rounds"]),
-            str(one["ring"]),
-            f"{one['ratio']:.2f} ({one['least']:.2f} to {one['most']:.2f})",
-            f"{one['ring ms']:.1f}",
-        ]
+        [str(one["ranks"]), f"{one['ring']['messages']}; {one['ring']['ms']:.1f} ms"]
+        + [cell(one.get(way)) for way in ("rounds", "hosts", "one host")]
         for one in found
     ]
-    heads = [
-        "ranks",
-        "rounds, and messages of a rank",
-        "messages in the ring",
-        "time, in parts of the ring's",
-        "ring, ms",
-    ]
+    heads = ["ranks", "gloo's ring", "in rounds", f"hosts of {options.per_host}", "one host"]
     larger = [[str(num), f"{forecast_milliseconds(num):.2f}", f"{host_milliseconds(num):.2f}"] for num in FORECAST]
     notes = (
-        "A row is 15 numbers of 8 bytes. Medians, and the least and the most of all turns. Two ranks keep gloo's own "
-        "gathering, which is one message there.",
+        "A row is 15 numbers of 8 bytes. In each cell the messages of a rank, one after the other, and the time in "
+        "parts of the ring's: the median, the least and the most of all turns.",
+        "*In rounds* is the way of ranks that share no memory (two of them keep gloo's own). *One host* is that of "
+        "ranks that do, and *hosts* that of several such: one rank of each sends.",
     )
     about = circumstances(CPU)
     lines = [
@@ -124,9 +144,9 @@ def main() -> int:
         "## By the forecast",
         "",
         *wrapped(
-            "Milliseconds of the network (50 microseconds for a round, assumed, 8 ranks to a node with 100 Gbit/s), "
-            "with the record's latency on NCCL; and of each rank's processor, measured: reading all rows, making the "
-            "plan."
+            "Milliseconds of the network (50 microseconds for a round between nodes, assumed, 8 ranks to a node with "
+            "100 Gbit/s), with the record's latency on NCCL; and of each rank's processor, measured: reading all rows, "
+            "making the plan."
         ),
         *table(["ranks", "network", "processor"], larger),
     ]

@@ -151,11 +151,16 @@ class Network:
         return self.latency(call, self.buckets) + self.sent(call) / (rate * reached)
 
     def small(self) -> float:
-        """Of the two small collectives of a window: its plan, in a round for each bit of the ranks, and its record."""
+        """Of a window's plan and record.
+
+        For the plan one rank of each node sends, in a round for each bit of the nodes. Ranks of one node on gloo leave
+        the record in its memory too.
+        """
         hop = self.transport.latency if self.backend == "gloo" else HOST_HOP
-        rate = self.rates["all"]
-        rows = 0.0 if rate is None else (self.ranks - 1) * ROW / (rate * self.transport.gather)
-        return (self.ranks - 1).bit_length() * hop + rows + self.latency(REDUCE, 1)
+        rate, others = self.rates["all"], self.ranks - self.ranks // self.nodes
+        rows = 0.0 if rate is None else others * ROW / (rate * self.transport.gather)
+        record = 0.0 if self.backend == "gloo" and self.nodes == 1 else self.latency(REDUCE, 1)
+        return (self.nodes - 1).bit_length() * hop + rows + record
 
 
 def rates_between(ranks: int, nodes: int, link_gbit: float | None, node_gbit: float | None) -> dict[str, float | None]:
