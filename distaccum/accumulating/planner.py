@@ -59,6 +59,8 @@ class Planner:
         self._committer, self.observers = committer, observers
         self._seeds = Seeds(setup.engine, setup.once, setup.scaler, scales=setup.scales_seeds)
         self._trained: Trained | None = None
+        self._said: Any = None  # by the ranks, of the window that was planned last
+        self._plan: Plan
         self.status: Status | None = None  # of the window that was planned last
         self._window: weakref.ref[Window] | None = None
         self._watch()
@@ -132,10 +134,13 @@ class Planner:
             candidate.raise_error()
         if candidate.batches.warning is not None:
             self.setup.once("batches", candidate.batches.warning)
-        if is_alone:
-            return plan_of_one(names, report)
         if is_plain:
-            return plan_of(names, by_rank_of(fields))
+            # The plan of the last window, if nothing but the update's index is another.
+            said = names, report[1:] if is_alone else fields[1:], len(set(fields[0])) if fields else 1
+            if said != self._said:
+                self._plan = plan_of_one(names, report) if is_alone else plan_of(names, by_rank_of(fields))
+                self._said = said
+            return self._plan
         reports = reports_of(peers.sharing, shared)
         if peers.has_parts:
             refuse_unlike_parts(peers.parts, reports, self.config.counts_whole)
