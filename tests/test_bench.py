@@ -69,7 +69,7 @@ def test_batches_by_tokens_have_the_gradient_of_fixed_rows_and_less_padding(prog
 @pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path):
     out = tmp_path / "meshes"
-    done = run(programs, "meshes.py", "--rounds", 1, "--width", 64, "--out", out)
+    done = run(programs, "meshes.py", "--rounds", 1, "--width", 64, "--warm-up", 1, "--out", out)
     assert done.status == 0, done.errors
     meshes = json.loads(out.with_suffix(".json").read_text())["meshes"]
     assert list(meshes) == ["tensor", "context", "experts", "stages"]
