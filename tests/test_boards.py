@@ -189,6 +189,24 @@ def test_rank_that_lost_another_host_says_so_to_its_own(ranks):
     assert others == [[[0.0], [1.0], [2.0], [3.0]]] * 2
 
 
+def apart():
+    """The first rank has a record more than the second."""
+    peers, rank = introduced("aa"), dist.get_rank()
+    peers.gather([1.0])
+    if rank == 0:
+        peers.sum(torch.tensor([1.0]))
+    try:
+        peers.gather([float(rank)])
+    except DistaccumError as error:
+        return str(error)
+
+
+def test_rank_that_left_out_a_step_is_an_error_of_both(ranks):
+    first, second = ranks(2).run(apart)
+    assert "rank 1 has ended, or its Accumulator has" in first
+    assert "rank 0 is ahead of this rank" in second
+
+
 def dropped():
     peers = introduced("aa")
     values = torch.tensor([1.0 + dist.get_rank()])

@@ -128,7 +128,11 @@ class Board:
         for place in range(self._num):
             at = begin + place * self._step
             if numbers[at] != count:
-                self._await(at, count, place)
+                try:
+                    self._await(at, count, place)
+                except RuntimeError:
+                    self._last = None  # it holds this board, and the others wait until nobody does
+                    raise
             found.append(numbers[at + 1 : at + 1 + width].tolist())
         return found
 
@@ -143,6 +147,8 @@ class Board:
             time.sleep(min((now - began) / 50, 1e-3))
             if numbers[at] == -count:
                 raise RuntimeError(f"connection closed: rank {rank} lost contact with another")
+            if numbers[at] > count:
+                raise RuntimeError(f"rank {rank} is ahead of this rank, which has left out a step that it took")
             if now > asked + ASK:
                 asked = now
                 if not shared.has(place) and numbers[at] != count:
