@@ -12,6 +12,7 @@ from counting import Counting
 from ranks import RankError
 
 from distaccum.engines.peers import GroupPeers
+from distaccum.engines.private.process_group import is_shared
 from distaccum.engines.rounds import gather_in_rounds
 
 
@@ -53,6 +54,20 @@ def test_sum_of_the_host_runs_while_nobody_waits(ranks):
         assert seconds < 0.25  # the other rank came 0.3 seconds later
         assert before == [1.0 + rank, 10.0]
         assert after == [3.0, 20.0]
+
+
+def kept():
+    peers = GroupPeers(dist.group.WORLD)
+    sum_ = peers.sum(values := torch.tensor([1.0 + dist.get_rank()], dtype=torch.float64))
+    del peers
+    others = is_shared(sum_.sent)
+    sum_.wait()
+    return others, values.item()
+
+
+def test_sum_that_somebody_keeps_does_not_hold_up_the_end(ranks):
+    """The end of its peers waits, for a second at most, until nobody else has what was sent."""
+    assert ranks(2).run(kept) == [(False, 3.0)] * 2
 
 
 def lost():

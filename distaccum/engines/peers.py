@@ -244,7 +244,7 @@ class GroupPeers(Peers):
         mine = torch.tensor(row, dtype=torch.float64)
         rows = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64)
         work = dist.all_gather(list(rows), mine, group=group, async_op=True)
-        self._recent.append((work, [mine, rows]))
+        self._recent.append((work, [mine, rows], None))
         work.wait()
         return rows
 
@@ -278,10 +278,13 @@ class GroupPeers(Peers):
             work = _Posted(boards.records.post(values.tolist()), sent)
         else:
             work = dist.all_reduce(sent, group=group, async_op=True)
-            if on_host:
-                self._recent.append((work, [sent]))
         reduction: Waitable = work if self.waits is None else self.waits.watched(work)
-        return _OnHost(reduction, sent, values, self.rank) if on_host else reduction
+        if not on_host:
+            return reduction
+        found = _OnHost(reduction, sent, values, self.rank)
+        if not isinstance(work, _Posted):
+            self._recent.append((work, [sent], found))
+        return found
 
     def share_largest(self, values: Tensor) -> None:
         if self.shares_samples:
@@ -343,7 +346,7 @@ class _OnHost:
     An update that is kept holds it: it holds neither peers nor their trace.
     """
 
-    reduction: Waitable
+    reduction: Waitable | None  # until it has ended, since it holds what is sent
     sent: Tensor
     values: Tensor
     rank: int
@@ -352,16 +355,18 @@ class _OnHost:
     def wait(self) -> None:
         if self.is_done:
             return
-        try:
-            self.reduction.wait()
-        except RuntimeError as error:
-            _refuse_lost(self.rank, error)
-            raise
+        if self.reduction is not None:
+            try:
+                self.reduction.wait()
+            except RuntimeError as error:
+                _refuse_lost(self.rank, error)
+                raise
+            self.reduction = None
         self.values.copy_(self.sent)
         self.is_done = True
 
 
-_Sent = tuple[Any, list[Tensor]]  # a collective, and its tensors, which nobody else has
+_Sent = tuple[Any, list[Tensor], _OnHost | None]  # a collective, its tensors, and who else may have them
 
 
 def _release(recent: deque[_Sent]) -> None:
@@ -373,9 +378,11 @@ def _release(recent: deque[_Sent]) -> None:
     """
     until = time.monotonic() + 1
     while recent:
-        work, tensors = recent.popleft()
+        work, tensors, holder = recent.popleft()
         with suppress(RuntimeError):  # of a rank that is gone
             work.wait(PATIENCE)
+            if holder is not None:
+                holder.reduction = None
         del work
         while any(map(is_shared, tensors)) and time.monotonic() < until:
             time.sleep(1e-4)  # which releases the lock
