@@ -33,6 +33,7 @@ while (($#)); do
 done
 VENV=$venv ONLY=$only bash launch/venv.sh test
 export PATH="$PWD/$venv/bin:$PATH"
+unset PYTHONDONTWRITEBYTECODE # or each process that starts compiles all that it imports
 if [[ -n $lint ]]; then
     ruff check -q .
     ruff format -q --check .
