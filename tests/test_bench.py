@@ -10,7 +10,7 @@ from programs import ROOT, Done, Programs
 
 
 def run(programs: Programs, program: str, *options: object) -> Done:
-    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait()
+    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait(180)
 
 
 def test_compared_loops_give_the_gradient_of_big_batches(programs):
