@@ -42,14 +42,16 @@ def pytest_unconfigure() -> None:
 
 
 def end_marked(seconds: float = 10) -> None:
-    """Sends SIGTERM first, so that scripts can undo their changes to the system, and then kills."""
+    """Sends SIGTERM first, so that scripts can undo their changes to the system by further programs, and then kills."""
     until = time.monotonic() + seconds
-    asked: set[int] = set()
+    _send(signal.SIGTERM, marked())
     while left := marked():
-        for pid in left:
-            number = signal.SIGKILL if time.monotonic() > until else signal.SIGTERM
-            if number == signal.SIGKILL or pid not in asked:
-                with suppress(ProcessLookupError):
-                    os.kill(pid, number)
-            asked.add(pid)
+        if time.monotonic() > until:
+            _send(signal.SIGKILL, left)
         time.sleep(0.05)
+
+
+def _send(number: signal.Signals, pids: list[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, number)
