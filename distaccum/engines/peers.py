@@ -273,16 +273,17 @@ class GroupPeers(Peers):
         on_host = kind == "cpu" or f"{kind}:gloo" in dist.get_backend_config(group)
         sent = values.clone() if on_host else values
         boards = self._boards_of(group) if kind == "cpu" and len(values) <= WIDTH else None
+        records = None if boards is None else boards.records
         work: Any
-        if boards is not None and boards.records is not None:
-            work = _Posted(boards.records.post(values.tolist()), sent)
-        else:
+        if records is None:
             work = dist.all_reduce(sent, group=group, async_op=True)
+        else:
+            work = _Posted(records.post(values.tolist()), sent)
         reduction: Waitable = work if self.waits is None else self.waits.watched(work)
         if not on_host:
             return reduction
         found = _OnHost(reduction, sent, values, self.rank)
-        if not isinstance(work, _Posted):
+        if records is None:
             self._recent.append((work, [sent], found))
         return found
 
