@@ -94,8 +94,8 @@ def through_slurm(folder: Path) -> str:
 
 
 def two_namespaces(folder: Path) -> str:
-    remembers = f"echo $$ >{folder / 'process'}; exec bash launch/two_nodes.sh"
-    return run("bash", "-c", f"{remembers} --rate 1gbit --out {folder} -- --updates 3")
+    script = 'echo $$ >"$0/process"; exec bash launch/two_nodes.sh --rate 1gbit --out "$0" -- --updates 3'
+    return run("bash", "-c", script, folder)
 
 
 def deepspeed_under_accelerate(folder: Path) -> str:
