@@ -256,32 +256,43 @@ def test_wrong_timeout_prints_one_line(capsys):
     assert "--timeout 0, expected seconds above 0" in capsys.readouterr().err
 
 
+def measured_link() -> tuple[list[float], list[float], float]:
+    """In Gbit/s: of the pair of nodes, of reductions, and what is handed to the plan."""
+    from nodes import DEVICE, address, two_nodes
+
+    with two_nodes("1gbit") as nodes:
+        both = ranks_of_two({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"})
+        more = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
+        processes = [
+            subprocess.Popen(
+                ["ip", "netns", "exec", node, *COMMAND, "--json"],
+                env={**os.environ, **one, **more},
+                text=True,
+                stdout=subprocess.PIPE,
+            )
+            for node, one in zip(nodes, both, strict=True)
+        ]
+        text, _ = (process.communicate(timeout=120)[0] for process in processes)
+    found = json.loads(text)
+    (pair,) = found["link"]["pairs"]
+    return pair["gbit"], list(found["link"]["all_reduce_gbit"].values()), float(found["plan"].split()[1])
+
+
 @pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")),
     reason="network namespaces need root and iproute2",
 )
 def test_link_of_1_gbit_is_measured_correctly(monkeypatch):
+    """Other tests on these cores can only slow it down, so that one of three may show its rate."""
     monkeypatch.syspath_prepend(ROOT / "launch/bench")
-    from nodes import DEVICE, address, two_nodes
-
-    try:
-        with two_nodes("1gbit") as nodes:
-            both = ranks_of_two({"LOCAL_RANK": "0"}, {"LOCAL_RANK": "0"})
-            more = {"MASTER_ADDR": address(0), "GLOO_SOCKET_IFNAME": DEVICE, "OMP_NUM_THREADS": "1"}
-            processes = [
-                subprocess.Popen(
-                    ["ip", "netns", "exec", node, *COMMAND, "--json"],
-                    env={**os.environ, **one, **more},
-                    text=True,
-                    stdout=subprocess.PIPE,
-                )
-                for node, one in zip(nodes, both, strict=True)
-            ]
-            text, _ = (process.communicate(timeout=120)[0] for process in processes)
-            found = json.loads(text)
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    (pair,) = found["link"]["pairs"]
-    assert all(0.5 < rate < 1.05 for rate in pair["gbit"]), pair
-    assert all(0.3 < rate < 1.05 for rate in found["link"]["all_reduce_gbit"].values())
-    assert 0.5 < float(found["plan"].split()[1]) < 1.1
+    seen = []
+    for _ in range(3):
+        try:
+            seen.append(measured_link())
+        except RuntimeError as error:
+            pytest.skip(str(error))
+        pair, reductions, planned = seen[-1]
+        assert max(*pair, *reductions) < 1.05 and planned < 1.1, seen
+        if min(pair) > 0.5 and min(reductions) > 0.3 and planned > 0.5:
+            return
+    pytest.fail(f"slower than the link: {seen}")
