@@ -31,6 +31,7 @@ from .accumulating.drawing import Batches, cut_up
 from .accumulating.nonfinite import LookAtEnd
 from .accumulating.planner import Planner
 from .accumulating.progress import Progress
+from .accumulating.reuse import draw_from
 from .accumulating.setup import Setup
 from .engines import Sync
 from .engines.pipeline import PipelineSchedule
@@ -243,7 +244,7 @@ class Accumulator:
             ValueError: A count that is no count.
             DistaccumError: As in `windows()`.
         """
-        return self._planner.plan(lambda _: Batches(list(micro_batches)))
+        return self._planner.plan(lambda _: Batches(draw_from(iter(micro_batches))[0]))
 
     # The window, and all that can go wrong in it
 

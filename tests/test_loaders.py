@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from itertools import count, islice
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from distaccum import Accumulator
+from distaccum import Accumulator, DistaccumError
 
 NUMBERS = [1.0, 2.0, 3.0, 4.0, 5.0]
 WINDOWS = [[1.0, 2.0], [3.0, 4.0], [5.0]]
@@ -148,3 +149,65 @@ def test_endless_loader_continues_until_the_caller_leaves(lookahead):
     model = nn.Linear(1, 1, bias=False)
     windows = accumulator_of(model, lookahead).windows(Endless())
     assert seen_in(islice(windows, 3), model) == [[1, 2], [3, 4], [5, 6]]
+
+
+def reused_tensor():
+    buffer = torch.empty(1, 1)
+    for batch in batches():
+        yield buffer.copy_(batch)
+
+
+def reused_view():
+    buffer = torch.empty(2, 1)
+    for batch in batches():
+        yield buffer[:1].copy_(batch)
+
+
+def reused_array():
+    buffer = np.empty((1, 1), dtype=np.float32)
+    for batch in batches():
+        buffer[:] = batch.numpy()
+        yield torch.from_numpy(buffer)
+
+
+def buffers_in_turn():
+    buffers = [torch.empty(1, 1) for _ in range(3)]
+    for i, batch in enumerate(batches()):
+        yield buffers[i % 3].copy_(batch)
+
+
+def reused_dict():
+    made = {}
+    for batch in batches():
+        made["x"] = batch
+        yield made
+
+
+@pytest.mark.parametrize("way", ["windows", "window"])
+@pytest.mark.parametrize("loader", [reused_tensor, reused_view, reused_array, buffers_in_turn, reused_dict])
+def test_loader_that_yields_the_same_memory_again_is_refused(loader, way):
+    model = nn.Linear(1, 1, bias=False)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), steps=4)
+    with pytest.raises(DistaccumError, match=r"wrote to a micro-batch .* yield copies"):
+        if way == "windows":
+            next(accumulator.windows(loader()))
+        else:
+            accumulator.window(loader())
+    assert seen_in(accumulator.windows(batches()), model)[0] == NUMBERS[:4]
+
+
+def test_same_memory_may_be_yielded_again_unchanged():
+    """One batch for ever, views of one tensor that the loop writes to, and NaN."""
+    one, parts, array = (
+        torch.ones(1, 1),
+        torch.tensor([[1.0], [2.0], [3.0], [4.0]]).split(1),
+        np.ones((1, 1), "float32"),
+    )
+    for loader in ([one] * 4, parts, [torch.from_numpy(array) for _ in range(4)], [one * torch.nan] * 4):
+        model = nn.Linear(1, 1, bias=False)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="ignore")
+        for window in accumulator.windows(loader):
+            for micro_batch in window:
+                window.backward(model(micro_batch.mul_(2.0)).mean())
+            window.step()
+        assert accumulator.index == 2

@@ -21,6 +21,7 @@ from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
 from ..window.source import Counts
 from .config import Config
+from .reuse import draw_from
 
 NUMBERS = {int, float}
 
@@ -282,14 +283,9 @@ class Feed:
     def draw(self, number: int) -> list[Any]:
         """That number of micro-batches, or all that are left."""
         assert self._iterator is not None
-        drawn: list[Any] = []
-        # By next() alone, and not once more after the end: some loaders start anew when asked for an iterator (as
-        # islice and zip ask theirs), or after they have ended.
-        while len(drawn) < number and not self.has_ended:
-            try:
-                drawn.append(next(self._iterator))
-            except StopIteration:
-                self.has_ended = True
+        if self.has_ended:
+            return []
+        drawn, self.has_ended = draw_from(self._iterator, number)
         return drawn
 
 

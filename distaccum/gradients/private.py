@@ -47,6 +47,14 @@ def hooks_after_accumulation(parameter: Tensor) -> Iterable[Any]:
 version_of: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else lambda _: 0
 
 
+def own_version_of(tensor: Tensor) -> int | None:
+    """The number of writes to this tensor; None for a view, which shares it with all other views, or in inference.
+
+    Private: whether it is a view. Without the name: of the tensor and its views together.
+    """
+    return None if getattr(tensor, "_base", None) is not None or tensor.is_inference() else version_of(tensor)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """By torch.compile(module), module.compile(), or a compiled forward, which no public name tells.
 
