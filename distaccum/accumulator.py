@@ -41,7 +41,6 @@ from .law.errors import DistaccumError
 from .law.shares import Reduction, Schedule
 from .law.update import Update
 from .observers.noise import Noise
-from .observers.statistics import Pool
 from .observers.trace import Trace
 from .runs.check.measure import check
 from .runs.check.report import Report
@@ -93,8 +92,7 @@ class Accumulator:
             window is discarded. `"skip"`: no step; `Update.reason` says why. `"ignore"`: no check. With a scaler an
             overflow always skips, and `"raise"` is for a loss that is not finite.
         batchnorm: What is done about batch normalisation in training mode, whose gradient is not that of the big batch.
-            `"warn"`: warns once and names the layers. `"pool"`: running statistics move once per window, by those of
-            all its micro-batches. `"ignore"`: they move in each forward, without a warning.
+            `"warn"`: warns once and names the layers. `"ignore"`: no warning.
         lookahead: True plans a window of `windows()` from all its micro-batches. False draws them while it runs, one
             ahead; the count is then known at its end, where the gradient is corrected.
         measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
@@ -174,8 +172,6 @@ class Accumulator:
         """In the order in which they hear of a window."""
         config, setup = self._config, self._setup
         found: list[Observer] = []
-        if config.batchnorm == "pool":
-            found.append(Pool(setup.models, setup.engine))
         if config.trace is not None:
             setup.trace = Trace(config.trace, setup.engine, setup.parameters().every[0].device)
             setup.engine.peers.waits = setup.trace

@@ -14,7 +14,7 @@ from ..law.batches import Count, TokenCount, count_samples
 from ..law.costs import Cost
 from ..law.shares import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
-BatchNorm = Literal["warn", "pool", "ignore"]
+BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 

@@ -16,7 +16,6 @@ from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import Plan, by_rank_of, guess_counts, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
-from ..observers.statistics import Pool
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
 from ..window.resume import Unfinished
@@ -220,12 +219,9 @@ class Planner:
         if manner is LOOP:
             return self.observers
         usual = [one for one in self.observers if not (manner.is_sum and one.key == "noise")]
-        # What may refuse the window on one rank comes before ranks agree that none has failed.
-        first: list[Observer] = [one for one in usual if isinstance(one, Pool)]
-        usual = [one for one in usual if one not in first]
-        first += [] if manner.agreement is None else [manner.agreement]
+        agreement = () if manner.agreement is None else (manner.agreement,)
         inspection = (Inspection(self.setup.engine),) if manner.inspects else ()
-        return (*first, *usual, *inspection, *manner.also)
+        return (*agreement, *usual, *inspection, *manner.also)
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it."""
@@ -283,8 +279,7 @@ class Planner:
                 "batchnorm",
                 f"{shorten(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
                 "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
-                "LayerNorm, or accept it: batchnorm='pool' moves running statistics once per window, by "
-                "those of all of it, and 'ignore' once per micro-batch",
+                "LayerNorm, or accept it with batchnorm='ignore'",
             )
 
     def windows(self, loader: Iterable[Any]) -> Iterator[Window]:

@@ -7,7 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
@@ -53,15 +53,3 @@ def own_version_of(tensor: Tensor) -> int | None:
     Private: whether it is a view. Without the name: of the tensor and its views together.
     """
     return None if getattr(tensor, "_base", None) is not None or tensor.is_inference() else version_of(tensor)
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """By torch.compile(module), module.compile(), or a compiled forward, which no public name tells.
-
-    Without the names: False, so that batchnorm='pool' finds out only when a forward was not seen.
-    """
-    return (
-        "_orig_mod" in dict(module.named_children())
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-    )

@@ -22,7 +22,6 @@ from ..law.costs import group_in_order
 from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
 from ..law.update import Update
-from ..observers.statistics import Pool
 from ..window.ledger import PairsLedger
 from ..window.observer import Observer
 from ..window.seeds import refuse_loss
@@ -63,7 +62,6 @@ class Contrast(Observer):
     ) -> None:
         """`verifies`: that encode gives the same again, which costs a read on the host."""
         self._engine, self._scaler = planner.setup.engine, planner.setup.scaler
-        self._pool = next((one for one in planner.observers if isinstance(one, Pool)), None)
         self._agreement, self._encode, self._loss_fn = agreement, encode, loss_fn
         self._verifies = verifies
         self._differences: list[Tensor] = []
@@ -133,7 +131,7 @@ class Contrast(Observer):
             set_seed(everyone.seed)
         out_of_memory = None
         try:
-            with torch.enable_grad(), nullcontext() if self._pool is None else self._pool.counting(peers.rank == 0):
+            with torch.enable_grad():
                 loss = self._loss_fn(*everyone.tensors)
             gradients, of_parameters = self._differentiate(loss, everyone.tensors, scale, at)
         except Exception as error:

@@ -46,9 +46,9 @@ def rows() -> Tensor:
     return torch.randn(random.randint(2, 9), 2)
 
 
-def trained(*, norms: bool = False, **options: Any) -> tuple[nn.Module, Accumulator]:
+def trained(**options: Any) -> tuple[nn.Module, Accumulator]:
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(nn.Linear(2, 2), *[nn.BatchNorm1d(2)] * norms, nn.Linear(2, 1))
+    model: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
@@ -107,7 +107,7 @@ KINDS: dict[str, Callable[[], Update]] = {
     "max_norm, scheduler, a scaler": lambda: lists(
         max_norm=1.0, scheduled=True, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
     ),
-    "measure_noise, batchnorm='pool'": lambda: lists(norms=True, measure_noise=True, batchnorm="pool"),
+    "measure_noise": lambda: lists(measure_noise=True),
     "update, micro_batch_size='auto'": whole,
     "contrast": pairs,
 }

@@ -7,7 +7,6 @@ Relative errors of the gradient in float64, on a CPU: no timing, the same on eve
 
 from __future__ import annotations
 
-import copy
 import textwrap
 import warnings
 from collections.abc import Callable
@@ -88,24 +87,6 @@ def of_batchnorm(layers: int, size: int, *, sorted_by_class: bool, cure: str = "
     batch = make_batch(sorted_by_class=sorted_by_class)
     seen = accumulated(model, of_classes(model), batch, size, batchnorm="ignore")
     return error(seen, at_once(model, of_classes(model), batch))
-
-
-def of_running_statistics(how: str, size: int, updates: int = 20) -> tuple[float, float]:
-    """Errors of a first layer's running mean and variance after these updates, against big batches."""
-    model = network(1, lambda: nn.BatchNorm1d(12))
-    whole = copy.deepcopy(model)
-    accumulator = Accumulator(model, micro_batch_size=size, batchnorm="pool" if how == "pool" else "ignore")
-    if how == "momentum":  # 1 - (1 - m)^(1/K), which some use
-        model[1].momentum = 1 - 0.9 ** (1 / (BATCH // size))
-    for i in range(updates):
-        batch = make_batch(i, sorted_by_class=True)
-        window = accumulator.split(batch)
-        for micro_batch in window:
-            window.backward(of_classes(model)(micro_batch))
-        window.step()
-        whole(batch[0])
-    found, exact = model[1], whole[1]
-    return error(found.running_mean, exact.running_mean), error(found.running_var, exact.running_var)
 
 
 # Dropout
@@ -238,19 +219,7 @@ def page(draws: int) -> tuple[list[str], dict[str, Any]]:
     lines += [
         "What to do: `distaccum.batchnorm.freeze(model)` after `model.train()`, or `to_groupnorm(model)` before the "
         "optimizer is made; both are exact. `SyncBatchNorm` pools over ranks, not over micro-batches. What is left is "
-        "\"ghost\" batch normalisation, a known regulariser: `batchnorm='ignore'`, or `'pool'` for the statistics that "
-        "evaluation uses:",
-        "",
-    ]
-    ways = {"per micro-batch (ignore)": "ignore", "momentum 1 - (1 - m)^(1/K)": "momentum", "per window (pool)": "pool"}
-    rows = [(name, list(of_running_statistics(how, 8))) for name, how in ways.items()]
-    found["running statistics"] = dict(rows)
-    lines += errors_of(
-        "running statistics of the first layer, class by class, micro-batches of 8", rows, ["mean", "variance"]
-    )
-    lines += [
-        "Deeper layers see inputs that were normalised by micro-batches; their pooled statistics are those of the "
-        "activations that training saw.",
+        "\"ghost\" batch normalisation, a known regulariser, which `batchnorm='ignore'` accepts.",
         "",
         "## Dropout over more than one layer",
         "",

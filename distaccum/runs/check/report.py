@@ -18,7 +18,7 @@ from .compare import Comparison, LossFn, Subject
 
 ADVICE = {
     "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
-    "accept it with batchnorm='pool' or 'ignore'",
+    "accept it with batchnorm='ignore'",
     "dropout": "the gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is "
     "the only cause",
     "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; let "
