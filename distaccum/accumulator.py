@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
@@ -41,7 +40,6 @@ from .law.errors import DistaccumError
 from .law.shares import Reduction, Schedule
 from .law.update import Update
 from .observers.noise import Noise
-from .observers.trace import Trace
 from .runs.check.measure import check
 from .runs.check.report import Report
 from .runs.contrast import Encode, contrast
@@ -96,7 +94,6 @@ class Accumulator:
         lookahead: True plans a window of `windows()` from all its micro-batches. False draws them while it runs, one
             ahead; the count is then known at its end, where the gradient is corrected.
         measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
-        trace: A folder, in which each rank writes when it did what, for `distaccum timeline`. None writes nothing.
         mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more
             ranks, which have parts of the same samples (context parallelism).
 
@@ -131,7 +128,6 @@ class Accumulator:
         batchnorm: BatchNorm = "warn",
         lookahead: bool = True,
         measure_noise: bool = False,
-        trace: str | os.PathLike[str] | None = None,
         mesh: Any = None,
     ) -> None:
         reductions, counts = by_name(reduction, count)
@@ -151,7 +147,6 @@ class Accumulator:
             batchnorm=batchnorm,
             lookahead=lookahead,
             measure_noise=measure_noise,
-            trace=trace,
             mesh=mesh,
         )
         self._config = config
@@ -172,10 +167,6 @@ class Accumulator:
         """In the order in which they hear of a window."""
         config, setup = self._config, self._setup
         found: list[Observer] = []
-        if config.trace is not None:
-            setup.trace = Trace(config.trace, setup.engine, setup.parameters().every[0].device)
-            setup.engine.peers.waits = setup.trace
-            found.append(setup.trace)
         if self._noise is not None:
             found.append(self._noise)
         if not setup.steps and setup.scaler is None and config.on_nonfinite == "raise":

@@ -54,7 +54,6 @@ def train(config: Config, job: Job) -> int:
             sync=config.sync,
             on_nonfinite=config.on_nonfinite,
             measure_noise=config.measure_noise,
-            trace=config.trace or None,
             mesh=wrapped.mesh["data"] if config.cp > 1 else None,  # FSDP2 reduces over the ranks with parts, too
         )
     checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)

@@ -42,7 +42,7 @@ AREAS = {
     "transformers": ("transformers",),
     "stepping": ("precision", "transaction", "batchnorm", "memory", "state", "ddp"),
     "meshes": ("pipeline", "context", "meshes", "mesh_states"),
-    "runs": ("contrast", "memory", "trace", "transaction", "ddp"),
+    "runs": ("contrast", "memory", "transaction", "ddp"),
 }
 
 

@@ -94,7 +94,6 @@ def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path)
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("noise.py", ["--runs", "0"]),
-        ("timeline.py", ["--rounds", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
         ("forecast.py", ["--settings", "2x1"]),
     ],

@@ -149,7 +149,6 @@ MISSPELT = {
     "plan --bath-size 8": "distaccum plan: there is no option --bath-size; did you mean --batch-size? (distaccum plan",
     "plan --ranks 2 --batchsize=8": "distaccum plan: there is no option --batchsize; did you mean --batch-size? (dist",
     "check --micro-batch-sise 4 a:b": "check: there is no option --micro-batch-sise; did you mean --micro-batch-size?",
-    "timeline --outt a": "distaccum timeline: there is no option --outt; did you mean --out? (distaccum timeline --h",
     "doctor -timeout 3": "distaccum doctor: there is no option -timeout; did you mean --timeout? (distaccum doctor -",
     "--verison": "distaccum: there is no option --verison; did you mean --version? (distaccum --help",
     "plan --qqq 8": "distaccum plan: there is no option --qqq (distaccum plan --help lists the options)",
@@ -174,14 +173,13 @@ def test_options_may_be_abbreviated_and_have_negative_values(capsys):
 
 
 LIGHT = (
-    *(f"{command} --help".strip() for command in ("", "plan", "check", "timeline", "doctor")),
+    *(f"{command} --help".strip() for command in ("", "plan", "check", "doctor")),
     *(
         *MISSPELT,
         "--version",
         "check nowhere",
         "check a:b --count words",
         "doctor --timeout 0",
-        "timeline . --updates 2:1",
     ),
     "plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b --link-gbit 1 --micro-step-seconds 1",
 )

@@ -14,7 +14,6 @@ SMALLEST = {
     "gpu.py": ["--small", "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto", "idle"],
     "fits.py": ["--updates", 1, "--models", "transformer", "--limit", 0.4],
     "noise.py": ["--rounds", 1, "--runs", 1, "--after", 2],
-    "timeline.py": ["--no-pictures", "--rounds", 1],
 }
 
 

@@ -415,8 +415,6 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
         "--tensorboard",
         "--warmup",
         5,
-        "--trace",
-        run / "seen",
     )
     assert len(log := log_of(run)) == 46
     assert {
@@ -439,8 +437,6 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     assert summary["updates"] == 46 and summary["held_out"]["accuracy"] == measured[-1]["accuracy"]
     assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run / "tensorboard").glob("events*"))
-    spans = json.loads((run / "seen" / "rank0.json").read_text())["traceEvents"]
-    assert sum(span["name"] == "window" for span in spans) == 46
     printed = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
     assert printed == ["10", "20", "30", "40", "46"] and "\r" not in text, "without a terminal lines, not a bar"
 

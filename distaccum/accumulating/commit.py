@@ -98,16 +98,12 @@ class Committer:
             raise
 
     def _commit(self, complete: Complete, schedules: list[LRScheduler]) -> Update:
-        progress, trace = self._progress, self._setup.trace
+        progress = self._progress
         record, gradient = None, None
         if complete.plan.is_empty:
             reason: str | None = f"no {' and no '.join(complete.plan.counts)} in any micro-batch of any rank"
         else:
-            if trace is None:
-                reason, record, gradient = self._stepped(complete)
-            else:
-                with trace.span("step"):
-                    reason, record, gradient = self._stepped(complete)
+            reason, record, gradient = self._stepped(complete)
             if reason is None and self._engine.lockstep:
                 progress.stand_in = complete.stand_in
             progress.skipped = 0 if reason is None else progress.skipped + 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -36,7 +35,6 @@ class Config:
     batchnorm: BatchNorm
     lookahead: bool
     measure_noise: bool
-    trace: str | os.PathLike[str] | None
     mesh: Any
 
     def __post_init__(self) -> None:

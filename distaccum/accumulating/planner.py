@@ -102,13 +102,6 @@ class Planner:
         """Draws a window, exchanges reports with the other ranks, and returns it."""
         self.make_way()
         self.setup.accelerated.refuse_accumulation()
-        trace = self.setup.trace
-        if trace is None or self.setup.engine.peers.waits is None:
-            return self._planned(draw, manner)
-        with trace.planning(self.progress.index):
-            return self._planned(draw, manner)
-
-    def _planned(self, draw: Drawing, manner: Manner) -> Window:
         config, progress, engine = self.config, self.progress, self.setup.engine
         may_postpone = manner is not LOOP or engine.pipeline is not None
         candidate = candidate_of(

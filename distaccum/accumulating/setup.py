@@ -21,7 +21,6 @@ from ..engines.pipeline import Pipeline
 from ..gradients.scaling import refuse_mixed
 from ..law.batches import TokenCount, count_samples
 from ..law.errors import DistaccumError, Once
-from ..observers.trace import Trace
 from .config import Config, as_list
 
 
@@ -50,7 +49,6 @@ class Setup:
         self.scales_seeds = self.accelerated.run_backward is None  # else what runs backward multiplies by the scale
         self.max_norm = self.engine.adopt_max_norm(config.max_norm)
         self.once = Once(self.engine.peers.rank)
-        self.trace: Trace | None = None
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self._models_parameters = self.engine.parameters()
         self._owned: list[int] = []  # ids of what the optimizers had when they were seen last

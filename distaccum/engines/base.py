@@ -58,7 +58,6 @@ class Engine(RunsStages, ABC):
         scales_losses (bool): The wrapper scales losses, and skips steps that overflow.
         shows_partial (bool): It has `partial` and `put_partial`, so a state can be taken in mid-window.
         can_be_cast (bool): Parameters have no other form, so that they can be cast to float64 and put back.
-        gathers (bool): Parameters are gathered inside forward and backward.
         hides_parameters (bool): Outside forward, parameters are parts that cannot be computed with.
         owns_step (bool): The wrapper owns the optimizer, so that `step` needs none.
         models (tuple[nn.Module, ...]): The modules as they were given.
@@ -81,7 +80,6 @@ class Engine(RunsStages, ABC):
     scales_losses: bool = False
     shows_partial: bool = False
     can_be_cast: bool = False
-    gathers: bool = False
     hides_parameters: bool = False
     owns_step: bool = False
 
@@ -136,10 +134,6 @@ class Engine(RunsStages, ABC):
             parameters: The models' and the optimizers', each once.
         """
         raise ValueError(f"{self.name} does not support accumulate_dtype; remove the argument")
-
-    def num_laid_out(self) -> int:
-        """Wrappers whose buckets have their final places; the window that moves them takes longer."""
-        return 0
 
     # A window
 

@@ -148,9 +148,6 @@ class DDPEngine(RanksEngine):
             at_end = private.communicate_before_forward(wrapper)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
 
-    def num_laid_out(self) -> int:
-        return sum(map(private.has_rebuilt_buckets, self.wrappers))
-
     def will_reduce(self, reduce: bool) -> bool:
         return bool(self._unseen_graphs) or (reduce and self._reduces)
 

@@ -60,7 +60,7 @@ class DeepSpeedEngine(RanksEngine):
         engine: Any = engines[0]
         self._deepspeed = engine
         self._stage = int(engine.zero_optimization_stage())
-        self.hides_parameters = self.gathers = self._stage == 3
+        self.hides_parameters = self._stage == 3
         self._optimizer: Any = engine.optimizer
         # The ids of parameters with sparse gradients: by module, then by the last gradient.
         self._sparse = {

@@ -30,7 +30,6 @@ from .shards import Groups, norm_over_shards, part_of_square, why_tensor_paralle
 class FSDPEngine(RanksEngine):
     name = "FSDP1 (FullyShardedDataParallel)"
     lockstep = True
-    gathers = True
     gradients_stay = False  # a rank has those that its shard holds
     hides_parameters = True
 

@@ -41,7 +41,6 @@ class FullyShardEngine(RanksEngine):
     follows = True
     shows_partial = True
     lockstep = True
-    gathers = True
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:

@@ -8,10 +8,10 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -39,14 +39,6 @@ RUN_COLLECTIVES = (
 )
 
 
-class Waits(Protocol):
-    """Is notified when this rank waits for the others, as a trace."""
-
-    def gathering(self) -> AbstractContextManager[None]: ...
-    def span(self, name: str, **about: Any) -> AbstractContextManager[None]: ...
-    def watched(self, work: Waitable) -> Waitable: ...
-
-
 class Peers:
     """A rank that has no others."""
 
@@ -54,7 +46,6 @@ class Peers:
     num_ranks = 1  # of it
     global_rank = 0  # in the whole job, tensor-parallel ranks too
     world_size = 1  # of it
-    waits: Waits | None = None
     sharing: Sequence[Sequence[int]] = ((0,),)  # for each rank here, the global ranks that have its samples too
     parts: Sequence[Sequence[int]] = ((0,),)  # the ranks here, those together that have parts of the same samples
     # What follows from these, which each window asks:
@@ -216,21 +207,18 @@ class GroupPeers(Peers):
     def agree(self, row: list[float]) -> list[list[float]]:
         # On the group of the gradients it could be matched with another collective, of a rank that is further on.
         if self._apart is None:
-            with nullcontext() if self.waits is None else self.waits.span("waiting", on="the making of a group"):
-                self._apart = new_host_group(self.group, dist.get_process_group_ranks(self._shared_group))
+            self._apart = new_host_group(self.group, dist.get_process_group_ranks(self._shared_group))
         shared = self._by_sharing(self._gather(row, self._apart))
         return [list(map(max, zip(*rows, strict=True))) for rows in shared]
 
     def _gather(self, row: list[float], group: dist.ProcessGroup) -> list[list[float]]:
-        waiting = None if self.waits is None else self.waits.gathering()
         try:
-            with nullcontext() if waiting is None else waiting:
-                boards = self._boards_of(group)
-                if boards is not None and len(row) <= WIDTH:
-                    return boards.gather(row)
-                introduction = self._introductions[group]
-                gather = gather_in_rounds if dist.get_world_size(group) > 2 else self._gather_at_once
-                return introduction.hears(gather([*row, *introduction.says()], group).tolist())
+            boards = self._boards_of(group)
+            if boards is not None and len(row) <= WIDTH:
+                return boards.gather(row)
+            introduction = self._introductions[group]
+            gather = gather_in_rounds if dist.get_world_size(group) > 2 else self._gather_at_once
+            return introduction.hears(gather([*row, *introduction.says()], group).tolist())
         except RuntimeError as error:
             raise _lost(self.rank, error) from error
 
@@ -279,10 +267,9 @@ class GroupPeers(Peers):
             work = dist.all_reduce(sent, group=group, async_op=True)
         else:
             work = _Posted(records.post(values.tolist()), sent)
-        reduction: Waitable = work if self.waits is None else self.waits.watched(work)
         if not on_host:
-            return reduction
-        found = _OnHost(reduction, sent, values, self.rank)
+            return cast("Waitable", work)
+        found = _OnHost(work, sent, values, self.rank)
         if records is None:
             self._recent.append((work, [sent], found))
         return found
@@ -344,7 +331,7 @@ class _Posted:
 class _OnHost:
     """A sum that gloo's threads compute in a tensor of its own, which nobody else may free; or that is on a board.
 
-    An update that is kept holds it: it holds neither peers nor their trace.
+    An update that is kept holds it: it holds no peers.
     """
 
     reduction: Waitable | None  # until it has ended, since it holds what is sent

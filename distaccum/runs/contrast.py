@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
@@ -87,11 +86,7 @@ class Contrast(Observer):
 
     def begin(self, at: Status) -> None:
         """Takes the loss, on all ranks, before the first micro-batch that has a graph."""
-        waits = self._engine.peers.waits
-        with nullcontext() if waits is None else waits.span("forward", on="the loss over all micro-batches"):
-            self._take_the_loss(at, at.parameters[0].device)
-
-    def _take_the_loss(self, at: Status, device: torch.device) -> None:
+        device = at.parameters[0].device
         before = Snapshot(self._engine.models)
         before.take()
         encoded = self._encode_all(at)

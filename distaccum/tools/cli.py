@@ -56,7 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_plan(commands)
-    _add_timeline(commands)
     _add_check(commands)
     _add_doctor(commands)
     words = sys.argv[1:] if arguments is None else list(arguments)
@@ -331,50 +330,3 @@ def _doctor(given: argparse.Namespace) -> int:
     if found.rank == 0:
         print(json.dumps(found.as_dict(), indent=2) if given.json else found)
     return 0 if found.healthy else 1
-
-
-TIMELINE = """
-examples:
-  distaccum timeline traces                                  a typical update, as a table
-  distaccum timeline traces --out timeline.png --update 12
-  distaccum timeline traces --out timeline.svg --updates 10:12
-
-traces is the folder of Accumulator(..., trace="traces"); a job on several nodes leaves a part of it on each.
-
-exit status: 0 printed, and drawn if --out is given; 2 failed
-"""
-
-
-def _add_timeline(commands: Any) -> None:
-    about = "show when each rank computed, when the link was busy, and which rank waited for which"
-    parser = _command(commands, "timeline", _timeline, about, TIMELINE)
-    parser.add_argument("folder", type=Path, metavar="FOLDER", help="the folder of Accumulator(trace=...)")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="a .png, .svg or .pdf to draw")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--update", type=int, metavar="N", help="index of the update (default: the one of median length)"
-    )
-    which.add_argument("--updates", metavar="A:B", help="the updates A to B")
-
-
-def _timeline(given: argparse.Namespace) -> int:
-    asked = None if given.updates is None else _two_indices(given.updates)
-    from .timeline.cutting import cut, typical
-    from .timeline.drawing import draw
-    from .timeline.reading import read_traces
-
-    traces = read_traces(given.folder)
-    if asked is None:
-        asked = (typical(traces) if given.update is None else given.update,) * 2
-    timeline = cut(traces, *asked)
-    if given.out is not None:
-        draw(timeline, given.out)
-    print(json.dumps(timeline.as_dict(), indent=2) if given.json else timeline)
-    return 0
-
-
-def _two_indices(text: str) -> tuple[int, int]:
-    found = re.fullmatch(r"(\d+):(\d+)", text)
-    if not found or int(found[1]) > int(found[2]):
-        raise ValueError(f"--updates {text}, expected two indices such as 10:12, the smaller one first")
-    return int(found[1]), int(found[2])

@@ -70,9 +70,6 @@ class Backwards:
         for observer in observers:
             observer.after_backward(status)
         status.turn, self.is_first = DONE, False
-        if status.has_more_parts:
-            for observer in observers:
-                observer.forward(status)
         return outputs
 
     def end(self, reduced: bool) -> None:

@@ -24,9 +24,6 @@ class Observer:
     def begin(self, at: Status) -> None:
         """A window begins, before its first micro-batch."""
 
-    def forward(self, at: Status) -> None:
-        """The forward of a micro-batch begins, or of a part of it."""
-
     def before_backward(self, at: Status, reduces: bool) -> None:
         """A backward begins. `reduces`: other ranks take part in it, so a failure in it cannot be undone."""
 

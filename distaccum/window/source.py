@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol, final
 
@@ -163,9 +163,7 @@ class Streamed(Source):
         # In backward, when the caller has let go of the micro-batch before.
         if self._seen == self.place or self._stream is None:
             return
-        waits = self._engine.peers.waits
-        with nullcontext() if waits is None else waits.span("plan", ahead=True):
-            self._draw(self._stream)
+        self._draw(self._stream)
         self._seen = self.place
         self._arrive()
 

@@ -126,7 +126,7 @@ class Window:
 
         Left early, by `break` or an exception, the window is discarded. A micro-batch without `backward` is an error.
         """
-        status, source, observers = self._status, self._source, self._observers
+        status, source = self._status, self._source
         if not self._is_begun:
             self.begin()
         self._is_begun = False
@@ -134,8 +134,6 @@ class Window:
         try:
             while source.advance():
                 status.turn = WAITING
-                for observer in observers:
-                    observer.forward(status)
                 if source.is_stand_in:
                     self._engine.stand_in()
                     with untouched_statistics(self._trained.normalising):

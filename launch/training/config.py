@@ -95,7 +95,6 @@ class Config:
     quiet: bool = option(False, "print only warnings and errors")
     tensorboard: bool = option(False, "write events for TensorBoard too")
     measure_noise: bool = option(False, "measure the gradient noise scale, and say whether a larger batch would help")
-    trace: str = option("", "a folder for the timeline of each rank; distaccum timeline draws it")
 
 
 # A run may resume a checkpoint that was made with another value of these.
@@ -103,7 +102,7 @@ MAY_CHANGE = {
     "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
     "engine", "sync", "replicas", "tp", "cp", "pp", "stage", "deepspeed_config", "device", "workers", "out", "resume",
     "checkpoint_every", "keep", "timeout", "evaluate_every", "progress_every", "quiet", "tensorboard",
-    "measure_noise", "trace",
+    "measure_noise",
 }  # fmt: skip
 # Each option does nothing unless another one has this value.
 NEEDS = {

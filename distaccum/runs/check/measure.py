@@ -88,13 +88,12 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
 
 @contextmanager
 def _separate(planner: Planner) -> Iterator[Planner]:
-    """A planner on the same model whose windows leave nothing: no warning, no state, no trace."""
-    setup, waits, keys = planner.setup, planner.setup.engine.peers.waits, set(planner.setup.once.keys)
-    setup.engine.peers.waits = None
+    """A planner on the same model whose windows leave nothing: no warning, no state."""
+    setup, keys = planner.setup, set(planner.setup.once.keys)
     try:
         yield planner.separate()
     finally:
-        setup.engine.peers.waits, setup.once.keys = waits, keys
+        setup.once.keys = keys
 
 
 def _dense(gradient: Tensor) -> Tensor:
