@@ -75,7 +75,7 @@ def test_hook_that_writes_to_its_gradient_changes_no_other_micro_batch():
     net = make_net()
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
     exact = big_batch("samples mean", batches)[1]
-    for _ in range(2):  # windows, of which the second finds the seeds of the first
+    for _ in range(2):
         window = accumulator.window(batches)
         for batch in window:
             loss = sample_loss(net, batch)

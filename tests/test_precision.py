@@ -47,6 +47,16 @@ def test_step_is_refused_after_the_scale_was_set_in_mid_window():
     assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
 
 
+def test_window_after_a_load_has_the_loaded_scale():
+    model, _, accumulator = scaled()
+    before, state = weights(model), accumulator.state_dict()
+    state["scaler"]["scale"] = 16.0
+    run_window(accumulator.window(BATCHES), model)  # and dropped
+    accumulator.load_state_dict(state)
+    run_window(accumulator.window(BATCHES), model).step()
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+
+
 def scale_updated_under_a_dry_rank():
     scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
     one, two = (DistributedDataParallel(trunk()) for _ in range(2))

@@ -13,12 +13,12 @@ from torch import Tensor
 from ..engines import Engine
 from ..gradients.norms import number_of
 from ..law.shares import Reduction, share_of
-from .seeds import Seeds, Weight
+from .seeds import Seeds
 from .source import Counts
 
 Loss = Tensor | float  # as the record has it: a number where it is on the host, which nobody waits for
 Losses = list[tuple[int, str, float, Loss]]  # number of the micro-batch, name, share, loss
-Entry = Sequence[tuple[str, Weight, Loss]]
+Entry = Sequence[tuple[str, float, Loss]]  # name, share, loss
 Weighed = tuple[Sequence[Tensor], Sequence[Tensor], Entry]  # losses, seeds, entry
 
 
@@ -40,8 +40,7 @@ class Ledger(ABC):
         self._engine, self._device, self.seeds = engine, device, seeds
         self.scale_stamp: object = None  # of the scale that the seeds have
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
-        self._shares: dict[Counts, list[float | None]] = {}
-        self._record: list[tuple[int, str, Weight, Loss]] = []  # the number of a micro-batch, and what it gave
+        self._record: Losses = []
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
         self._factor = 1.0  # that the gradient was multiplied by at the edge: streaming, the shares were guesses
 
@@ -57,30 +56,29 @@ class Ledger(ABC):
             # Ranks that have parts of the same samples run each backward together, also where nothing counts.
             runs = n or (has_parts and total)
             found.append(share_of(self._reductions[name], n, total, divisor) if runs else None)
-        self._shares[counts] = found
         return found
 
     def weigh(
         self, counts: Counts, is_stand_in: bool, loss: Tensor | None, named: Mapping[str, Tensor | None]
     ) -> Weighed:
         """Losses and seeds for a backward, and what `note` is given once it ended."""
-        shares = self._shares.get(counts) or self._shares_of(counts)
+        shares = self._shares_of(counts)
         if is_stand_in:
             shares = [None if share is None else 0.0 for share in shares]
         if not named and not self.has_several:
             share = shares[0] or 0.0
-            one, weight = self.seeds.weigh(loss, share)
-            return (one,), (weight.seed,), ((self._names[0], weight, _recorded(one)),) if share else ()
+            one, seed = self.seeds.weigh(loss, share)
+            return (one,), (seed,), ((self._names[0], share, _recorded(one)),) if share else ()
         given = self._by_name(loss, named)
         # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
         terms = [
-            (name, *self.seeds.weigh(given[name], share))
+            (name, share, *self.seeds.weigh(given[name], share))
             for name, share in zip(self._names, shares, strict=True)
             if name in given and share is not None
         ]
         self._given.update(given)
-        entry = [(name, weight, _recorded(one)) for name, one, weight in terms if weight.value]
-        return [one for _, one, _ in terms], [weight.seed for *_, weight in terms], entry
+        entry = [(name, share, _recorded(one)) for name, share, one, _ in terms if share]
+        return [one for *_, one, _ in terms], [seed for *_, seed in terms], entry
 
     def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         if loss is not None:  # positional, or a name that happens to be "loss"
@@ -98,8 +96,8 @@ class Ledger(ABC):
 
     def note(self, entry: Entry, number: int) -> None:
         """Keeps the losses of micro-batch `number` for the record."""
-        for name, weight, loss in entry:
-            self._record.append((number, name, weight, loss))
+        for name, share, loss in entry:
+            self._record.append((number, name, share, loss))
 
     def expect_none(self) -> None:
         """The losses of this micro-batch are another rank's."""
@@ -130,17 +128,15 @@ class Ledger(ABC):
         """The number of the first micro-batch with one that is not finite, and its value."""
 
     def state(self) -> Losses:
-        return [(number, name, weight.value, loss) for number, name, weight, loss in self._record]
+        return list(self._record)
 
     def load(self, losses: Losses) -> None:
         for number, name, share, loss in losses:
-            weight = self.seeds.weight(share, self._wide, self._device)
-            self.note([(name, weight, float(loss))], number)
+            self.note([(name, share, float(loss))], number)
 
     def clear(self) -> None:
         """Frees the losses."""
         self._record = []
-        self.seeds.forget()
 
     def _first_nonfinite(self, values: Sequence[tuple[int, Loss]]) -> tuple[int, float] | None:
         """In one wait for the device."""
@@ -164,10 +160,10 @@ class WeightedLedger(Ledger):
 
     def numbers(self) -> list[float] | None:
         totals = dict.fromkeys(self._names, 0.0)
-        for _, name, weight, loss in self._record:
+        for _, name, share, loss in self._record:
             if isinstance(loss, Tensor):
                 return None
-            totals[name] += weight.value * loss
+            totals[name] += share * loss
         return [total * self._factor for total in totals.values()]
 
     def sums(self) -> Tensor:
@@ -178,18 +174,21 @@ class WeightedLedger(Ledger):
         return sums if self._factor == 1.0 else sums * self._factor
 
     def _sum_of(self, name: str) -> Tensor:
-        found = [(weight, loss) for _, of, weight, loss in self._record if of == name]
+        found = [(share, loss) for _, of, share, loss in self._record if of == name]
         if not found:
             return self._on_device(0.0)
-        losses = torch.stack([one if isinstance(one, Tensor) else self._on_device(one) for _, one in found])
+        losses = [one if isinstance(one, Tensor) else self._on_device(one) for _, one in found]
         first = found[0][0]
-        if all(weight is first for weight, _ in found):
-            return (losses.sum(dtype=self._wide) * first.value).to(self._device)
-        shares = torch.stack([weight.share for weight, _ in found])
-        return torch.dot(losses.to(self._device, self._wide), shares.to(self._device, self._wide))
+        if all(share == first for share, _ in found):
+            total = torch.stack(losses).sum(dtype=self._wide) * first
+        else:  # a kernel each, and no shares that are sent to the device
+            total = torch.stack([one * share for one, (share, _) in zip(losses, found, strict=True)]).sum(
+                dtype=self._wide
+            )
+        return total.to(self._device)
 
     def first_nonfinite(self) -> tuple[int, float] | None:
-        return self._first_nonfinite([(number, loss) for number, _, _, loss in self.state()])
+        return self._first_nonfinite([(number, loss) for number, _, _, loss in self._record])
 
 
 @final

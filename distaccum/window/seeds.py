@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NoReturn, final
 
 import torch
@@ -12,33 +11,19 @@ from torch.amp import GradScaler
 
 from ..engines import Engine
 from ..gradients.norms import HALF
-from ..gradients.private import version_of
 from ..gradients.scaling import is_scaled_by, stamp_of_scale
 from ..law.errors import Once
 
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
-MOST_HELD = 2  # shares, from one window to the next: micro-batches of one size have one, and a smaller last one another
-
-
-@dataclass(slots=True)
-class Weight:
-    """A share as tensors on the losses' device: a fill each, which nobody waits for."""
-
-    value: float  # the share
-    share: Tensor
-    seed: Tensor  # times the scaler's scale
-    dtype: torch.dtype
-    device: int
 
 
 @final
 class Seeds:
-    """Those of one accumulator: most windows have the shares of the one before."""
+    """Makes the seed of each backward anew: a hook of the loss may write to it, and the scaler's scale moves."""
 
     def __init__(self, engine: Engine, once: Once, scaler: GradScaler | None, *, scales: bool) -> None:
         """`scaler` multiplies seeds if `scales`; else what runs backward does."""
         self._engine, self._once, self._scaler, self._scales = engine, once, scaler, scales
-        self._known: dict[float, Weight] = {}  # by share
 
     def scale_stamp(self, device: torch.device) -> object:
         """Of the scale that all seeds of a window will have, also on a rank that gives none."""
@@ -48,27 +33,27 @@ class Seeds:
             self._scaler.scale(torch.zeros((), device=device))  # which makes its scale
         return stamp_of_scale(self._scaler)
 
-    def weigh(self, loss: Tensor | None, share: float) -> tuple[Tensor, Weight]:
-        """The loss, ready for backward, and its weight."""
+    def weigh(self, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+        """The loss, ready for backward, and its seed: a fill, which nobody waits for."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
             loss = self._engine.whole_loss(loss)
-        weight = self._known.get(share)
-        is_known = weight is not None and weight.dtype is loss.dtype and weight.device == loss.get_device()
-        if weight is not None and is_known and not version_of(weight.seed):  # else a hook of a loss wrote to it
-            return loss, weight
-        if loss.is_complex():
-            refuse_loss(loss)
-        if self._scaler is not None and is_scaled_by(self._scaler, loss):
+        if loss.dtype is not torch.float32:
+            if loss.is_complex():
+                refuse_loss(loss)
+            if loss.dtype in HALF:
+                self._look_at_rounding(loss.dtype, share)
+        scaler = self._scaler
+        if scaler is not None and is_scaled_by(scaler, loss):
             raise ValueError(
                 "backward() got a loss that scaler.scale() has multiplied, and the window scales it too; give it "
                 "the loss itself: window.backward(loss)"
             )
         if loss.dtype in HALF:
-            self._look_at_rounding(loss.dtype, share)
-            return self.weigh(loss.float(), share)
-        return loss, self.weight(share, loss.dtype, loss.device)
+            loss = loss.float()
+        seed = loss.new_full((), share)
+        return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
     def _look_at_rounding(self, dtype: torch.dtype, share: float) -> None:
         """A loss in half precision is cast up, and its gradient, the share, comes back in half precision."""
@@ -85,24 +70,11 @@ class Seeds:
                 "in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
             )
 
-    def weight(self, share: float, dtype: torch.dtype, device: torch.device) -> Weight:
-        tensor = torch.full((), share, dtype=dtype, device=device)
-        seed = tensor
-        if self._scaler is not None:
-            seed = self._scaler.scale(tensor) if self._scales else tensor
-        weight = self._known[share] = Weight(share, tensor, seed, dtype, tensor.get_device())
-        return weight
-
     def unscaled(self, gradients: Sequence[Tensor]) -> list[Tensor]:
         """Gradients that have the scaler's scale, as seeds of a backward whose runner scales them again."""
         if self._scaler is None or self._scales:
             return list(gradients)
         return [one / self._scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
-
-    def forget(self) -> None:
-        """Frees what the next window cannot use: a scaler's scale moves, and many shares are those of one window."""
-        if self._scaler is not None or len(self._known) > MOST_HELD:
-            self._known.clear()
 
 
 def refuse_loss(loss: object, who: str = "backward() got") -> NoReturn:
