@@ -91,8 +91,6 @@ class Accumulator:
             overflow always skips, and `"raise"` is for a loss that is not finite.
         batchnorm: What is done about batch normalisation in training mode, whose gradient is not that of the big batch.
             `"warn"`: warns once and names the layers. `"ignore"`: no warning.
-        lookahead: True plans a window of `windows()` from all its micro-batches. False draws them while it runs, one
-            ahead; the count is then known at its end, where the gradient is corrected.
         measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
         mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more
             ranks, which have parts of the same samples (context parallelism).
@@ -126,7 +124,6 @@ class Accumulator:
         accumulate_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
-        lookahead: bool = True,
         measure_noise: bool = False,
         mesh: Any = None,
     ) -> None:
@@ -145,7 +142,6 @@ class Accumulator:
             accumulate_dtype=accumulate_dtype,
             on_nonfinite=on_nonfinite,
             batchnorm=batchnorm,
-            lookahead=lookahead,
             measure_noise=measure_noise,
             mesh=mesh,
         )

@@ -28,7 +28,6 @@ QUICK = {
             "engines",
             "transaction",
             "state",
-            "streaming",
             "loaders",
             "batches",
             "memory",

@@ -294,7 +294,6 @@ def options_refused() -> list[str]:
     said = []
     for options in (
         {"count": tokens, "mesh": mesh["data"], "measure_noise": True},
-        {"count": tokens, "mesh": mesh["data"], "lookahead": False},
         {"mesh": mesh["data"]},
         {"count": whole, "reduction": "sum_to_mean"},
         {"count": whole, "mesh": mesh["data"]},
@@ -325,16 +324,15 @@ def options_refused() -> list[str]:
 def test_options_that_need_whole_samples_are_refused(ranks):
     for said in ranks(4).run(options_refused):
         assert "measure_noise=True with a mesh whose ranks have parts" in said[0]
-        assert "lookahead=False with a mesh whose ranks have parts" in said[1]
-        assert "count=count_samples with a mesh" in said[2]
-        assert "say it to the Accumulator too" in said[3]
-        assert "weighted by that part's own number" in said[4]
-        assert said[5] == "nothing"  # all of them carry data, as if no mesh were given
-        assert "expected the dimensions of a DeviceMesh" in said[6]
-        assert "count_tokens(over=) is a mesh of ranks" in said[7]
-        assert said[8] == "nothing"
-        assert "check() with a mesh" in said[9]
-        assert "contrast() with a mesh" in said[10]
+        assert "count=count_samples with a mesh" in said[1]
+        assert "say it to the Accumulator too" in said[2]
+        assert "weighted by that part's own number" in said[3]
+        assert said[4] == "nothing"  # all of them carry data, as if no mesh were given
+        assert "expected the dimensions of a DeviceMesh" in said[5]
+        assert "count_tokens(over=) is a mesh of ranks" in said[6]
+        assert said[7] == "nothing"
+        assert "check() with a mesh" in said[8]
+        assert "contrast() with a mesh" in said[9]
 
 
 def updates() -> Any:

@@ -226,7 +226,6 @@ def test_half_a_cost_and_two_sizes_are_refused():
         ({"micro_batch_cost": None}, "expected both"),
         ({"micro_batch_size": 4}, "give one or the other"),
         ({"steps": 4}, "give one or the other"),
-        ({"lookahead": False}, "leave lookahead out"),
     ):
         with pytest.raises(ValueError, match=said):
             make_accumulator(net, **options)

@@ -155,50 +155,6 @@ def test_warning_keeps_neither_the_accumulator_nor_its_callers_variables():
         gc.enable()
 
 
-class Loader:
-    def __iter__(self) -> Any:
-        return iter([torch.ones(1, 2)] * 4)
-
-
-def test_loader_of_a_stream_that_was_left_is_freed():
-    model = nn.Linear(2, 1)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, lookahead=False)
-    loader = Loader()
-    found = weakref.ref(loader)
-    for window in accumulator.windows(loader):
-        for _ in window:
-            break
-        break
-    window.discard()
-    del window, loader
-    assert found() is None
-
-
-def test_micro_batches_that_a_left_window_did_not_draw_are_skipped_one_at_a_time():
-    model = nn.Linear(2, 1)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, lookahead=False)
-    drawn: list[weakref.ref[Any]] = []
-    alive: list[int] = []
-
-    def loader() -> Any:
-        for _ in range(8):
-            alive.append(sum(found() is not None for found in drawn))
-            micro_batch = torch.ones(1, 2)
-            drawn.append(weakref.ref(micro_batch))
-            yield micro_batch
-            del micro_batch
-
-    for window in accumulator.windows(loader()):
-        for micro_batch in window:
-            if window.index == 0 and len(drawn) == 1:
-                window.discard()
-                break
-            window.backward(model(micro_batch).sum())
-        else:
-            window.step()
-    assert len(drawn) == 8 and max(alive) <= 2
-
-
 LEAVES = """
 import sys, time
 import torch

@@ -110,8 +110,8 @@ LOADERS = {
 }
 
 
-def accumulator_of(model, lookahead=True):
-    return Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, lookahead=lookahead)
+def accumulator_of(model):
+    return Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
 
 
 def seen_in(windows, model):
@@ -128,26 +128,24 @@ def seen_in(windows, model):
     return epoch
 
 
-@pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
 @pytest.mark.parametrize("name", LOADERS)
-def test_micro_batches_are_used_once_and_the_epoch_ends(name, lookahead):
+def test_micro_batches_are_used_once_and_the_epoch_ends(name):
     make, has_another_epoch = LOADERS[name]
     loader, model = make(), nn.Linear(1, 1, bias=False)
-    accumulator = accumulator_of(model, lookahead)
+    accumulator = accumulator_of(model)
     for expected in (WINDOWS, WINDOWS if has_another_epoch else []):
         # One window more than expected: the tested fault repeated windows forever.
         assert seen_in(islice(accumulator.windows(loader), len(WINDOWS) + 1), model) == expected
 
 
-@pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
-def test_endless_loader_continues_until_the_caller_leaves(lookahead):
+def test_endless_loader_continues_until_the_caller_leaves():
     class Endless(Restarting):
         def __iter__(self):
             self.rest = (torch.tensor([[float(number)]]) for number in count(1))
             return self
 
     model = nn.Linear(1, 1, bias=False)
-    windows = accumulator_of(model, lookahead).windows(Endless())
+    windows = accumulator_of(model).windows(Endless())
     assert seen_in(islice(windows, 3), model) == [[1, 2], [3, 4], [5, 6]]
 
 

@@ -271,7 +271,6 @@ def on_meta(run: Callable[[Window, nn.Module, Tensor], None], options: dict[str,
     [
         pytest.param(one_of, {}, id="plain"),
         pytest.param(one_of, {"max_norm": 1.0}, id="max_norm"),
-        pytest.param(one_of, {"lookahead": False}, id="lookahead"),
         pytest.param(one_of, {"measure_noise": True}, id="measure_noise"),
         pytest.param(one_of, {"accumulate_dtype": torch.float64}, id="accumulate_dtype"),
         pytest.param(parts_of, {}, id="parts"),

@@ -121,13 +121,12 @@ def law_on_a_mesh(shape: str, plan: str, sync: str, options: dict[str, Any], wra
     clip = options.get("max_norm", 1e9)
     options = {"max_norm": clip, "steps": 9, **options}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=count_tokens("labels"), **options)
-    accumulator_plans = options.get("lookahead", True)
     seen = []
     for index, pair in enumerate(WINDOWS):
         layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
         before = [full(p).detach().clone() for p in net.parameters()]
         own = batches_of(layout, index, rank)
-        window = accumulator.window(own) if accumulator_plans else next(accumulator.windows(own))
+        window = accumulator.window(own)
         with loss_parallel():
             for batch in window:
                 window.backward(criterion(net, batch))
@@ -157,14 +156,9 @@ def test_law_holds_beside_tensor_parallel_ranks(ranks, plan, sync):
 
 
 @pytest.mark.parametrize("plan", ["tensor", "sequence", "loss"])
-@pytest.mark.parametrize("options", [{}, {"max_norm": 0.05}, {"lookahead": False}])
+@pytest.mark.parametrize("options", [{}, {"max_norm": 0.05}])
 def test_law_holds_without_data_parallelism(ranks, plan, options):
     within(ranks(2).run(law_on_a_mesh, "2", plan, "last", options))
-
-
-@pytest.mark.parametrize("plan", ["tensor", "sequence"])
-def test_streaming_beside_tensor_parallel_ranks_is_exact(ranks, plan):
-    within(ranks(4).run(law_on_a_mesh, "2 x 2", plan, "last", {"lookahead": False}))
 
 
 def test_clipping_counts_each_element_once(ranks):

@@ -241,30 +241,6 @@ def test_norms_of_parts_are_exact_under_fully_shard(ranks):
         assert [one.startswith("measure_noise sees nothing") for one in warned] == [True] * (rank == 0)
 
 
-def test_norms_are_exact_while_streaming():
-    model = make_net()
-    for case in ("samples mean", "samples sum"):
-        loss_fn, how, reduction, count = CASES[case]
-        accumulator = Accumulator(
-            model,
-            SGD(model.parameters(), lr=0.0),
-            steps=3,
-            reduction=reduction,
-            count=count,
-            lookahead=False,
-            measure_noise=True,
-        )
-        updates = []
-        sizes = [[2, 1, 4], [3, 5]]
-        batches = [b for i, layout in enumerate(sizes) for b in micro_batches_of([layout], i, 0)]
-        for window in accumulator.windows(batches):
-            for batch in window:
-                window.backward(loss_fn(model, batch, how))
-            updates.append(window.step())
-        for index, update in enumerate(updates):
-            assert difference(norms_of(update), exact_norms(case, [sizes[index]], index)) <= 1e-12
-
-
 @pytest.mark.parametrize("caller_steps", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 def test_loss_scale_is_divided_out(fused, caller_steps):

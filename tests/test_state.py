@@ -600,9 +600,9 @@ class Standing:
             yield torch.full((1, 1), float(self.place))
 
 
-def one_weight(lookahead: bool = True) -> tuple[nn.Module, Accumulator]:
+def one_weight() -> tuple[nn.Module, Accumulator]:
     model = nn.Linear(1, 1, bias=False)
-    return model, Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, lookahead=lookahead)
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
 
 
 def first_after(state: dict[str, Any]) -> float:
@@ -613,10 +613,9 @@ def first_after(state: dict[str, Any]) -> float:
     return float(next(iter(next(accumulator.windows(Standing())))))
 
 
-@pytest.mark.parametrize("lookahead", [True, False], ids=["planned", "streamed"])
 @pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "by an error", "not begun"])
-def test_state_after_a_left_loop_has_the_loaders_position(leave: str, lookahead: bool) -> None:
-    model, accumulator = one_weight(lookahead)
+def test_state_after_a_left_loop_has_the_loaders_position(leave: str) -> None:
+    model, accumulator = one_weight()
     loader, left = Standing(), None
     with contextlib.suppress(KeyError):
         for window in accumulator.windows(loader):
@@ -754,22 +753,6 @@ def past_the_shortest() -> str:
 def test_state_past_the_shortest_rank_is_refused_on_all_ranks(ranks):
     for message in ranks(2).run(past_the_shortest):
         assert "(they have [3, 1])" in message and "take it where window.can_pause" in message
-
-
-def streams_alone() -> str:
-    model, _, accumulator = make("DDP", "last", lookahead=False)
-    window = next(accumulator.windows(micro_batches(2, 0)))
-    for batch in window:
-        window.backward(model(batch["x"]).float().square().mean())
-        assert not window.can_pause
-        with pytest.raises(DistaccumError) as error:
-            accumulator.state_dict()
-    window.step()
-    return str(error.value)
-
-
-def test_state_of_ranks_that_stream_alone_is_refused(ranks):
-    assert all("streaming, what they have is not known" in message for message in ranks(2).run(streams_alone))
 
 
 def taking_states(name: str, sync: str) -> bool:

@@ -33,7 +33,6 @@ class Config:
     accumulate_dtype: torch.dtype | None
     on_nonfinite: OnNonfinite
     batchnorm: BatchNorm
-    lookahead: bool
     measure_noise: bool
     mesh: Any
 
@@ -106,8 +105,6 @@ class Config:
         for name, value in (("cost", self.cost), ("trim", self.trim)):
             if value is not None and not callable(value):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
-        if self.micro_batch_cost is not None and not self.lookahead:
-            raise ValueError("micro_batch_cost with lookahead=False: a batch that is cut is whole; leave lookahead out")
 
     @property
     def most(self) -> int | None:

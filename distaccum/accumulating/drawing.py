@@ -34,7 +34,6 @@ class Batches:
     lengths: list[int] | None = None  # in samples, where a batch was cut
     costs: list[int] | None = None  # where it was cut by cost
     warning: str | None = None
-    stream: Stream | None = None  # draws those after the first
     steps: int = 0  # that were requested; 0: any number
     no_more_after: bool = False
 
@@ -159,7 +158,7 @@ def candidate_of(
     report = RankReport(
         update=index,
         steps=batches.steps,
-        num_drawn=len(batches.micro_batches) if batches.stream is None else batches.stream.num_drawn,
+        num_drawn=len(batches.micro_batches),
         num_counted=len(counted),
         no_more_after=batches.no_more_after,
         all_terms=full == counted,
@@ -229,15 +228,12 @@ class Feed:
         self._state = state
         self._tells_state = tells_state
         self._iterator: Iterator[Any] | None = None
-        self.num_left = 0  # micro-batches that the window that streams has still to draw
         self.has_ended = False
         self.is_in_loop = True  # over windows()
         self.at_start: Any = None  # the loader's state where the window that was handed out began
 
-    def windows(
-        self, config: Config, size: MicroBatchSize, ranks: int, warn: Callable[[str], None], *, alone: bool
-    ) -> Drawing:
-        """A window each time; `alone`: ranks that stream need not know of each other's micro-batches."""
+    def windows(self, config: Config, size: MicroBatchSize, ranks: int, warn: Callable[[str], None]) -> Drawing:
+        """A window each time."""
 
         def draw(index: int) -> Batches:
             if config.cost is not None:
@@ -250,24 +246,16 @@ class Feed:
             if warning is not None:
                 warn(warning)
             self._begin()
-            if config.lookahead:
-                return Batches(self.draw(steps), steps=steps, no_more_after=self.has_ended)
-            stream = Stream(self, steps, config.counts, is_independent=alone)
-            first = stream()
-            found = [] if first is None else [first[0]]
-            return Batches(found, steps=steps, no_more_after=self.has_ended, stream=stream)
+            return Batches(self.draw(steps), steps=steps, no_more_after=self.has_ended)
 
         return draw
 
     def _begin(self) -> None:
-        """Begins a window. Data that an abandoned window had not drawn are skipped first."""
+        """Begins a window."""
         if self._iterator is None:
             if self._state is not None:
                 self._loader.load_state_dict(self._state)
             self._iterator = iter(self._loader)
-        while self.num_left:  # one at a time: together they may not fit
-            self.num_left -= 1
-            self.draw(1)
         self.at_start = self.state()
 
     def state(self) -> Any:
@@ -287,25 +275,3 @@ class Feed:
             return []
         drawn, self.has_ended = draw_from(self._iterator, number)
         return drawn
-
-
-@final
-class Stream:
-    """The micro-batches of one window, drawn while it runs; those without anything that counts are left out."""
-
-    def __init__(self, feed: Feed, steps: int, counts: Mapping[str, Count], *, is_independent: bool) -> None:
-        self._feed, self._counts = feed, counts
-        feed.num_left = steps
-        self.is_independent = is_independent
-        self.num_drawn = 0
-
-    def __call__(self) -> tuple[Any, Counts] | None:
-        while self._feed.num_left:
-            self._feed.num_left -= 1
-            drawn = self._feed.draw(1)
-            self.num_drawn += len(drawn)
-            if not drawn:
-                self._feed.num_left = 0
-            elif any(counts := count_all(self._counts, Batches(drawn))[0]):
-                return drawn[0], counts
-        return None

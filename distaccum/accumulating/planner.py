@@ -13,14 +13,14 @@ from torch import nn
 from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import Plan, by_rank_of, guess_counts, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
+from ..law.plan import Plan, by_rank_of, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
 from ..window.resume import Unfinished
 from ..window.seeds import Seeds
-from ..window.source import Counts, Listed, StandIn, Streamed
+from ..window.source import Counts, Source, StandIn
 from ..window.status import Stage, Status
 from ..window.window import Trained, Window
 from .commit import Committer
@@ -160,9 +160,6 @@ class Planner:
         setup, progress, batches = self.setup, self.progress, candidate.batches
         engine = setup.engine
         reductions = SUM if manner.is_sum else self.config.reductions
-        stream = None if plan.is_empty else batches.stream
-        if stream is not None:
-            plan = guess_counts(plan, batches.steps)
         micro_batches = [batches.micro_batches[i] for i in candidate.counted]
         counts = [candidate.counts[i] for i in candidate.counted]
         unfinished = progress.unfinished
@@ -178,12 +175,8 @@ class Planner:
             last = (candidate.full or candidate.counted)[-1]
             stand_in = StandIn(batches.micro_batches[last], candidate.counts[last])
         trained = self._trained_now()
-        source: Listed | Streamed
-        if stream is None:
-            source = Listed(engine, plan, stand_in, micro_batches, counts, candidate.counted)
-            source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
-        else:
-            source = Streamed(engine, plan, stand_in, micro_batches, counts, stream)
+        source = Source(engine, plan, stand_in, micro_batches, counts, candidate.counted)
+        source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
         ledger = manner.ledger(engine, reductions, plan.counts, trained.parameters[0].device, self._seeds)
         self.status = status = Status(progress.index, plan, source, ledger, trained.parameters)
         window = Window(status, trained, self._observers_of(manner), self._committer, unfinished)
@@ -249,12 +242,7 @@ class Planner:
 
     def _refuse_another_window(self, unfinished: Unfinished, counts: list[Counts]) -> None:
         """Raises on all ranks unless this is the window that the state was taken in."""
-        known = counts if self.config.lookahead else counts[:1]  # streaming, the first
-        differs = (
-            unfinished.index != self.progress.index
-            or unfinished.counts[: len(known)] != known
-            or (self.config.lookahead and len(unfinished.counts) != len(known))
-        )
+        differs = unfinished.index != self.progress.index or unfinished.counts != counts
         all_or_none(
             [flag for (flag,) in self.setup.engine.peers.gather([float(differs)])],
             None,
@@ -289,7 +277,6 @@ class Planner:
             progress.size,
             len(setup.engine.peers.parts),
             lambda message: setup.once("batch_size", message),
-            alone=not setup.forwards_communicate,
         )
         was_left = False
         try:
@@ -305,12 +292,7 @@ class Planner:
                     except GeneratorExit:
                         status.allow_discard = True
                         was_left = tells_state  # a state_dict() that comes now says where
-                        draws_on = isinstance(status.source, Streamed) and status.stage in (
-                            Stage.PLANNED,
-                            Stage.RUNNING,
-                        )
-                        if not draws_on:
-                            feed.leave()
+                        feed.leave()
                         raise
                     if status.plan.no_more_after:
                         if self.status is status:  # else the caller has planned another

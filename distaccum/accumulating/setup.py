@@ -97,8 +97,6 @@ class Setup:
             self._refuse_with_parts(config)
         if engine.pipeline is not None:
             self._refuse_with_pieces(config, engine.pipeline)
-        if not config.lookahead:
-            self._refuse_to_stream(config)
         if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
@@ -159,17 +157,16 @@ class Setup:
                     f"count_tokens(over=) is a mesh of ranks {seen}, and ranks {expected} have parts of the same "
                     "samples by mesh=; give the dimension that cuts samples to over, and those that carry data to mesh"
                 )
-        if config.measure_noise or not config.lookahead:
+        if config.measure_noise:
             raise ValueError(
-                f"{'measure_noise=True' if config.measure_noise else 'lookahead=False'} with a mesh whose ranks have "
-                "parts of the same samples, which is for ranks with samples of their own; leave it out"
+                "measure_noise=True with a mesh whose ranks have parts of the same samples, which is for ranks with "
+                "samples of their own; leave it out"
             )
 
     def _refuse_with_pieces(self, config: Config, pipeline: Pipeline) -> None:
         wanted = {
             "accelerator": self.accelerated.run_backward is not None,
             "measure_noise=True": config.measure_noise,
-            "lookahead=False": not config.lookahead,
             "accumulate_dtype": config.accumulate_dtype is not None and not pipeline.is_sharded,
         }
         if any(wanted.values()):
@@ -177,28 +174,6 @@ class Setup:
             raise ValueError(
                 f"{given} with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it "
                 "out"
-            )
-
-    def _refuse_to_stream(self, config: Config) -> None:
-        if len(config.reductions) > 1:
-            raise ValueError(
-                f"lookahead=False with several denominators ({', '.join(config.reductions)}): streaming learns a count "
-                "at the window's end, and can then correct the gradient once; give one, or lookahead=True"
-            )
-        if self.engine.owns_step:
-            raise ValueError(
-                f"lookahead=False with {self.engine.name}, which keeps gradients where they cannot be corrected at "
-                "the window's end; leave lookahead at True"
-            )
-        if config.sync == "every" and not self.engine.lockstep and self.engine.peers.num_ranks > 1:
-            raise ValueError(
-                f"lookahead=False and sync='every' with {self.engine.name}: which micro-batches all ranks have is not "
-                "known before they are drawn; use sync='last'"
-            )
-        if any(isinstance(module, nn.SyncBatchNorm) for _, module in self.batchnorms):
-            raise ValueError(
-                "lookahead=False with SyncBatchNorm, whose forwards wait for each other, while no rank knows how many "
-                "the others have; leave lookahead at True"
             )
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..gradients.norms import clip, scale, total_norm
+from ..gradients.norms import clip, total_norm
 from ..gradients.wide import Sums
 from ..law.errors import DistaccumError
 from ..law.plan import Plan
@@ -276,15 +276,6 @@ class Engine(RunsStages, ABC):
         return [Leaf(p, partial(standing, p)) for p in parameters if p.requires_grad]
 
     # The update
-
-    def scale(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
-        """Multiplies the final gradient.
-
-        Args:
-            parameters: As in `begin`.
-            factor: The correction of a window with `lookahead=False`.
-        """
-        scale([p.grad for p in parameters if p.grad is not None], factor)
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """The norm of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity.

@@ -160,8 +160,7 @@ class FullyShardEngine(RanksEngine):
             if self._policy == "gathered":
                 group.post_forward_mesh_info = None
             private.reduce_unused(group)
-        may_be_uneven = plan.uneven or max(plan.num_counted) == 1  # streaming, only the first is known
-        if self._policy == "gathered" and may_be_uneven and not all(map(_always_reduces, self._groups)):
+        if self._policy == "gathered" and plan.uneven and not all(map(_always_reduces, self._groups)):
             # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not there
             # yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some.
             self._reduces = False

@@ -7,9 +7,8 @@ once, and every rank makes the same `Plan` of them. After that each micro-loss h
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from .errors import DistaccumError, all_or_none
@@ -207,16 +206,3 @@ def _refuse_disagreement(what: str, by_rank: Sequence[Any], say: Callable[[Any],
     if len(set(by_rank)) > 1:
         seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(by_rank))
         raise DistaccumError(f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank")
-
-
-def guess_counts(plan: Plan, steps: int) -> Plan:
-    """Of a window that is not drawn yet, from its first micro-batches: a power of two near what it may hold.
-
-    Shares that are made with it are corrected at the window's edge. A power of two rounds nothing, and all ranks make
-    the same one.
-
-    >>> plan = make_plan(["samples"], [RankReport(0, 8, 1, 1, False, True, True, True, *[False] * 3, 0, 0, 0, (6.0,))])
-    >>> guess_counts(plan, steps=8).counts
-    {'samples': 64.0}
-    """
-    return replace(plan, counts={name: 2.0 ** round(math.log2(n * steps)) for name, n in plan.counts.items()})

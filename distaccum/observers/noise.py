@@ -28,7 +28,6 @@ from ..law.errors import Once
 from ..law.shares import Reduction, share_of
 from ..law.update import Waitable
 from ..window.observer import Complete, Observer
-from ..window.source import Streamed
 from ..window.status import Status
 
 KEPT = 0.99  # of the averages, at each update: about the last hundred count
@@ -247,7 +246,7 @@ class Noise(Observer):
     def begin(self, at: Status) -> None:
         source = at.source
         # Alone, and in one micro-batch, the first gradient is the window's.
-        is_alone = self._engine.peers.num_ranks == 1 and source.num == 1 and not isinstance(source, Streamed)
+        is_alone = self._engine.peers.num_ranks == 1 and source.num == 1
         self._early = Early(self._engine, self._parameters) if source.num and not is_alone else None
         self._small = self._part = None
 

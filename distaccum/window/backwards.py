@@ -50,8 +50,6 @@ class Backwards:
             lose(TAMPERED)
         if status.has_more_parts:
             return False
-        if source.draws_on:
-            source.look_ahead()
         return source.reduces
 
     def run(self, reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
@@ -83,7 +81,6 @@ class Backwards:
         source, engine = self._source, self._engine
         if not outputs and all(source.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-        source.look_ahead()
         losses, seeds = list(outputs), self._ledger.seeds.unscaled(gradients)
         reduce = source.reduces
         if engine.will_reduce(reduce):

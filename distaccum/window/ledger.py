@@ -42,7 +42,6 @@ class Ledger(ABC):
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
         self._record: Losses = []
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
-        self._factor = 1.0  # that the gradient was multiplied by at the edge: streaming, the shares were guesses
 
     def begin(self) -> None:
         self.scale_stamp = self.seeds.scale_stamp(self._device)
@@ -108,13 +107,6 @@ class Ledger(ABC):
         given, self._given = self._given, set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and name not in given]
 
-    def correct(self, total: float) -> float:
-        """Streaming, shares were made with a guess of the count; gives the factor that corrects the gradient."""
-        (name,), (reduction,) = self._names, self._reductions.values()
-        if reduction != "sum":
-            self._factor = self._totals[name] / total
-        return self._factor
-
     @abstractmethod
     def sums(self) -> Tensor:
         """The losses by name, weighted, on the device: what the ranks add up for the record."""
@@ -164,14 +156,13 @@ class WeightedLedger(Ledger):
             if isinstance(loss, Tensor):
                 return None
             totals[name] += share * loss
-        return [total * self._factor for total in totals.values()]
+        return list(totals.values())
 
     def sums(self) -> Tensor:
         numbers = self.numbers()
         if numbers is not None:
             return torch.stack([self._on_device(number) for number in numbers])
-        sums = torch.stack([self._sum_of(name) for name in self._names])
-        return sums if self._factor == 1.0 else sums * self._factor
+        return torch.stack([self._sum_of(name) for name in self._names])
 
     def _sum_of(self, name: str) -> Tensor:
         found = [(share, loss) for _, of, share, loss in self._record if of == name]

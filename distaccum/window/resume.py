@@ -47,9 +47,8 @@ def suspended(
         )
     if len(source.num_counted) > 1 and engine.shows_partial and not status.is_between_micro_batches:
         num = list(source.num_counted)
-        known = f"they have {num}" if any(num) else "streaming, what they have is not known"
         raise DistaccumError(
-            f"state_dict() {status.where()}, where another of the ranks may be past its last ({known}) and all "
+            f"state_dict() {status.where()}, where another of the ranks may be past its last (they have {num}) and all "
             "cannot go on together; take it where window.can_pause, or after window.step()"
         )
     return Unfinished(

@@ -16,14 +16,13 @@ from ..engines import Engine
 from ..gradients.scaling import forget
 from ..gradients.snapshot import set_random_state
 from ..law.errors import DistaccumError, Once
-from ..law.shares import as_int_if_whole
 from ..law.update import Update
 from .backwards import TAMPERED, Backwards
 from .observer import Complete, Observer
 from .parts import each_head, each_part
 from .refusals import end_micro_batch, refuse_inference_mode
 from .resume import Unfinished, suspended
-from .source import Streamed, untouched_statistics
+from .source import untouched_statistics
 from .status import DONE, WAITING, Stage, Status
 from .tamper import Tamper
 
@@ -61,7 +60,7 @@ class Window:
 
     Attributes:
         index (int): The update's index, from 0; a skipped update counts too.
-        counts (dict[str, float]): The denominators over all ranks, by name; with `lookahead=False` after the loop.
+        counts (dict[str, float]): The denominators over all ranks, by name.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Window:
         unfinished: Unfinished | None,
     ) -> None:
         self.index = status.index
-        self.counts: dict[str, float] = {} if type(status.source) is Streamed else dict(status.plan.counts)
+        self.counts: dict[str, float] = dict(status.plan.counts)
         self._started = time.perf_counter()
         self._status, self._plan, self._source = status, status.plan, status.source
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
@@ -88,7 +87,7 @@ class Window:
         return self.__dict__
 
     def __len__(self) -> int:
-        """This rank's micro-batches (streaming, those known); stand-ins are not among them."""
+        """This rank's micro-batches; stand-ins are not among them."""
         return self._source.num
 
     def __bool__(self) -> bool:
@@ -97,7 +96,7 @@ class Window:
 
     @property
     def num_micro_steps(self) -> int:
-        """What the loop yields on this rank, stand-ins included (streaming, what is known); 0 where nothing counts."""
+        """What the loop yields on this rank, stand-ins included; 0 where nothing counts."""
         return self._source.num_micro_steps
 
     @property
@@ -109,8 +108,7 @@ class Window:
     def can_pause(self) -> bool:
         """Whether every rank, after this many micro-batches, has another, so that all can take a `state_dict()`.
 
-        False in a window's last micro-batch, on engines that cannot (DeepSpeed, FSDP1), and streaming on ranks that
-        step alone (DDP).
+        False in a window's last micro-batch, and on engines that cannot (DeepSpeed, FSDP1).
         """
         return self._engine.shows_partial and self._status.is_between_micro_batches
 
@@ -195,12 +193,6 @@ class Window:
         except RuntimeError as error:
             self._engine.peers.refuse_lost(error)
             raise
-        if type(self._source) is Streamed:
-            total = self._source.total()
-            self.counts.update(dict.fromkeys(self._plan.counts, as_int_if_whole(total)))
-            factor = self._ledger.correct(total)
-            if factor != 1.0:
-                self._engine.scale(self._parameters, factor)
         self._engine.release()
         if self._engine.sums is not None:  # which are in .grad by now
             self._tamper.stamp(reduced=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -73,24 +73,6 @@ def lists(**options: Any) -> Update:
     return update
 
 
-def streamed(**options: Any) -> Update:
-    model, accumulator = trained(steps=2, lookahead=False, **options)
-
-    def endless() -> Iterator[Tensor]:
-        while True:
-            yield rows()
-
-    windows = accumulator.windows(endless())
-
-    def update() -> None:
-        window = next(windows)
-        for inputs in window:
-            window.backward(loss_of(model, inputs))
-        window.step()
-
-    return update
-
-
 def whole(**options: Any) -> Update:
     model, accumulator = trained(micro_batch_size="auto", **options)
     return lambda: accumulator.update(rows(), partial(loss_of, model))
@@ -103,7 +85,6 @@ def pairs(**options: Any) -> Update:
 
 KINDS: dict[str, Callable[[], Update]] = {
     "window(list)": lists,
-    "windows(loader), lookahead=False": streamed,
     "max_norm, scheduler, a scaler": lambda: lists(
         max_norm=1.0, scheduled=True, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
     ),
