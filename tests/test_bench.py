@@ -116,14 +116,3 @@ def test_trainers_and_windows_end_at_the_same_weights(programs, tmp_path):
         "transformers' Trainer",
     }
     assert all(row["difference"] <= 1e-6 for of_trainers in found.values() for row in of_trainers.values())
-
-
-def test_plan_of_many_ranks_takes_as_many_rounds_as_their_number_has_bits(programs, tmp_path):
-    out, options = tmp_path / "ranks", ("--repeats", 2, "--rounds", 1, "--per-host", 2)
-    done = run(programs, "ranks.py", "--ranks", 2, 4, 5, *options, "--out", out)
-    assert done.status == 0, done.errors
-    found = json.loads(out.with_suffix(".json").read_text())
-    ways = ("ring", "rounds", "hosts", "one host")
-    messages = [[one[way]["messages"] for way in ways if way in one] for one in found["ranks"]]
-    assert messages == [[1, 1, 0], [3, 2, 1, 0], [4, 3, 0]]
-    assert [one[0] for one in found["larger"]] == ["64", "512", "4096"]
