@@ -304,7 +304,7 @@ DOCTOR = """
 examples:
   distaccum doctor                                            this machine and environment
   distaccum doctor --all                                      with trials of DeepSpeed and Accelerate
-  torchrun --nproc-per-node 2 -m distaccum doctor             and the link between these ranks
+  torchrun --nproc-per-node 2 -m distaccum doctor             and these ranks together
   torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum doctor
 
 The report marks working parts with ok, missing optional parts with -, and failures with WRONG.
@@ -314,7 +314,7 @@ exit status: 0 nothing is wrong, 1 something is wrong, 2 the examination failed 
 
 
 def _add_doctor(commands: Any) -> None:
-    about = "examine software, devices and launcher, try each engine, and measure the link between the ranks"
+    about = "examine software, devices and launcher, and try each engine"
     parser = _command(commands, "doctor", _doctor, about, DOCTOR)
     parser.add_argument("--all", action="store_true", help="try DeepSpeed and Accelerate too")
     parser.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="time to wait for ranks (60)")

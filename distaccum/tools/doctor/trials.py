@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -18,10 +19,8 @@ from torch.optim import SGD
 from ...accumulator import Accumulator
 from ...engines import Engine, choose_engine, known_engines
 from ...law.errors import DistaccumError
-from .. import wrap
 from .findings import Finding
 from .job import Job
-from .meshes import MESHES, SHARE, norm_on_meshes
 
 TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
 Wrapped = tuple[nn.Module, Any, dict[str, Any]]  # model, optimizer, more options of the Accumulator
@@ -33,29 +32,70 @@ def _with_sgd(model: nn.Module) -> Wrapped:
     return model, SGD(model.parameters(), lr=0.1), {}
 
 
-def _hybrid(net: nn.Module) -> Wrapped:
-    world = dist.get_world_size()
-    replicas = 1 if world % 2 else 2
-    return _with_sgd(wrap.fully_sharded(net, shape=(replicas, world // replicas)))
+def _fsdp1(net: nn.Module) -> Wrapped:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = next(net.parameters()).device
+    return _with_sgd(FullyShardedDataParallel(net, device_id=device, use_orig_params=True))
 
 
-def _zero(net: nn.Module, stage: int) -> Wrapped:
-    return *wrap.deepspeed(net, SGD(net.parameters(), lr=0.1), wrap.zero_config(stage)), {}
+def _fully_sharded(net: nn.Module) -> Wrapped:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    kind = next(net.parameters()).device.type
+    fully_shard(net, mesh=init_device_mesh(kind, (dist.get_world_size(),)))
+    return _with_sgd(net)
+
+
+def _zero(net: nn.Module) -> Wrapped:
+    """ZeRO 2. What DeepSpeed needs in the environment is taken out again: Accelerate would believe in a launcher."""
+    kind = next(net.parameters()).device.type
+    variables = {"LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")}
+    if kind == "cpu":  # else it looks for a GPU
+        variables |= {
+            "DS_ACCELERATOR": "cpu",
+            "LOCAL_SIZE": os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size())),
+        }
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        import deepspeed
+
+        if kind == "cpu":  # it would compile a kernel for shared memory; gloo needs none
+            getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        deepspeed.utils.logger.setLevel("ERROR")
+        deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", verbose=False)
+        engine, optimizer, *_ = deepspeed.initialize(
+            model=net, optimizer=SGD(net.parameters(), lr=0.1), config=ZERO_CONFIG
+        )
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return engine, optimizer, {}
 
 
 def _accelerated(net: nn.Module) -> Wrapped:
-    is_cpu = next(net.parameters()).device.type == "cpu"
-    accelerator, model, optimizer = wrap.accelerated(net, SGD(net.parameters(), lr=0.1), cpu=is_cpu)
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=next(net.parameters()).device.type == "cpu")
+    model, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=0.1))
     return model, optimizer, {"accelerator": accelerator}
 
 
-WRAPS: Mapping[str, Mapping[str, Wrap]] = {  # by engine, and what its name is followed by
-    "PlainEngine": {"": _with_sgd},
-    "DDPEngine": {"": lambda net: _with_sgd(wrap.ddp(net))},
-    "FSDPEngine": {"": lambda net: _with_sgd(wrap.fsdp1(net))},
-    "FullyShardEngine": {"": lambda net: _with_sgd(wrap.fully_sharded(net)), ", replicas": _hybrid},
-    "DeepSpeedEngine": {f", ZeRO {stage}": partial(_zero, stage=stage) for stage in range(4)},
-    "UnwrappedEngine": {},  # whose tensor-parallel modules are tried over FSDP2, on meshes
+WRAPS: Mapping[str, Wrap] = {  # by engine
+    "PlainEngine": _with_sgd,
+    "DDPEngine": lambda net: _with_sgd(nn.parallel.DistributedDataParallel(net)),
+    "FSDPEngine": _fsdp1,
+    "FullyShardEngine": _fully_sharded,
+    "DeepSpeedEngine": _zero,
+}
+ZERO_CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,  # only its log uses it
+    "zero_optimization": {"stage": 2, "overlap_comm": False},
+    "zero_allow_untested_optimizer": True,
+    "gradient_clipping": 0.0,  # its default of 1.0 clips
+    "steps_per_print": 10**9,
 }
 
 
@@ -107,10 +147,9 @@ def _trials(job: Job, all_of_them: bool) -> Iterator[tuple[str, Trial, Finding |
     order = list(WRAPS)
     known = sorted(known_engines(), key=lambda one: order.index(one.__name__) if one.__name__ in order else len(order))
     for engine in known:
-        for suffix, wrapping in WRAPS.get(engine.__name__, {"": _with_sgd}).items():
-            yield engine.name + suffix, partial(_tried, wrapping), _untried(engine, job, all_of_them)
-    for name in MESHES:
-        yield name, partial(_tried_on_mesh, name), _untried_mesh(job)
+        if engine.__name__ != "UnwrappedEngine":  # of tensor-parallel modules, which need a mesh of the job's own
+            wrapping = WRAPS.get(engine.__name__, _with_sgd)
+            yield engine.name, partial(_tried, wrapping), _untried(engine, job, all_of_them)
     yield "what Accelerate prepared", partial(_tried, _accelerated), untried_package("accelerate", all_of_them)
 
 
@@ -120,21 +159,9 @@ def _untried(engine: type[Engine], job: Job, all_of_them: bool) -> Finding | Non
         return Finding("", "", f"of {engine.__module__}; the doctor does not know how to wrap for it", "absent")
     if name == "PlainEngine" and job.world > 1:
         return Finding("", "", "for one process", "absent", "wrap the model in DistributedDataParallel")
-    if name == "FullyShardEngine":
-        return _untried_shards(job)
-    return untried_package("deepspeed", all_of_them) if name == "DeepSpeedEngine" else None
-
-
-def _untried_shards(job: Job) -> Finding | None:
-    if job.kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+    if name == "FullyShardEngine" and job.kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
         return Finding("", "", f"not on CPU with torch {torch.__version__}", "absent", "use a later torch, or a GPU")
-    return None
-
-
-def _untried_mesh(job: Job) -> Finding | None:
-    if job.world % SHARE:
-        return Finding("", "", f"for a multiple of {SHARE} ranks", "absent", "torchrun --nproc-per-node 4 starts 2 x 2")
-    return _untried_shards(job)
+    return untried_package("deepspeed", all_of_them) if name == "DeepSpeedEngine" else None
 
 
 def untried_package(package: str, all_of_them: bool) -> Finding | None:
@@ -157,29 +184,14 @@ def _tried(wrapping: Wrap, job: Job) -> str:
                 for inputs in window:
                     window.backward(model(inputs).square().mean())
                 norm = window.step().grad_norm
-            _refuse_wrong_norm(norm, _expected_norm(job.world), sync)
+            expected = _expected_norm(job.world)
+            if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
+                raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
     seen = [f"sync={', '.join(map(repr, engine.policies))}"]
     seen += ["a state in mid-window"] if engine.shows_partial else []
     seen += ["owns the step"] if engine.owns_step else []
     seen += [str(one.message).split(": ")[0] for one in caught if "reduces gradients in each" in str(one.message)][:1]
     return "; ".join(seen)
-
-
-def _tried_on_mesh(name: str, job: Job) -> str:
-    """The mesh and the policies, each after a window."""
-    num, policies = job.world // SHARE, []
-    expected = norm_on_meshes(num)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for sync, norm in MESHES[name](job):
-            _refuse_wrong_norm(norm, expected, sync)
-            policies.append(repr(sync))
-    return f"{num} data rank{'s' * (num > 1)} x {SHARE}; sync={', '.join(policies)}"
-
-
-def _refuse_wrong_norm(norm: float | None, expected: float, sync: str) -> None:
-    if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
-        raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
 
 
 def _layer() -> nn.Linear:
