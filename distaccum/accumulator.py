@@ -155,7 +155,7 @@ class Accumulator:
         self._progress = Progress(config, setup)
         committer = Committer(config, setup, self._progress, self._noise)
         self._planner = Planner(config, setup, self._progress, committer, self._observers())
-        setup.accelerated.refuse_to_save_one_part(self._own_parts)
+        setup.accelerated.refuse_to_save_one_place(self._loaders_state)
         if too_long := setup.accelerated.longer_schedules():
             setup.once("schedule", too_long)
 
@@ -298,34 +298,36 @@ class Accumulator:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, to save: the index, the learned size, the scaler, the noise scale, the loader's
-        place.
+        place, and the random numbers of the host and of the model's devices.
 
-        The loader's place is that of the loop over `windows()`, or of the last that was left by `break` or an error.
-        Between two micro-batches (after `window.backward`) the state also holds the gradients so far. All ranks then
-        take it after the same number of micro-batches, where `window.can_pause`. Save every rank's.
+        Call it anywhere. While a window is open, the state is that of its start, so that a job which resumes does it
+        again. The loader's place is that of the loop over `windows()`, or of the last that was left by `break` or an
+        error. Save every rank's: each has its own random numbers, and its own place.
 
         Raises:
-            DistaccumError: Between a window's loop and its `step()`, before a micro-batch's backward, in mid-window on
-                an engine that cannot (DeepSpeed, FSDP1), or the loader's state cannot be saved.
+            DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call is between a
+                window's loop and its `step()`, where you may have stepped.
         """
         averages = None if self._noise is None else self._noise.averages
-        return self._progress.state(self._setup, averages, self._own_parts())
+        return self._progress.state(self._setup, averages, self._planner.own_part())
 
-    def _own_parts(self) -> tuple[Any, Any]:
-        """This rank's part of the state: a window that is not over, and where its loader stands."""
-        return self._planner.unfinished()
+    def _loaders_state(self) -> Any:
+        """Of this rank."""
+        return self._planner.loaders_state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resumes where `state_dict()` was taken.
+        """Resumes with the window that was at work when `state_dict()` was taken, or with the next.
+
+        The random numbers are put back when the first window begins, and its data are drawn.
 
         Args:
-            state: Of this rank, of the same version. One from between two windows loads on any number of ranks, one
-                from mid-window on the same number; give `windows()` the loader from that window's first micro-batch on,
-                of which those already done are drawn and not yielded.
+            state: Of this rank, of the same version. It loads on another number of ranks, too, without its random
+                numbers and the loader's place. Give `windows()` the loader from that window's first micro-batch on, if
+                it has no state of its own.
 
         Raises:
             TypeError, ValueError: No such state, or one with a scaler for an Accumulator without (or the reverse).
-            DistaccumError: A window is open, the number of ranks differs in mid-window, or this rank's part is missing.
+            DistaccumError: A window is open, or this rank's part is missing and holds the place of a loader.
         """
         if self._planner.has_open_window:
             assert self._planner.status is not None

@@ -300,9 +300,9 @@ class Run:
 
     def windows(self) -> bool:
         for window in self.accumulator.windows(self.micro_batches()):
-            inputs = []
-            if not self.accumulator.state_dict()["in_window"]:
-                self.random = torch.get_rng_state()
+            inputs, least = [], min(map(len, self.schedule.sizes[window.index]))
+            window.begin()  # which puts back the random numbers of a state
+            self.random = torch.get_rng_state()
             for batch in window:
                 self.asked_to_break = False
                 loss = self.loss(batch, window)
@@ -311,10 +311,8 @@ class Run:
                 window.backward(loss)
                 if self.asked_to_break:
                     raise Break
-                if window.can_pause and self.agreed_to_stop((self.accumulator.index, window.num_done)):
+                if window.num_done < least and self.agreed_to_stop((self.accumulator.index, window.num_done)):
                     return False
-            done = self.schedule.sizes[window.index][self.rank][: len(window) - len(inputs)]
-            inputs = [float(self.batch(window.index, i, n)["x"].sum()) for i, n in enumerate(done)] + inputs
             self.commit(window.step(), inputs)
             if self.agreed_to_stop((self.accumulator.index, 0)):
                 return False
@@ -375,8 +373,6 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "accumulator": self.accumulator.state_dict(),
             "committed": self.committed,
-            "random": torch.get_rng_state(),
-            "random at the window's start": self.random,
         }
         torch.save(state, self.folder / f"{name}.{self.rank}")
         dist.barrier()
@@ -393,8 +389,6 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.accumulator.load_state_dict(state["accumulator"])
         self.committed = state["committed"]
-        torch.set_rng_state(state["random"])
-        self.random = state["random at the window's start"]
 
 
 def attempt(schedule: Schedule, folder: str) -> Any:

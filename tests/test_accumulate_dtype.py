@@ -284,28 +284,6 @@ def test_parameter_unfrozen_later_adds_up_in_float32():
         assert torch.equal(parameter.grad, exact.to(torch.bfloat16))
 
 
-def test_state_in_mid_window_holds_the_sums():
-    batches = data(6, rows=lambda i: 2)
-    model = Linear()
-    accumulator, window = accumulate(model, batches)
-    for rows in window:
-        window.backward(model(rows))
-        if window.num_done == 3:
-            state = accumulator.state_dict()
-            break
-    other = Linear()
-    accumulator, _ = accumulate(other, [])
-    accumulator.load_state_dict(copy.deepcopy(state))
-    run(accumulator.window(batches), other)
-    assert torch.equal(other.always.grad, sums(batches)[0].to(torch.bfloat16))
-
-    third = Linear()
-    without = Accumulator(third, SGD(third.parameters(), lr=0.25), reduction="sum", steps=4)
-    without.load_state_dict(state)
-    with pytest.raises(ValueError, match="give the same accumulate_dtype"):
-        run(without.window(batches), third)
-
-
 def test_update_and_check_run_with_accumulate_dtype():
     torch.manual_seed(0)
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
@@ -551,60 +529,6 @@ def in_another_order(kind):
 @pytest.mark.parametrize("kind", ["channels last", "transposed"])
 def test_parameters_in_another_memory_format_add_up_in_float32(ranks, kind):
     assert max(ranks(2).run(in_another_order, kind)) <= 0.02
-
-
-def resumed(form):
-    """`sometimes` is used only before the pause."""
-    rank = dist.get_rank()
-    everyone = [data(6, rank=r, rows=lambda i: 1 + (i < 2)) for r in range(2)]
-    state = None
-    for _ in range(2):
-        model = Linear()
-        ddp = DistributedDataParallel(model, **FORMS[form])
-        accumulator, _ = accumulate(ddp, [])
-        if state is not None:
-            accumulator.load_state_dict(state)
-        window = accumulator.window(everyone[rank])
-        for rows in window:
-            window.backward(ddp(rows))
-            if state is None and window.num_done == 3:
-                state = accumulator.state_dict()
-                break
-    exact = zip(*(sums(one) for one in everyone), strict=True)
-    found = (model.always.grad, model.sometimes.grad)
-    return [torch.equal(g, rounded(parts)) for g, parts in zip(found, exact, strict=True)]
-
-
-@pytest.mark.parametrize("form", ["unused", "unused, views"])
-def test_parameter_used_only_before_a_pause_is_reduced_at_the_end(ranks, form):
-    assert ranks(2).run(resumed, form) == [[True, True]] * 2
-
-
-def resumed_under(sync, then, lengths):
-    """Resumes after each possible pause; all sums of the micro-batches are exact in bfloat16."""
-    rank, right = dist.get_rank(), []
-    everyone = [[torch.full((1, SIZE), 1.0 + i + 4 * r) for i in range(lengths[r])] for r in range(2)]
-    for pause in range(1, min(lengths)):
-        state = None
-        for how in (sync, then):
-            ddp = DistributedDataParallel(Alone())
-            accumulator, _ = accumulate(ddp, [], sync=how)
-            if state is not None:
-                accumulator.load_state_dict(state)
-            for rows in (window := accumulator.window(everyone[rank])):
-                window.backward(ddp(rows))
-                if state is None and window.num_done == pause:
-                    state = accumulator.state_dict()
-                    break
-        exact = sum(float(rows[0, 0]) for one in everyone for rows in one)
-        right.append(torch.equal(ddp.module.always.grad, torch.full((SIZE,), exact, dtype=torch.bfloat16)))
-    return right
-
-
-@pytest.mark.parametrize(("sync", "then"), [("every", "every"), ("last", "every"), ("every", "last")])
-def test_resumed_window_on_uneven_ranks_reduces_the_whole_sum(ranks, sync, then):
-    for lengths in [(3, 3), (4, 3), (2, 4)]:
-        assert all(all(right) for right in ranks(2).run(resumed_under, sync, then, lengths)), lengths
 
 
 def in_float32(_, bucket):

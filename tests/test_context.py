@@ -364,34 +364,3 @@ def updates() -> Any:
 def test_update_cuts_parts_alike_and_counts_samples_once(ranks):
     for off, num, lengths in ranks(4).run(updates):
         assert off <= 1e-10 and num == 3 and lengths == [2, 2]
-
-
-def resumed(wrap: str) -> bool:
-    """A window without a stop, and one that is left after one of two micro-batches and resumed."""
-    ends = []
-    for stops in (False, True):
-        net, mesh = on_a_mesh("gathered", wrap)
-        options = {"count": count_tokens("labels"), "max_norm": 0.1, "mesh": mesh["data"]}
-        accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **options)
-        batches = [cut(make_batch(2, seed=i + mesh["data"].get_local_rank()), mesh["context"]) for i in range(2)]
-        window = accumulator.window(batches)
-        for batch in window:
-            window.backward(criterion(net, batch, "mean"))
-            if stops:
-                state = accumulator.state_dict()
-                break
-        if stops:
-            net, mesh = on_a_mesh("gathered", wrap)
-            accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **{**options, "mesh": mesh["data"]})
-            accumulator.load_state_dict(state)
-            window = accumulator.window(batches)
-            for batch in window:
-                window.backward(criterion(net, batch, "mean"))
-        window.step()
-        ends.append(torch.cat([full(p).detach().flatten() for p in net.parameters()]))
-    return torch.equal(*ends)
-
-
-@pytest.mark.parametrize("wrap", ["fsdp2", "DDP"])
-def test_state_in_mid_window_with_parts_resumes_bit_for_bit(ranks, wrap):
-    assert ranks(4).run(resumed, wrap) == [True] * 4

@@ -122,18 +122,6 @@ def test_head_without_a_count_is_left_out():
     window.step()
 
 
-def test_window_cannot_pause_between_heads():
-    model = Tasks()
-    window, seen = Accumulator(model).window([make_batch(2, seed=1), make_batch(3, seed=2)]), []
-    for batch in window:
-        for name, features in window.heads(model(batch["x"]), NAMES):
-            window.backward(loss_of(model(features, name), 0))
-            seen.append((window.num_done, window.can_pause))
-        seen.append((window.num_done, window.can_pause))
-    assert seen == [*[(0, False)] * 3, (1, True), *[(1, False)] * 3, (2, False)]
-    window.step()
-
-
 @dataclass
 class Outputs:
     hidden: Tensor

@@ -288,36 +288,6 @@ def test_partial_sums_are_settled_once_after_the_last_backward(ranks):
         assert after == []
 
 
-def resumed(plan: str) -> Any:
-    """A window without a stop, and one that is left after two of three micro-batches and resumed."""
-    ends = []
-    for stops in (False, True):
-        net, _ = sharded((2,), plan)
-        accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), max_norm=0.1)
-        batches = [make_batch(size, seed=size) for size in (3, 1, 2)]
-        window = accumulator.window(batches)
-        for done, batch in enumerate(window, start=1):
-            window.backward(criterion(net, batch))
-            if stops and done == 2:
-                state = accumulator.state_dict()
-                break
-        if stops:
-            net, _ = sharded((2,), plan)
-            accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), max_norm=0.1)
-            accumulator.load_state_dict(state)
-            window = accumulator.window(batches)
-            for batch in window:
-                window.backward(criterion(net, batch))
-        window.step()
-        ends.append(torch.cat([full(p).detach().flatten() for p in net.parameters()]))
-    return torch.equal(*ends)
-
-
-@pytest.mark.parametrize("plan", ["tensor", "sequence"])
-def test_state_in_mid_window_of_tensor_parallel_ranks_resumes_bit_for_bit(ranks, plan):
-    assert ranks(2).run(resumed, plan) == [True, True]
-
-
 def on_an_equal_mesh(what: str) -> float:
     """As where a job makes its mesh twice: DTensor may place a result on the mesh of an earlier call, on some ranks."""
     net, _ = sharded((2, 2), "tensor")

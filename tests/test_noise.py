@@ -559,23 +559,6 @@ def test_averages_continue_from_a_loaded_state():
     assert go(other, again, 0, (4,)).noise_scale is None
 
 
-def test_state_in_mid_window_holds_the_norm_of_the_first_micro_batch():
-    batches = [make_batch(size, seed=i) for i, size in enumerate((2, 1, 3))]
-    model, accumulator = made()
-    window = accumulator.window(batches)
-    for place, batch in enumerate(window):
-        window.backward(sample_loss(model, batch))
-        if place == 0:
-            state = accumulator.state_dict()
-    whole = window.step().noise_scale
-    model, accumulator = made()
-    accumulator.load_state_dict(state)
-    window = accumulator.window(batches)
-    for batch in window:
-        window.backward(sample_loss(model, batch))
-    assert window.step().noise_scale == whole is not None
-
-
 def test_loss_over_pairs_has_no_estimate():
     model = nn.Linear(3, 2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2, measure_noise=True)

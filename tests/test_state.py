@@ -1,10 +1,12 @@
-"""state_dict() in mid-window resumes bit for bit, in a new process group of the same size."""
+"""state_dict() anywhere: a job that is killed begins its window again, bit for bit, on each engine."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
 import io
+import random
+import tempfile
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -14,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from engines import FSDP2_RUNS_ON_CPU, KINDS, fully_sharded
+from engines import FSDP2_RUNS_ON_CPU, fsdp1, fully_sharded, zero
 from inside import fit_of
-from problems import error, gradient, make_batch, make_net_without_router, trunk, weights
+from problems import error, gradient, make_batch, make_net_without_router, trunk
+from test_accelerate import accelerators
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
@@ -27,27 +29,17 @@ from distaccum import Accumulator, DistaccumError
 
 
 class Noisy(nn.Module):
-    """Has dropout, so that random numbers must resume too."""
+    """Draws from each generator of the host in its forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float = 0.3) -> None:
         super().__init__()
         torch.manual_seed(7)
         net = make_net_without_router()
-        self.body, self.head = net.body, net.head
+        self.body, self.head, self.rate = net.body, net.head, rate
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(nn.functional.dropout(self.body(x), 0.3))
-
-
-WRAPS = {
-    "plain": lambda net: net,
-    "DDP": DistributedDataParallel,
-    "DDP, views": lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True),
-    "DDP, unused": lambda net: DistributedDataParallel(net, find_unused_parameters=True),
-    "FSDP2": lambda net: fully_sharded()(net, 0.0)[0],
-    "FSDP2, mixed": lambda net: fully_sharded(mp_policy=mixed())(net.float(), 0.0)[0],
-    "HSDP": lambda net: fully_sharded(shape=(2, 1))(net, 0.0)[0],
-}
+        drawn = random.random() + numpy.random.rand() if self.rate else 1.0
+        return self.head(nn.functional.dropout(self.body(x), self.rate)) * drawn
 
 
 def mixed() -> Any:
@@ -56,27 +48,52 @@ def mixed() -> Any:
     return MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+def prepared(net: nn.Module) -> nn.Module:
+    """By Accelerate, with the process group that is there."""
+    with accelerators() as make:
+        return make().prepare(net)
+
+
+WRAPS = {
+    "plain": lambda net: net,
+    "DDP": DistributedDataParallel,
+    "DDP, views": lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True),
+    "DDP, unused": lambda net: DistributedDataParallel(net, find_unused_parameters=True),
+    "Accelerate": prepared,
+    "FSDP2": lambda net: fully_sharded()(net, 0.0)[0],
+    "FSDP2, mixed": lambda net: fully_sharded(mp_policy=mixed())(net.float(), 0.0)[0],
+    "HSDP": lambda net: fully_sharded(shape=(2, 1))(net, 0.0)[0],
+    "FSDP1": lambda net: fsdp1("FULL_SHARD")(net, 0.0)[0],
+}
+
 CASES = [
     ("plain", "last", 1),
     ("DDP", "last", 2),
     ("DDP", "every", 2),
     ("DDP, views", "last", 2),
     ("DDP, unused", "last", 2),
+    ("Accelerate", "last", 2),
+    ("FSDP1", "last", 2),
+    ("ZeRO 2", "last", 2),
     *(
-        [(name, sync, 2) for name in ("FSDP2", "FSDP2, mixed") for sync in ("last", "every", "gathered")]
-        + [("HSDP", "replicas", 2), ("HSDP", "last", 2)]
+        [("FSDP2", sync, 2) for sync in ("last", "every", "gathered")]
+        + [("FSDP2, mixed", "last", 2), ("HSDP", "replicas", 2)]
         if FSDP2_RUNS_ON_CPU
         else []
     ),
 ]
 
 
-def make(name: str, sync: str, **options: Any) -> Any:
-    model = WRAPS[name](Noisy())
-    optimizer = Adam(model.parameters(), lr=0.01)
+def make(name: str, sync: str, rate: float = 0.3, **options: Any) -> Any:
+    net = Noisy(rate)
+    if name.startswith("ZeRO"):
+        model, optimizer = zero(int(name[-1]))(net.float(), 0.1)
+    else:
+        model = WRAPS[name](net)
+        optimizer = Adam(model.parameters(), lr=0.01)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="gradients of .* add up in half precision")
-        return model, optimizer, Accumulator(model, optimizer, steps=4, sync=sync, **options)
+        return model, optimizer, Accumulator(model, optimizer, **{"steps": 4, "sync": sync, **options})
 
 
 def micro_batches(first_update: int, rank: int) -> list[Any]:
@@ -87,113 +104,190 @@ def micro_batches(first_update: int, rank: int) -> list[Any]:
     ]
 
 
-def run(made: Any, loader: Any, pause: tuple[int, int] | None = None) -> Any:
-    """Runs the remaining updates; at a pause it returns the saved state."""
-    model, optimizer, accumulator = made
-    losses = []
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch["x"].to(next(model.parameters()).dtype)).float().square().mean()
+
+
+# Where a job may be killed: (update, micro-batch, what it did last). Edges are of the loop, and of the window.
+DRAWN, FORWARD, BACKWARD, LOOP, STEP = "drawn", "forward", "backward", "loop", "step"
+EVERYWHERE = [
+    (update, *place)
+    for update in range(3)
+    for place in [(i, did) for i in range(4) for did in (DRAWN, FORWARD, BACKWARD)] + [(3, LOOP), (3, STEP)]
+]
+SOMEWHERE = [(0, 0, DRAWN), (1, 0, BACKWARD), (1, 3, BACKWARD), (2, 2, DRAWN), (2, 3, LOOP), (1, 3, STEP)]
+
+
+def run(made: Any, loader: Any, points: Any = ()) -> tuple[list[float], dict[Any, Any]]:
+    """The losses of the updates that are left, and what was saved at these points."""
+    model, _, accumulator = made
+    losses, saved = [], {}
+
+    def pass_by(*point: Any) -> None:
+        if point in points:
+            saved[point] = save(made)
+
     for window in accumulator.windows(loader):
-        for batch in window:
-            i = window.num_done
-            x = batch["x"].to(next(model.parameters()).dtype)
-            window.backward(model(x).float().square().mean())
-            if (window.index, i) == pause:
-                box = io.BytesIO()
-                parts = {"accumulator": accumulator.state_dict(), "optimizer": optimizer.state_dict()}
-                torch.save({**parts, "weights": local_weights(model)}, box)
-                return box.getvalue()
+        for i, batch in enumerate(window):
+            pass_by(window.index, i, DRAWN)
+            loss = loss_of(model, batch)
+            pass_by(window.index, i, FORWARD)
+            window.backward(loss)
+            pass_by(window.index, i, BACKWARD)
+        pass_by(window.index, i, LOOP)
         losses.append(window.step().loss)
-    return losses
+        pass_by(window.index, i, STEP)
+    return losses, saved
+
+
+def save(made: Any) -> Any:
+    """As a job would write it to a file."""
+    model, optimizer, accumulator = made
+    if hasattr(model, "save_checkpoint"):
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        model.save_checkpoint(folder[0], tag="kept")
+        return folder[0], copy.deepcopy(accumulator.state_dict())
+    box = io.BytesIO()
+    torch.save([local_weights(model), optimizer.state_dict(), accumulator.state_dict()], box)
+    return box.getvalue()
+
+
+def load(made: Any, saved: Any) -> int:
+    """The index of the update that comes next."""
+    model, optimizer, accumulator = made
+    if hasattr(model, "load_checkpoint"):
+        model.load_checkpoint(saved[0], tag="kept")
+        state = saved[1]
+    else:
+        values, of_optimizer, state = torch.load(io.BytesIO(saved), weights_only=False)
+        with torch.no_grad():
+            for mine, value in zip(local_tensors(model), values, strict=True):
+                mine.copy_(value)
+        optimizer.load_state_dict(of_optimizer)
+    accumulator.load_state_dict(state)
+    return int(accumulator.index)
+
+
+def local_tensors(model: nn.Module) -> list[torch.Tensor]:
+    """From state_dict(), which gives shards even while parameters are gathered; FSDP1 shows no other tensors."""
+    if type(model).__name__ == "FullyShardedDataParallel":
+        return [p.detach() for p in model.parameters()]
+    every = model.module.state_dict() if hasattr(model, "save_checkpoint") else model.state_dict()
+    return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in every.values()]
 
 
 def local_weights(model: nn.Module) -> list[torch.Tensor]:
-    """From state_dict(), which gives shards even while parameters are gathered."""
-    return [(p.to_local() if hasattr(p, "to_local") else p).detach().clone() for p in model.state_dict().values()]
+    return [tensor.clone() for tensor in local_tensors(model)]
 
 
-def load(made: Any, saved: bytes) -> None:
-    model, optimizer, accumulator = made
-    state = torch.load(io.BytesIO(saved), weights_only=False)
-    with torch.no_grad():
-        for parameter, value in zip(model.parameters(), state["weights"], strict=True):
-            (parameter.to_local() if hasattr(parameter, "to_local") else parameter).copy_(value)
-    optimizer.load_state_dict(state["optimizer"])
-    accumulator.load_state_dict(state["accumulator"])
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
 
 
-def paused(name: str, sync: str, pause: tuple[int, int]) -> tuple[bool, list[float], list[float]]:
+def killed(name: str, sync: str, points: Any) -> list[Any]:
+    """The points from which a new job ends with other weights or losses."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    torch.manual_seed(11 + rank)
+    seed(11 + rank)
     whole = make(name, sync)
-    expected = run(whole, micro_batches(0, rank))
-    torch.manual_seed(11 + rank)
-    saved = run(make(name, sync), micro_batches(0, rank), pause)
-    torch.manual_seed(99)
-    resumed = make(name, sync)
-    load(resumed, saved)
-    losses = run(resumed, micro_batches(pause[0], rank))
-    same = all(map(torch.equal, local_weights(whole[0]), local_weights(resumed[0])))
-    return same, expected[pause[0] :], losses
+    seed(11 + rank)
+    expected, none = run(whole, micro_batches(0, rank))
+    seed(11 + rank)
+    watched = make(name, sync)
+    seed(11 + rank)
+    losses, saved = run(watched, micro_batches(0, rank), points)
+    wrong: list[Any] = [] if losses == expected and not none else ["a state that was taken"]
+    for point, state in saved.items():
+        again = make(name, sync)
+        index = load(again, state)
+        seed(99)
+        losses, _ = run(again, micro_batches(index, rank))
+        same = all(map(torch.equal, local_weights(whole[0]), local_weights(again[0])))
+        if not same or losses != expected[index:] or index != point[0] + (point[2] == STEP):
+            wrong.append(point)
+    return [*wrong, *(point for point in points if point not in saved)]
 
 
-@pytest.mark.parametrize("pause", [(0, 0), (1, 2), (2, 1)], ids=str)
 @pytest.mark.parametrize(("name", "sync", "world"), CASES)
-def test_resumed_window_continues_bit_for_bit(ranks, name, sync, world, pause):
-    seen = ranks(world).run(paused, name, sync, pause) if world > 1 else [paused(name, sync, pause)]
-    for same, expected, losses in seen:
-        assert same and losses == expected
+def test_job_that_is_killed_anywhere_ends_with_the_same_bits(ranks, name, sync, world):
+    found = ranks(world).run(killed, name, sync, SOMEWHERE) if world > 1 else [killed(name, sync, EVERYWHERE)]
+    assert found == [[]] * world
 
 
 # Uses of a state
 
 
+def state_of(saved: bytes) -> Any:
+    return torch.load(io.BytesIO(saved), weights_only=False)[2]
+
+
 def half_a_window() -> Any:
+    seed(3)
     made = make("plain", "last")
-    return made, run(made, micro_batches(0, 0), (1, 1))
+    return run(made, micro_batches(0, 0), [(1, 1, BACKWARD)])[1][1, 1, BACKWARD]
 
 
-def test_resumed_window_with_other_data_is_refused():
-    _, saved = half_a_window()
-    resumed = make("plain", "last")
-    load(resumed, saved)
-    with pytest.raises(DistaccumError, match=r"the middle of update 1 and.* not that one on rank 0 .*first micro-b"):
-        next(resumed[2].windows(micro_batches(1, 0)[1:]))
-    losses = run(resumed, micro_batches(1, 0))  # the refusal lost nothing
-    assert len(losses) == 2
+def on_others(saved: Any, rate: float) -> Any:
+    """A run on this number of ranks, from a state of another: the losses, the weights, and the warnings."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    made = make("DDP" if world > 1 else "plain", "last", rate)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        index = load(made, saved) if saved is not None else 0
+    every = [[batch for r in range(2) for batch in micro_batches(update, r)[:4]] for update in range(index, 3)]
+    kept = []
+    for batches in every:
+        window = made[2].window(batches[rank::world])
+        for i, batch in enumerate(window):
+            window.backward(loss_of(made[0], batch))
+            if saved is None and (window.index, i) == (1, 2):
+                kept.append(save(made))
+        window.step()
+    return [w.detach() for w in local_weights(made[0])], kept, [str(one.message) for one in caught]
 
 
-def test_number_of_ranks_may_change_only_between_windows(ranks):
-    _, saved = half_a_window()
-    messages = ranks(2).run(loads_on_two, saved)
-    assert all("mid-window on 1 ranks and this job has 2, expected the same number" in message for message in messages)
+def test_state_in_mid_window_loads_on_another_number_of_ranks(ranks):
+    whole, (saved,), _ = on_others(None, 0.0)
+    found = [*ranks(2).run(on_others, saved, 0.0)]
+    of_two = ranks(2).run(on_others, None, 0.0)[0]
+    found.append(on_others(of_two[1][0], 0.0))
+    for values, _, _ in found:
+        assert max(float((a - b).abs().max()) for a, b in zip(values, whole, strict=True)) <= 1e-12
+    for (_, _, messages), sizes in zip(
+        (found[0], found[2]), ("1 ranks and this job has 2", "2 ranks and this job has 1"), strict=True
+    ):
+        (message,) = messages
+        assert f"the state is of {sizes}: the positions of loaders and the random numbers are left out" in message
+
+
+def test_state_without_this_ranks_part_loads_without_its_random_numbers():
+    state = state_of(half_a_window())
+    state["rank 1"] = state.pop("rank 0")
     made = make("plain", "last")
-    run(made, micro_batches(2, 0))
-    assert ranks(2).run(indices, made[2].state_dict()) == [1, 1]
+    with pytest.warns(UserWarning, match="no part for rank 0: its random numbers are left out; save and load"):
+        made[2].load_state_dict(state)
+    assert made[2].index == 1
 
 
-def loads_on_two(saved: bytes) -> str:
-    with pytest.raises(DistaccumError) as caught:
-        load(make("DDP", "last"), saved)
-    return str(caught.value)
+def test_state_without_the_place_of_this_ranks_loader_is_refused():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    next(accumulator.windows(Counted()))
+    state = accumulator.state_dict()
+    with pytest.raises(DistaccumError, match="taken on another rank and has no loader's position for rank 0; save"):
+        accumulator.load_state_dict({**{k: v for k, v in state.items() if k != "rank 0"}, "rank 1": state["rank 0"]})
 
 
-def indices(state: Any) -> int:
-    _, _, accumulator = make("DDP", "last")
-    accumulator.load_state_dict(state)
-    return accumulator.index
-
-
-def test_state_without_this_ranks_part_is_refused():
-    _, saved = half_a_window()
-    state = torch.load(io.BytesIO(saved), weights_only=False)["accumulator"]
-    del state["rank 0"]
-    with pytest.raises(DistaccumError, match="no part for rank 0; save and load the state_dict"):
-        make("plain", "last")[2].load_state_dict(state)
+def test_state_of_an_earlier_version_is_refused():
+    made = make("plain", "last")
+    with pytest.raises(ValueError, match="of an earlier version of distaccum, which this one does not read; go on"):
+        made[2].load_state_dict({**made[2].state_dict(), "in_window": False, "rank 0": None})
 
 
 def test_state_is_loaded_without_running_code():
-    _, saved = half_a_window()
-    in_window = torch.load(io.BytesIO(saved), weights_only=False)["accumulator"]
-    for state in (in_window, make("plain", "last")[2].state_dict()):
+    for state in (state_of(half_a_window()), make("plain", "last")[2].state_dict()):
         box = io.BytesIO()
         torch.save(state, box)
         box.seek(0)
@@ -218,9 +312,9 @@ def a_state(**change: Any) -> dict[str, Any]:
     return {name: value for name, value in state.items() if value is not KeyError}
 
 
-def packed(window: Any, loader: Any = None) -> bytes:
+def packed(random: Any, loader: Any = None) -> bytes:
     box = io.BytesIO()
-    torch.save({"window": window, "loader": loader}, box)
+    torch.save({"random": random, "loader": loader}, box)
     return box.getvalue()
 
 
@@ -261,12 +355,8 @@ SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
         ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
         ({"rank 0": packed(None)[:-40]}, "cannot be read"),
         ({"rank 0": packed(RunsCode())}, "cannot be read"),
-        ({"rank 0": packed({"done": 1})}, "cannot be read"),
+        ({"rank 0": packed({"torch": torch.zeros(3), "python": [], "devices": {}})}, "cannot be read"),
         ({"rank 0": 3}, "cannot be read"),
-        (
-            {"rank 0": packed({**dict.fromkeys(["index", "counts", "losses", "partial", "random"]), "done": -1})},
-            "done=-1",
-        ),
     ],
     ids=str,
 )
@@ -328,21 +418,26 @@ def test_loader_state_that_cannot_be_loaded_is_refused_on_saving(held, message):
         break
 
 
-def test_state_is_not_taken_before_a_step_nor_loaded_in_a_loop():
+def test_state_is_not_loaded_in_a_loop():
     model, _, accumulator = make("plain", "last")
     window = accumulator.window(micro_batches(2, 0))
     for batch in window:
-        window.backward(model(batch["x"]).square().mean())
-    with pytest.raises(DistaccumError, match=r"between a window's loop and its step\(\); call window.step\(\) first"):
-        accumulator.state_dict()
-    state = None
-    window.step()
+        window.backward(loss_of(model, batch))
+        with pytest.raises(DistaccumError, match="while a window is in its loop"):
+            accumulator.load_state_dict(accumulator.state_dict())
+
+
+def test_state_is_refused_where_the_caller_may_have_stepped():
+    model = trunk()
+    accumulator = Accumulator(model)
     window = accumulator.window(micro_batches(2, 0))
     for batch in window:
-        window.backward(model(batch["x"]).square().mean())
-        state = state or accumulator.state_dict()
-        with pytest.raises(DistaccumError, match="while a window is in its loop"):
-            accumulator.load_state_dict(state)
+        window.backward(loss_of(model, batch))
+        accumulator.state_dict()
+    with pytest.raises(DistaccumError, match=r"optimizer=None, where the weights may have been stepped already"):
+        accumulator.state_dict()
+    window.step()
+    assert accumulator.state_dict()["index"] == 1
 
 
 @pytest.mark.parametrize("wide", [None, torch.float64])
@@ -374,51 +469,11 @@ def test_deep_copy_is_whole_between_windows_and_refused_within(wide):
     assert torch.equal(model.weight, before.weight) and not torch.equal(twin.weight, before.weight)
 
 
-def test_can_pause_is_true_while_every_rank_has_more(ranks):
-    assert ranks(2).run(pauses) == [[False, True, True, False], [False, True, True, False, False]]
-
-
-def pauses() -> list[bool]:
-    model, _, accumulator = make("DDP", "last")
-    window = accumulator.window(micro_batches(0, 0)[: 3 + dist.get_rank()])
-    seen = []
-    for i, batch in enumerate(window):
-        seen += [window.can_pause] if i == 0 else []
-        window.backward(model(batch["x"]).square().mean())
-        seen.append(window.can_pause)
-    return seen
-
-
-@pytest.mark.parametrize("name", ["FSDP1", "ZeRO 0", "ZeRO 2"])
-def test_engines_that_hide_their_sums_refuse_a_state_in_mid_window(ranks, name):
-    (message, _) = ranks(2).run(cannot, name)
-    assert "hides the gradients of an open window; call it between two windows" in message
-
-
-def cannot(name: str) -> str:
-    kind = KINDS[name]
-    model, optimizer = kind.wrap(make_net_without_router().to(kind.dtype), 0.1)
-    accumulator = Accumulator(model, optimizer, steps=2)
-    message = ""
-    for window in accumulator.windows([make_batch(2, seed=i, dtype=kind.dtype) for i in range(2)]):
-        for batch in window:
-            window.backward(model(batch["x"]).square().mean())
-            assert not window.can_pause
-            if not message:
-                try:
-                    accumulator.state_dict()
-                except DistaccumError as error:
-                    message = str(error)
-        window.step()
-    accumulator.state_dict()
-    return message
-
-
 # Distributed checkpoints
 
 
 @pytest.mark.parametrize("name", ["DDP", *(["FSDP2"] if FSDP2_RUNS_ON_CPU else [])])
-def test_distributed_checkpoint_holds_a_window(ranks, tmp_path, name):
+def test_distributed_checkpoint_holds_the_start_of_a_window(ranks, tmp_path, name):
     seen = ranks(2).run(through_a_checkpoint, name, str(tmp_path))
     assert all(same and losses == expected for same, expected, losses in seen)
 
@@ -432,23 +487,20 @@ def through_a_checkpoint(name: str, folder: str) -> Any:
         model, optimizer = get_state_dict(made[0], made[1])
         return {"model": model, "optimizer": optimizer, "accumulator": made[2]}
 
-    torch.manual_seed(11 + rank)
+    seed(11 + rank)
     whole = make(name, "last")
-    expected = run(whole, micro_batches(0, rank))
-    torch.manual_seed(11 + rank)
+    seed(11 + rank)
+    expected, _ = run(whole, micro_batches(0, rank))
+    seed(11 + rank)
     stopped = make(name, "last")
-    saved = False
+    seed(11 + rank)
     for window in stopped[2].windows(micro_batches(0, rank)):
         for i, batch in enumerate(window):
-            window.backward(stopped[0](batch["x"]).float().square().mean())
+            window.backward(loss_of(stopped[0], batch))
             if (window.index, i) == (1, 1):
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")
                     dcp.save(everything(stopped), checkpoint_id=folder)
-                saved = True
-                break
-        if saved:
-            break
         window.step()
     resumed = make(name, "last")
     with warnings.catch_warnings():
@@ -456,83 +508,9 @@ def through_a_checkpoint(name: str, folder: str) -> Any:
         state = everything(resumed)
         dcp.load(state, checkpoint_id=folder)
         set_state_dict(resumed[0], resumed[1], model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    losses = run(resumed, micro_batches(1, rank))
+    losses, _ = run(resumed, micro_batches(1, rank))
     same = all(map(torch.equal, local_weights(whole[0]), local_weights(resumed[0])))
     return same, expected[1:], losses
-
-
-# Tensor-parallel ranks
-
-
-class Parallel(nn.Module):
-    """Some gradients are placed like their parameters (a, b), others differ (embedding, norm: partial sums)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.embedding, self.norm = nn.Embedding(8, 4), nn.LayerNorm(4)
-        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
-        self.double()
-
-    def forward(self, tokens, part=slice(None)):
-        return self.b(torch.tanh(self.a(self.norm(self.embedding(tokens)[:, part]))))
-
-
-def merged_beside_tensor_parallel_ranks(sync: str) -> Any:
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        SequenceParallel,
-        parallelize_module,
-    )
-
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    data, tensor = mesh["data"].get_local_rank(), mesh["tensor"].get_local_rank()
-    part = slice(2 * tensor, 2 * tensor + 2)  # this rank's part of the sequence, for its norm
-
-    def make() -> Any:
-        model = parallelize_module(
-            Parallel(),
-            mesh["tensor"],
-            {
-                "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-                "norm": SequenceParallel(),
-                "a": ColwiseParallel(input_layouts=Shard(1)),
-                "b": RowwiseParallel(),
-            },
-        )
-        fully_shard(model, mesh=mesh["data"])
-        return model, Accumulator(model, SGD(model.parameters(), lr=0.1, foreach=False), sync=sync)
-
-    def run_on(made: Any, stop: bool) -> Any:
-        model, accumulator = made
-        generator = torch.Generator().manual_seed(data)
-        tokens = [torch.randint(0, 8, (2, 4), generator=generator) for _ in range(3)]
-        window = accumulator.window(tokens)
-        for i, one in enumerate(window):
-            window.backward(model(one, part).square().mean())
-            if stop and i == 1:
-                return accumulator.state_dict()
-        return [p.grad.to_local().clone() for p in model.parameters()]
-
-    expected = run_on(make(), stop=False)
-    state = run_on(make(), stop=True)
-    states: list[Any] = [None] * 4
-    dist.all_gather_object(states, state)
-    resumed = make()
-    resumed[1].load_state_dict({key: value for one in states for key, value in one.items()})
-    return [key for key in state if key.startswith("rank ")], all(map(torch.equal, expected, run_on(resumed, False)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
-def test_states_of_tensor_parallel_ranks_in_one_dict_resume_bit_for_bit(ranks, sync):
-    seen = ranks(4).run(merged_beside_tensor_parallel_ranks, sync)
-    assert seen == [([f"rank {rank}"], True) for rank in range(4)]
 
 
 # Stateful loaders
@@ -541,44 +519,42 @@ def test_states_of_tensor_parallel_ranks_in_one_dict_resume_bit_for_bit(ranks, s
 def stateful_loader(workers: int) -> Any:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    torch.manual_seed(21)
-    return StatefulDataLoader([make_batch(2, seed=i)["x"][0] for i in range(30)], 2, shuffle=True, num_workers=workers)
+    rows = [make_batch(2, seed=i)["x"][0] for i in range(30)]
+    order = torch.Generator().manual_seed(21)  # its own: the job's numbers are those of the windows
+    return StatefulDataLoader(rows, 2, shuffle=True, num_workers=workers, generator=order)
 
 
 @pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", ["in the window", "at its edge"])
-def test_stateful_loader_resumes_at_its_position(workers, at):
+def test_stateful_loader_begins_again_where_the_window_did(workers):
     pytest.importorskip("torchdata")
-    runs: list[list[float]] = []
-    for stops in (False, True):
-        model = trunk()
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.01), steps=4)
-        seen: list[float] = []
-        state: Any = None
 
-        def consume(model: Any, accumulator: Any, seen: list[float], stop: bool) -> Any:
-            for window in accumulator.windows(stateful_loader(workers)):
-                for i, x in enumerate(window):
-                    seen.append(float(x.sum()))
-                    window.backward(model(x).square().mean())
-                    if stop and at == "in the window" and (window.index, i) == (1, 1):
-                        return accumulator.state_dict()
-                window.step()
-                if stop and at == "at its edge" and window.index == 1:
-                    return accumulator.state_dict()
-            return None
+    def rest(made: Any, points: Any) -> Any:
+        loader = ({"x": x} for x in ()) if made is None else Batched(stateful_loader(workers))
+        return run(made, loader, points)
 
-        state = consume(model, accumulator, seen, stops)
-        if stops:
-            again = trunk()
-            again.load_state_dict(model.state_dict())
-            accumulator = Accumulator(again, SGD(again.parameters(), lr=0.01), steps=4)
-            accumulator.load_state_dict(state)
-            consume(again, accumulator, seen, False)
-            model = again
-        runs.append([*seen, *weights(model).tolist()])
-    assert runs[0] == runs[1]  # no sample lost or repeated, and the same weights
+    points = [(1, 0, DRAWN), (1, 1, BACKWARD), (1, 3, LOOP), (1, 3, STEP)][:: 3 if workers else 1]
+    seed(11)
+    whole = make("plain", "last")
+    expected, saved = rest(whole, points)
+    for point, state in saved.items():
+        again = make("plain", "last")
+        index = load(again, state)
+        seed(99)
+        assert rest(again, ())[0] == expected[index:], point
+        assert all(map(torch.equal, local_weights(whole[0]), local_weights(again[0]))), point
+    assert list(saved) == points
+
+
+class Batched:
+    """The rows of a loader with a state, as dicts."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return ({"x": x} for x in self.loader)
 
 
 class Standing:
@@ -724,102 +700,58 @@ def test_loaded_state_can_be_saved_again_at_once():
         window.backward(model(batch["x"]).square().mean())
         state = accumulator.state_dict()
         break
-    for begin in (False, True):
+    for goes_to in ("load", "draw", "begin"):
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
         accumulator.load_state_dict(state)
-        if begin:
+        torch.rand(3)
+        if goes_to != "load":
             window = next(accumulator.windows(Counted()))
+        if goes_to == "begin":
+            iterator = iter(window)  # kept: else the window is left
+            next(iterator)
         again = accumulator.state_dict()
-        assert again["in_window"] and again["rank 0"] == state["rank 0"]
+        assert again == state
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
     accumulator.load_state_dict(again)
-    assert consumed(accumulator, model, Counted()) == [1, 2, 3, 4, 5]
+    assert consumed(accumulator, model, Counted()) == [0, 1, 2, 3, 4, 5]
 
 
-def past_the_shortest() -> str:
-    model, _, accumulator = make("DDP", "last")
-    window = accumulator.window(micro_batches(2, 0)[: 3 - 2 * dist.get_rank()])
-    message = ""
-    for i, batch in enumerate(window):
-        window.backward(model(batch["x"]).float().square().mean())
-        if i == 0:
-            with pytest.raises(DistaccumError) as error:
-                accumulator.state_dict()
-            message = str(error.value)
-    window.step()
-    return message
+def test_state_within_a_window_of_another_kind_has_the_loaders_place():
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    for window in accumulator.windows(Counted()):
+        for batch in window:
+            window.backward(model(batch["x"]).square().mean())
+        window.step()
+        between = accumulator.window([make_batch(2, seed=0)])  # while the loop goes on
+        for batch in between:
+            window = between
+            window.backward(model(batch["x"]).square().mean())
+            state = accumulator.state_dict()
+        between.step()
+        break
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    accumulator.load_state_dict(state)
+    assert consumed(accumulator, model, Counted()) == [2, 3, 4, 5]
 
 
-def test_state_past_the_shortest_rank_is_refused_on_all_ranks(ranks):
-    for message in ranks(2).run(past_the_shortest):
-        assert "(they have [3, 1])" in message and "take it where window.can_pause" in message
-
-
-def taking_states(name: str, sync: str) -> bool:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def test_update_begins_again_also_where_it_runs_out_of_memory():
+    batch = {"x": torch.cat([one["x"] for one in micro_batches(0, 0)])}
     ends = []
-    for takes in (False, True):
-        torch.manual_seed(11 + rank)
-        model, _, accumulator = made = make(name, sync)
-        for window in accumulator.windows(micro_batches(0, rank)):
-            for batch in window:
-                window.backward(model(batch["x"].to(next(model.parameters()).dtype)).float().square().mean())
-                if takes and window.can_pause:
-                    accumulator.state_dict()
-                    model.state_dict()
-            window.step()
-        ends.append(local_weights(made[0]))
-    return all(map(torch.equal, *ends))
+    for fails in (False, True):
+        seed(5)
+        made = make("plain", "last", steps=None, micro_batch_size="auto")
+        states: list[Any] = []
 
+        def loss_fn(one: Any, made: Any = made, states: list[Any] = states, fails: bool = fails) -> torch.Tensor:
+            states.append(save(made))
+            if fails and len(one["x"]) > 4:
+                raise torch.OutOfMemoryError
+            return loss_of(made[0], one)
 
-@pytest.mark.parametrize(("name", "sync", "world"), CASES)
-def test_state_dict_changes_nothing(ranks, name, sync, world):
-    assert all(ranks(world).run(taking_states, name, sync) if world > 1 else [taking_states(name, sync)])
-
-
-def test_named_losses_and_dropped_micro_batches_resume_bit_for_bit():
-    from torch.amp import GradScaler
-
-    from distaccum import count_samples, count_tokens
-
-    def make_all() -> Any:
-        model = make_net_without_router()
-        scaler = GradScaler("cpu", init_scale=64.0)
-        optimizer = Adam(model.parameters(), lr=0.01)
-        count = {"tokens": count_tokens("labels"), "rows": count_samples}
-        reduction = {"tokens": "mean", "rows": "sum"}
-        return model, optimizer, Accumulator(model, optimizer, steps=4, count=count, reduction=reduction, scaler=scaler)
-
-    batches = [make_batch(size, seed=size) for size in (2, 3, 1, 4)]
-    batches[1]["labels"][:] = -100
-    batches.insert(1, make_batch(0, seed=9))  # counts nothing, so it is dropped
-    ends = []
-    for pauses in (False, True):
-        model, optimizer, accumulator = make_all()
-        window = accumulator.window(batches)
-        for at in range(2):
-            for batch in window:
-                outputs = model(batch["x"])
-                labels = batch["labels"].flatten()
-                window.backward(
-                    tokens=nn.functional.cross_entropy(outputs.flatten(0, 1), labels),
-                    rows=outputs.square().mean((1, 2)).sum(),
-                )
-                if pauses and at == 0 and window.num_done == 2:
-                    state = accumulator.state_dict()
-                    break
-            if not pauses or at:
-                break
-            accumulator = Accumulator(
-                model,
-                optimizer,
-                steps=4,
-                count={"tokens": count_tokens("labels"), "rows": count_samples},
-                reduction={"tokens": "mean", "rows": "sum"},
-                scaler=GradScaler("cpu", init_scale=2.0),
-            )
-            accumulator.load_state_dict(state)
-            window = accumulator.window(batches)
-        update = window.step()
-        ends.append([*weights(model).tolist(), *update.losses.values()])
-    assert ends[0] == ends[1]
+        if fails:
+            load(made, ends[0][1])
+            seed(99)
+        made[2].update({"x": batch["x"][:4]} if not fails else batch, loss_fn)
+        ends.append((local_weights(made[0]), states[0], state_of(states[-1])["rank 0"]))
+    assert ends[0][2] == ends[1][2]  # the numbers of the window's start, in the last attempt too

@@ -20,6 +20,7 @@ from ..law.plan import RankReport
 from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
 from ..window.source import Counts
+from ..window.status import Status
 from .config import Config
 from .reuse import draw_from
 
@@ -230,7 +231,8 @@ class Feed:
         self._iterator: Iterator[Any] | None = None
         self.has_ended = False
         self.is_in_loop = True  # over windows()
-        self.at_start: Any = None  # the loader's state where the window that was handed out began
+        self.status: Status | None = None  # of the window that was handed out
+        self.at_start: Any = None  # the loader's state where that window began
 
     def windows(self, config: Config, size: MicroBatchSize, ranks: int, warn: Callable[[str], None]) -> Drawing:
         """A window each time."""

@@ -10,17 +10,16 @@ from typing import Any, final
 
 from torch import nn
 
-from ..gradients.snapshot import random_devices
 from ..law.batches import largest_sample
-from ..law.errors import DistaccumError, all_or_none
+from ..law.errors import DistaccumError
 from ..law.plan import Plan, by_rank_of, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
+from ..observers.noise import Noise
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
-from ..window.resume import Unfinished
 from ..window.seeds import Seeds
-from ..window.source import Counts, Source, StandIn
+from ..window.source import Source, StandIn
 from ..window.status import Stage, Status
 from ..window.window import Trained, Window
 from .commit import Committer
@@ -162,10 +161,6 @@ class Planner:
         reductions = SUM if manner.is_sum else self.config.reductions
         micro_batches = [batches.micro_batches[i] for i in candidate.counted]
         counts = [candidate.counts[i] for i in candidate.counted]
-        unfinished = progress.unfinished
-        if unfinished is not None:
-            self._refuse_another_window(unfinished, counts)
-            progress.unfinished = None
         if not plan.is_empty:
             engine.check(plan)
             if setup.batchnorms:
@@ -179,7 +174,7 @@ class Planner:
         source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
         ledger = manner.ledger(engine, reductions, plan.counts, trained.parameters[0].device, self._seeds)
         self.status = status = Status(progress.index, plan, source, ledger, trained.parameters)
-        window = Window(status, trained, self._observers_of(manner), self._committer, unfinished)
+        window = Window(status, trained, self._observers_of(manner), self._committer)
         self._window = weakref.ref(window)
         return window
 
@@ -195,6 +190,7 @@ class Planner:
                 optimizers=setup.optimizers,
                 scaler=setup.scaler,
                 normalising=[module for _, module in setup.batchnorms],
+                start=self.progress.start,
                 is_expected=partial(_are_of_another_window, weakref.ref(self)),  # which holds this
                 once=setup.once,
             )
@@ -204,7 +200,7 @@ class Planner:
         """In the order of their calls: those that wait for ranks, that measure, that inspect."""
         if manner is LOOP:
             return self.observers
-        usual = [one for one in self.observers if not (manner.is_sum and one.key == "noise")]
+        usual = [one for one in self.observers if not (manner.is_sum and isinstance(one, Noise))]
         agreement = () if manner.agreement is None else (manner.agreement,)
         inspection = (Inspection(self.setup.engine),) if manner.inspects else ()
         return (*agreement, *usual, *inspection, *manner.also)
@@ -240,17 +236,6 @@ class Planner:
             self.status = None
         return was_dropped
 
-    def _refuse_another_window(self, unfinished: Unfinished, counts: list[Counts]) -> None:
-        """Raises on all ranks unless this is the window that the state was taken in."""
-        differs = unfinished.index != self.progress.index or unfinished.counts != counts
-        all_or_none(
-            [flag for (flag,) in self.setup.engine.peers.gather([float(differs)])],
-            None,
-            f"the state was taken in the middle of update {unfinished.index} and this window is not that one on "
-            f"rank {{ranks}} (here it counted {unfinished.counts}, and now {counts}); give windows() the loader from "
-            "that window's first micro-batch on",
-        )
-
     def _look_at_batchnorm(self, plan: Plan) -> None:
         if self.config.batchnorm != "warn" or sum(plan.num_counted) <= 1 or "batchnorm" in self.setup.once.keys:
             return
@@ -283,7 +268,7 @@ class Planner:
             with setup.accelerated.reading(loader):
                 while True:
                     window = self.plan(draw)
-                    status = self.status
+                    status = feed.status = self.status
                     assert status is not None
                     if status.plan.epoch_over:
                         return
@@ -303,15 +288,25 @@ class Planner:
             if progress.feed is feed and not was_left:
                 progress.feed = None
 
-    def unfinished(self) -> tuple[Unfinished | None, Any]:
-        """The position of the last window, and of the loader at its start."""
-        progress, window, status = self.progress, self.standing(), self.status
-        at_start = progress.loader if progress.feed is None else progress.feed.at_start
-        if window is not None and status is not None and not status.is_over:
-            if status.stage is Stage.COMPLETE:
-                raise DistaccumError("state_dict() between a window's loop and its step(); call window.step() first")
-            return window.suspend(random_devices(self.setup.models)), at_start
-        return progress.unfinished, progress.loader if progress.feed is None else progress.feed.state()
+    def own_part(self) -> tuple[dict[str, Any], Any]:
+        """This rank's random numbers and its loader's state: of the start of the window at work, or of now."""
+        status = self.status
+        if not self.has_open_window or status is None:
+            return self.progress.start.now(), self.loaders_state()
+        if status.stage is Stage.COMPLETE and not self.setup.steps:
+            raise DistaccumError(
+                "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
+                "been stepped already; take it after window.step()"
+            )
+        return self.progress.start.random, self.loaders_state()
+
+    def loaders_state(self) -> Any:
+        """The loader's state where the window at work started, or where the loader stands."""
+        feed, window, status = self.progress.feed, self.standing(), self.status
+        if feed is None:
+            return self.progress.loader
+        is_of_window = window is not None and status is not None and not status.is_over and feed.status is status
+        return feed.at_start if is_of_window else feed.state()
 
 
 def _are_of_another_window(planner: weakref.ref[Planner], parameters: Sequence[nn.Parameter]) -> bool:

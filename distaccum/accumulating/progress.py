@@ -7,12 +7,12 @@ from typing import Any, final
 
 from ..gradients.scaling import refuse_broken_scaler
 from ..gradients.snapshot import Snapshot
-from ..law.errors import DistaccumError
+from ..law.errors import DistaccumError, warn
 from ..law.shares import whole_number_in
 from ..law.sizes import MicroBatchSize, learned_sizes
 from ..observers.noise import Averages, averages_in
-from ..window.resume import Unfinished, pack, unpack
 from ..window.source import StandIn
+from ..window.start import Start, pack, unpack
 from .config import Config
 from .drawing import Feed
 from .setup import Setup
@@ -30,11 +30,11 @@ class Progress:
         self.snapshot = Snapshot(setup.models)  # before a window that the library runs
         self.stand_in: StandIn | None = None  # of a window whose gradient was finite
         self.feed: Feed | None = None  # of the loop over windows(), or of one that was left
-        self.unfinished: Unfinished | None = None  # of a loaded state: the next window continues it
-        self.loader: Any = None  # of the same: the state of the loader
+        self.start = Start(setup.models, setup.once)
+        self.loader: Any = None  # the loader's state, of a state that was loaded
 
-    def state(self, setup: Setup, averages: Averages | None, own: tuple[Unfinished | None, Any]) -> dict[str, Any]:
-        """`own` is this rank's: a window that is not over, and where its loader stands."""
+    def state(self, setup: Setup, averages: Averages | None, own: tuple[dict[str, Any], Any]) -> dict[str, Any]:
+        """`own` is this rank's: its random numbers, and its loader's state."""
         peers = setup.engine.peers
         return {
             "index": self.index,
@@ -43,7 +43,6 @@ class Progress:
             "noise": None if averages is None else averages.state(),
             "scaler": setup.scaler.state_dict() if setup.scaler else None,
             "ranks": peers.world_size,
-            "in_window": own[0] is not None,
             f"rank {peers.global_rank}": pack(*own),
         }
 
@@ -51,7 +50,12 @@ class Progress:
         """Resumes from the state; everything is read before anything is set."""
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
-        known = {"index", "scaler", "skipped", "fit", "ranks", "in_window"}
+        if "in_window" in state:
+            raise ValueError(
+                "the state is of an earlier version of distaccum, which this one does not read; go on with the version "
+                "that wrote it, or load the model and the optimizer alone"
+            )
+        known = {"index", "scaler", "skipped", "fit", "ranks"}
         if missing := sorted(known - set(state)):
             raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
         if (state["scaler"] is None) != (setup.scaler is None):
@@ -67,9 +71,9 @@ class Progress:
         learned, noise = learned_sizes(state["fit"]), averages_in(state.get("noise"))
         if setup.scaler is not None:
             refuse_broken_scaler(state["scaler"], setup.scaler)
-        unfinished, loader = unpack(_own_part(state, ranks, setup))
+        random, loader = _own_part(state, ranks, setup)
 
-        self.unfinished, self.loader = unfinished, loader
+        self.start.loaded, self.loader = random, loader
         if self.feed is not None and not self.feed.is_in_loop:  # of an epoch that was left before
             self.feed = None
         self.index, self.skipped = index, skipped
@@ -80,30 +84,27 @@ class Progress:
             setup.scaler.load_state_dict(state["scaler"])
 
 
-def _own_part(state: Mapping[str, Any], ranks: int, setup: Setup) -> bytes | None:
-    """This rank's own part of the state."""
+def _own_part(state: Mapping[str, Any], ranks: int, setup: Setup) -> tuple[dict[str, Any] | None, Any]:
+    """This rank's random numbers and its loader's state."""
     peers = setup.engine.peers
     own = f"rank {peers.global_rank}"
     if ranks != peers.world_size:
-        if state["in_window"]:
-            raise DistaccumError(
-                f"the state was taken in mid-window on {ranks} ranks and this job has {peers.world_size}, expected the "
-                "same number: each rank has its own part of the gradient. Start that number of ranks, or load a state "
-                "from between two windows"
-            )
-        if any(state.get(f"rank {rank}") for rank in range(ranks)):
-            setup.once(
-                "ranks",
-                f"the state is of {ranks} ranks and this job has {peers.world_size}: the positions of loaders are "
-                "left out",
-            )
-        return None
-    part: bytes | None = state.get(own)
-    is_of_another = own not in state and any(state.get(f"rank {rank}") for rank in range(ranks))
-    if is_of_another or (state["in_window"] and not part):
-        taken = "in mid-window" if state["in_window"] else "on another rank"
-        raise DistaccumError(
-            f"the state was taken {taken} and has no part for rank {peers.global_rank}; save and load the "
-            "state_dict() of every rank"
+        setup.once(
+            "ranks",
+            f"the state is of {ranks} ranks and this job has {peers.world_size}: the positions of loaders and the "
+            "random numbers are left out",
         )
-    return part
+        return None, None
+    if own in state:
+        return unpack(state[own])
+    parts = [unpack(part) for name, part in state.items() if name.startswith("rank ")]
+    if any(loader is not None for _, loader in parts):
+        raise DistaccumError(
+            f"the state was taken on another rank and has no loader's position for rank {peers.global_rank}; save and "
+            "load the state_dict() of every rank"
+        )
+    warn(
+        f"the state has no part for rank {peers.global_rank}: its random numbers are left out; save and load the "
+        "state_dict() of every rank"
+    )
+    return None, None

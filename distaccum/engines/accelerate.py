@@ -81,29 +81,26 @@ class Accelerated:
             "say Accelerator(step_scheduler_with_optimizer=False), or leave the schedule out of prepare"
         )
 
-    def refuse_to_save_one_part(self, own_parts: Callable[[], Sequence[Any]]) -> None:
-        """Makes `save_state`, which saves only the main process's state, raise while each rank has a part of its own.
+    def refuse_to_save_one_place(self, own: Callable[[], Any]) -> None:
+        """Makes `save_state`, which saves only the main process's state, raise while each rank's loader has one.
 
-        `own_parts` is the Accumulator's method that returns this rank's parts.
+        `own` is the Accumulator's method that returns the loader's state.
         """
         if self._accelerator is None or not dist.is_initialized() or dist.get_world_size() == 1:
             return
-        accelerator, method = weakref.ref(self._accelerator), weakref.WeakMethod(own_parts)
+        accelerator, method = weakref.ref(self._accelerator), weakref.WeakMethod(own)
 
         def refuse(*_: object) -> None:
-            parts: Any = method()
-            if parts is None or not is_saved_by(accelerator(), parts.__self__):
-                return
-            if any(part is not None for part in parts()):
+            state: Any = method()
+            if state is not None and is_saved_by(accelerator(), state.__self__) and state() is not None:
                 raise DistaccumError(
-                    "accelerator.save_state() saves the Accumulator's state of the main process alone, and each rank "
-                    "has a part of its own (a window that is not over, or its loader's state); leave the "
-                    "Accumulator out of register_for_checkpointing, and save accumulator.state_dict() on each rank, to "
-                    "a file of its own"
+                    "accelerator.save_state() saves the Accumulator's state of the main process alone, and each rank's "
+                    "loader has a state of its own; leave the Accumulator out of register_for_checkpointing, and save "
+                    "accumulator.state_dict() on each rank, to a file of its own"
                 )
 
         hook = self._accelerator.register_save_state_pre_hook(refuse)
-        weakref.finalize(own_parts.__self__, hook.remove)  # type: ignore[attr-defined]  # of a method
+        weakref.finalize(own.__self__, hook.remove)  # type: ignore[attr-defined]  # of a method
 
     def after_step(self, stepped: bool) -> None:
         for wrapper in self._wrappers:

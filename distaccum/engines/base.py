@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..gradients.norms import clip, total_norm
 from ..gradients.wide import Sums
-from ..law.errors import DistaccumError
 from ..law.plan import Plan
 from .peers import Peers
 from .pipeline import RunsStages
@@ -56,7 +55,6 @@ class Engine(RunsStages, ABC):
         judges_gradients (bool): `step` checks the gradient itself; its norm is known only afterwards.
         steps_nonfinite (str | None): Why it does not where it should, with the cure.
         scales_losses (bool): The wrapper scales losses, and skips steps that overflow.
-        shows_partial (bool): It has `partial` and `put_partial`, so a state can be taken in mid-window.
         can_be_cast (bool): Parameters have no other form, so that they can be cast to float64 and put back.
         hides_parameters (bool): Outside forward, parameters are parts that cannot be computed with.
         owns_step (bool): The wrapper owns the optimizer, so that `step` needs none.
@@ -78,7 +76,6 @@ class Engine(RunsStages, ABC):
     judges_gradients: bool = False
     steps_nonfinite: str | None = None
     scales_losses: bool = False
-    shows_partial: bool = False
     can_be_cast: bool = False
     hides_parameters: bool = False
     owns_step: bool = False
@@ -232,27 +229,6 @@ class Engine(RunsStages, ABC):
     def show_parameters(self) -> None:
         """Makes modules show the parameters that the optimizers hold."""
         return
-
-    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        """The gradients that this rank's backwards have added up so far, on the host.
-
-        Args:
-            parameters: As in `begin`.
-        """
-        raise DistaccumError(
-            f"state_dict() in mid-window with {self.name}, which hides the gradients of an open window; call it "
-            "between two windows, after window.step()"
-        )
-
-    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        """Restores `partial` after `begin`, on all ranks together, in the place of the backwards that made it.
-
-        Args:
-            parameters: As in `begin`.
-            partial: What `partial` returned, and under `"done"` how many of this rank's micro-batches had their
-                backward.
-        """
-        raise DistaccumError(f"{self.name} cannot resume in mid-window; load a state from between two windows")
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None if `leaves` show it.

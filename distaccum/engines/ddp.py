@@ -28,7 +28,6 @@ from ..law.plan import Plan
 from ..law.shares import shorten
 from .base import Sync
 from .ddp_flags import NotesStrays, give_back_flags, take_flags, takers_of
-from .partial import gradients_of, put_gradients
 from .private import ddp as private
 from .ranks import RanksEngine
 from .shards import lies_over, why_tensor_parallel
@@ -39,7 +38,6 @@ from .stamp import GradientStamp, ZeroedViews
 class DDPEngine(RanksEngine):
     name = "DistributedDataParallel"
     follows = True
-    shows_partial = True
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -279,18 +277,6 @@ class DDPEngine(RanksEngine):
         for wrapper in self.wrappers:
             give_back_flags(wrapper, self)
         self._armed, self._unreduced, self._by_hand = [], [], []
-
-    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        holders = self.holders(parameters)
-        gradients = zip(holders, gradients_of(holders), strict=True)
-        return {"gradients": [None if self._zeroed.holds(one) else gradient for one, gradient in gradients]}
-
-    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        put_gradients(self.holders(parameters), partial["gradients"])
-        self._early = max(0, self._early - partial["done"])
-        if self._searching and self._reduces:  # DDP does not know the parameters used before the state was taken
-            self._reduces = False
-            self._by_hand += self._own
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return why_tensor_parallel(parameters)

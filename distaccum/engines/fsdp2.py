@@ -29,7 +29,6 @@ from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
 from ..law.shares import shorten
 from .base import Leaf, Sync
-from .partial import from_host, gradients_of, on_host, put_gradients
 from .private import fsdp2 as private
 from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
 from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing, shards_of, why_tensor_parallel
@@ -39,7 +38,6 @@ from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing
 class FullyShardEngine(RanksEngine):
     name = "FSDP2 (fully_shard)"
     follows = True
-    shows_partial = True
     lockstep = True
 
     @classmethod
@@ -243,34 +241,6 @@ class FullyShardEngine(RanksEngine):
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
-
-    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        if self.pipeline is not None:  # whose schedule finds out shapes in its first call, and then drops gradients
-            return super().partial(parameters)
-        unused = {id(p) for p in self._unused}
-        sums = [private.not_over_replicas(group) for group in self._groups]
-        return {
-            "gradients": gradients_of(parameters),
-            "unsharded": [on_host(private.unsharded_gradient(p), private.gathered_of(p)) for p in self._every],
-            "not yet over replicas": [on_host(kept, None) for kept, _ in sums],
-            "places in it": [at.get(p) for g, (_, at) in zip(self._groups, sums, strict=True) for p in g.fsdp_params],
-            "unused": [id(p) in unused for p in self._every],
-        }
-
-    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        put_gradients(parameters, partial["gradients"])
-        if any(gradient is not None for gradient in partial["unsharded"]):
-            self._gather_parameters()  # which makes the tensors that hold these
-            for parameter, gradient in zip(self._every, partial["unsharded"], strict=True):
-                if gradient is not None:
-                    private.put_unsharded_gradient(parameter, from_host(gradient, private.gathered_of(parameter)))
-            if self._policy != "gathered":
-                private.reshard_groups(self._groups)
-        places = iter(partial["places in it"])
-        for group, kept in zip(self._groups, partial["not yet over replicas"], strict=True):
-            of_group = {p: place for p, place in zip(group.fsdp_params, places, strict=False) if place is not None}
-            private.put_not_over_replicas(group, None if kept is None else kept.to(self._device), of_group)
-        self._unused = [p for p, is_unused in zip(self._every, partial["unused"], strict=True) if is_unused]
 
     def _gather_parameters(self) -> None:
         """All of them, on all ranks together."""

@@ -186,7 +186,6 @@ class RunsStages(ABC):
     follows: ClassVar[bool] = False  # what it wraps may be a stage of a pipeline
     policies: tuple[Any, ...]
     sync: Any
-    shows_partial: bool
     peers: Peers
     run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
     pipeline: Pipeline | None = None  # that runs the models; None: their forward is the caller's
@@ -198,7 +197,6 @@ class RunsStages(ABC):
         if self.sync != "last":
             raise ValueError(f"sync={self.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'")
         self.pipeline, self.policies = pipeline, ("last",)
-        self.shows_partial = self.shows_partial and not pipeline.is_sharded
         self.run_backward = pipeline.refuse_backward
         self.peers.add_stages(pipeline.group)
         pipeline.refuse_frozen_beginning()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from ..gradients.wide import Phase, Sums
 from ..law.plan import Plan
 from .base import Engine
-from .partial import gradients_of, put_gradients
 from .shards import why_tensor_parallel
 
 
@@ -20,7 +19,6 @@ class PlainEngine(Engine):
     name = "a plain module"
     follows = True
     can_be_cast = True
-    shows_partial = True
 
     def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
         self.sums = Sums(parameters, dtype)
@@ -45,12 +43,6 @@ class PlainEngine(Engine):
     def release(self) -> None:
         if self.sums is not None:
             self.sums.phase = Phase.OFF
-
-    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        return {"gradients": gradients_of(self.holders(parameters))}
-
-    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        put_gradients(self.holders(parameters), partial["gradients"])
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return why_tensor_parallel(parameters)

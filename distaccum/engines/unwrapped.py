@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..law.plan import Plan
 from .averaging import settle_placements
 from .base import Sync
-from .partial import gradients_of, put_gradients
 from .ranks import RanksEngine
 from .shards import norm_over_shards, ranks_sharing, shards_of, why_tensor_parallel
 
@@ -28,7 +27,6 @@ class UnwrappedEngine(RanksEngine):
     name = "modules without a wrapper"
     follows = True
     policies = ("last",)
-    shows_partial = True
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
@@ -51,12 +49,6 @@ class UnwrappedEngine(RanksEngine):
 
     def release(self) -> None:
         self._parameters = ()
-
-    def partial(self, parameters: Sequence[nn.Parameter]) -> dict[str, Any]:
-        return {"gradients": gradients_of(parameters)}
-
-    def put_partial(self, parameters: Sequence[nn.Parameter], partial: dict[str, Any]) -> None:
-        put_gradients(parameters, partial["gradients"])
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return why_tensor_parallel(parameters)

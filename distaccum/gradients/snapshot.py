@@ -105,7 +105,7 @@ def random_state(devices: Sequence[torch.device]) -> dict[str, Any]:
         state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
     if (numpy := sys.modules.get("numpy")) is not None:
         kind, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (kind, keys.tolist(), *rest)
+        state["numpy"] = (kind, keys.tobytes(), *rest)
     return state
 
 
@@ -115,7 +115,17 @@ def set_random_state(state: dict[str, Any]) -> None:
     for device, of_device in state["devices"].items():
         torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(state["numpy"])
+        numpy.random.set_state(_numpy_state(numpy, state["numpy"]))
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raises if `set_random_state` could not set it."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(_tuples(state["python"]))
+    for name, of_device in state["devices"].items():
+        torch.device(name), of_device.shape
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.RandomState().set_state(_numpy_state(numpy, state["numpy"]))
 
 
 def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -131,6 +141,11 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
+
+
+def _numpy_state(numpy: Any, state: Sequence[Any]) -> tuple[Any, ...]:
+    kind, keys, *rest = state
+    return (kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest)
 
 
 def _tuples(value: Any) -> Any:

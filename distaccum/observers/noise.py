@@ -208,8 +208,6 @@ def averages_in(state: Any) -> Sequence[float]:
 class Noise(Observer):
     """Measures the noise scale of an accumulator's updates; it is the same on all ranks."""
 
-    key = "noise"
-
     def __init__(
         self,
         engine: Engine,
@@ -303,12 +301,6 @@ class Noise(Observer):
         if self._early is not None:
             self._early.remove_hooks()
         self._early = None
-
-    def state(self) -> Any:
-        return None if self._small is None else [self._small.square.to("cpu"), self._small.per_sample]
-
-    def load(self, state: Any) -> None:
-        self._early, self._small = None, None if state is None else Small(*state)
 
     def _unscaled(self, number: Tensor) -> Tensor:
         if self._scaler is None:

@@ -109,6 +109,7 @@ def retry(
     engine, size, inspects = planner.setup.engine, planner.progress.size, False
     snapshot = planner.progress.snapshot
     while True:
+        planner.progress.start.put_back()  # now, so that a second attempt has the same numbers
         snapshot.take()
         agreement = Agreement(engine)
         run, manner = begin(agreement)

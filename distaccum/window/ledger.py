@@ -17,7 +17,6 @@ from .seeds import Seeds
 from .source import Counts
 
 Loss = Tensor | float  # as the record has it: a number where it is on the host, which nobody waits for
-Losses = list[tuple[int, str, float, Loss]]  # number of the micro-batch, name, share, loss
 Entry = Sequence[tuple[str, float, Loss]]  # name, share, loss
 Weighed = tuple[Sequence[Tensor], Sequence[Tensor], Entry]  # losses, seeds, entry
 
@@ -40,7 +39,7 @@ class Ledger(ABC):
         self._engine, self._device, self.seeds = engine, device, seeds
         self.scale_stamp: object = None  # of the scale that the seeds have
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
-        self._record: Losses = []
+        self._record: list[tuple[int, str, float, Loss]] = []  # number of the micro-batch, name, share, loss
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
 
     def begin(self) -> None:
@@ -118,13 +117,6 @@ class Ledger(ABC):
     @abstractmethod
     def first_nonfinite(self) -> tuple[int, float] | None:
         """The number of the first micro-batch with one that is not finite, and its value."""
-
-    def state(self) -> Losses:
-        return list(self._record)
-
-    def load(self, losses: Losses) -> None:
-        for number, name, share, loss in losses:
-            self.note([(name, share, float(loss))], number)
 
     def clear(self) -> None:
         """Frees the losses."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import nn
 
@@ -18,8 +18,6 @@ class Observer:
 
     Each method may raise: the window is then discarded, on this rank.
     """
-
-    key: ClassVar[str] = ""  # of what `state` gives, in the state of an accumulator; "": nothing
 
     def begin(self, at: Status) -> None:
         """A window begins, before its first micro-batch."""
@@ -41,13 +39,6 @@ class Observer:
 
     def end(self, outcome: str) -> None:
         """The window is over: "stepped", "undone", or the reason of a skip. Twice is no harm."""
-
-    def state(self) -> Any:
-        """What `load` needs to go on in the middle of a window, on the host."""
-        return None
-
-    def load(self, state: Any) -> None:
-        """Goes on with it, after `begin`."""
 
 
 @dataclass(slots=True)

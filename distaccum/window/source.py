@@ -39,7 +39,6 @@ class Source:
     ) -> None:
         self.place = -1
         self.stand_in = stand_in
-        self.num_counted = plan.num_counted  # micro-batches by rank
         self._micro_batches: deque[Any] = deque(micro_batches)
         self.counts = counts  # of this rank's micro-batches
         self.pieces: Sequence[Sequence[Counts]] = ()  # of each, the counts of what it is run in, where that is cut
@@ -85,12 +84,6 @@ class Source:
             return self._micro_batches.popleft()
         assert self.stand_in is not None
         return self.stand_in.micro_batch
-
-    def skip(self, num: int) -> None:
-        """Goes past the first micro-steps, which were done before a state was taken."""
-        for _ in range(num):
-            self.advance()
-            self.take()
 
     def clear(self) -> None:
         """Frees what was not handed out."""

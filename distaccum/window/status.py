@@ -66,12 +66,6 @@ class Status:
         return self.source.place + (self.turn is DONE and not self.has_more_parts)
 
     @property
-    def is_between_micro_batches(self) -> bool:
-        """Whether every rank, after this many micro-batches, has another."""
-        is_done = self.stage is Stage.RUNNING and self.turn is DONE and not self.has_more_parts
-        return is_done and self.source.place + 1 < min(self.source.num_counted)
-
-    @property
     def is_open(self) -> bool:
         return self.stage in (Stage.RUNNING, Stage.COMPLETE)
 

@@ -7,22 +7,20 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar, final
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..engines import Engine
 from ..gradients.scaling import forget
-from ..gradients.snapshot import set_random_state
 from ..law.errors import DistaccumError, Once
 from ..law.update import Update
 from .backwards import TAMPERED, Backwards
 from .observer import Complete, Observer
 from .parts import each_head, each_part
 from .refusals import end_micro_batch, refuse_inference_mode
-from .resume import Unfinished, suspended
 from .source import untouched_statistics
+from .start import Start
 from .status import DONE, WAITING, Stage, Status
 from .tamper import Tamper
 
@@ -40,6 +38,7 @@ class Trained:
     optimizers: Sequence[Optimizer]
     scaler: GradScaler | None
     normalising: Sequence[nn.Module]  # layers with running statistics
+    start: Start
     is_expected: Callable[[Sequence[nn.Parameter]], bool]  # gradients that stand there before a window begins
     once: Once
 
@@ -69,7 +68,6 @@ class Window:
         trained: Trained,
         observers: tuple[Observer, ...],
         commit: Callable[[Complete], Update],
-        unfinished: Unfinished | None,
     ) -> None:
         self.index = status.index
         self.counts: dict[str, float] = dict(status.plan.counts)
@@ -77,7 +75,6 @@ class Window:
         self._status, self._plan, self._source = status, status.plan, status.source
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
         self._ledger, self._observers, self._commit = status.ledger, observers, commit
-        self._unfinished = unfinished
         self._is_begun = False  # by begin(), and not iterated yet
         self._tamper = Tamper(trained.engine, trained.groups)
         self._backwards = Backwards(status, trained.engine, trained.parameters, observers, self._tamper)
@@ -103,14 +100,6 @@ class Window:
     def num_done(self) -> int:
         """Micro-batches of this rank that went backward, stand-ins included."""
         return self._status.num_done
-
-    @property
-    def can_pause(self) -> bool:
-        """Whether every rank, after this many micro-batches, has another, so that all can take a `state_dict()`.
-
-        False in a window's last micro-batch, and on engines that cannot (DeepSpeed, FSDP1).
-        """
-        return self._engine.shows_partial and self._status.is_between_micro_batches
 
     @property
     def stand_in(self) -> bool:
@@ -163,6 +152,7 @@ class Window:
 
     def _begin(self) -> None:
         refuse_inference_mode()
+        self._trained.start.begin()
         if self._engine.stale(self._parameters):
             is_expected = self._trained.is_expected(self._parameters)
             self._engine.clear(self._parameters)
@@ -174,15 +164,6 @@ class Window:
         self._ledger.begin()
         for observer in self._observers:
             observer.begin(self._status)
-        unfinished, self._unfinished = self._unfinished, None
-        if unfinished is not None:
-            self._engine.put_partial(self._parameters, {**unfinished.partial, "done": unfinished.done})
-            self._ledger.load(unfinished.losses)
-            for observer in self._observers:
-                observer.load(unfinished.observers.get(observer.key))
-            self._backwards.is_first = False
-            self._source.skip(unfinished.done)
-            set_random_state(unfinished.random)  # what was drawn since then has drawn numbers too
 
     def _finish(self) -> None:
         """Gradients become final."""
@@ -292,16 +273,6 @@ class Window:
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
         return self._commit(_complete(self))
 
-    def suspend(self, devices: Sequence[torch.device]) -> Unfinished | None:
-        """What this rank needs to go on from here, between two micro-batches; for `Accumulator.state_dict()`.
-
-        Args:
-            devices: Those whose random numbers are kept, besides the host's.
-        """
-        if self._status.stage is Stage.PLANNED:
-            return self._unfinished
-        return suspended(self._status, self._engine, self._observers, devices)
-
     def discard(self) -> None:
         """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
         status = self._status
@@ -327,7 +298,6 @@ class Window:
         self._source.clear()
         self._ledger.clear()
         self._tamper.clear()
-        self._unfinished = None
 
     def _refuse_lost(self, what: str) -> NoReturn:
         self.discard()

@@ -119,15 +119,6 @@ def unsharded_gradient(parameter: Any) -> Tensor | None:
     return kept
 
 
-def put_unsharded_gradient(parameter: Any, gradient: Tensor) -> None:
-    """In mid-window, where torch keeps it: up to 2.13 beside the parameter if it adds up in another dtype."""
-    gathered = parameter._unsharded_param
-    if gradient.dtype != gathered.dtype and not hasattr(type(parameter), "unsharded_accumulated_grad"):
-        parameter.unsharded_accumulated_grad = gradient
-    else:
-        gathered.grad = gradient
-
-
 def standing_gradient(parameter: Any) -> Tensor | None:
     """The unsharded sum; torch, up to 2.13, adds a new gradient to one of another dtype only after backward."""
     kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
@@ -135,16 +126,6 @@ def standing_gradient(parameter: Any) -> Tensor | None:
     if kept is None or new is None or kept is new:
         return new if kept is None else kept
     return kept + new
-
-
-def not_over_replicas(group: Any) -> tuple[Tensor | None, dict[Any, Any]]:
-    """The reduce-scattered sum that waits for its all-reduce, and the places of parameters in it (from torch 2.15)."""
-    return group._partial_reduce_output, getattr(group, "_partial_reduce_output_layout", {})
-
-
-def put_not_over_replicas(group: Any, kept: Tensor | None, places: dict[Any, Any]) -> None:
-    group._partial_reduce_output = kept
-    getattr(group, "_partial_reduce_output_layout", {}).update(places)
 
 
 def holds_gradients(group: Any) -> bool:

@@ -188,7 +188,6 @@ def _tried(wrapping: Wrap, job: Job) -> str:
             if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
                 raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
     seen = [f"sync={', '.join(map(repr, engine.policies))}"]
-    seen += ["a state in mid-window"] if engine.shows_partial else []
     seen += ["owns the step"] if engine.owns_step else []
     seen += [str(one.message).split(": ")[0] for one in caught if "reduces gradients in each" in str(one.message)][:1]
     return "; ".join(seen)
