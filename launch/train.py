@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 from training.checkpoints import Checkpoints, save_weights
 from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line
@@ -65,7 +66,9 @@ def train(config: Config, job: Job) -> int:
         return 0
 
     measured: dict[str, float] = {}
-    left, paused = accumulator.index >= updates, 0
+    left = accumulator.index >= updates
+    # A checkpoint within a window is of its start, where running statistics are those of now.
+    pauses = not (wrapped.is_deepspeed or any(isinstance(module, _BatchNorm) for module in task.model.modules()))
     with (
         Signals(job, checkpoints.seconds) as signals,
         Report(config, job, task.unit, updates, accumulator.index) as report,
@@ -90,13 +93,13 @@ def train(config: Config, job: Job) -> int:
                             loss = task.loss(model, batch)
                         window.backward(loss)
                     report.progress(accumulator.index, window.num_done)
-                    if window.can_pause:  # on all ranks alike
+                    if pauses and window.num_done < len(window):  # all ranks have as many
                         stopped, is_due = signals.agreed(checkpoints.overdue(), in_window=True)
                         if stopped or is_due:
                             report.flush(to_disk=True)  # else it would lack an update after a kill
-                            checkpoints.save(window.num_done)
+                            checkpoints.save()
                         if stopped:
-                            left, paused = True, window.num_done
+                            left = True
                             break
                 if left:
                     break
@@ -115,9 +118,7 @@ def train(config: Config, job: Job) -> int:
                 if left:
                     break
         if accumulator.index < updates:
-            where = f"in update {accumulator.index}, after {paused} of its micro-batches" if paused else ""
-            where = where or f"after update {accumulator.index - 1}"
-            job.say(f"stopped by {signals.name} {where}, and saved; --resume goes on")
+            job.say(f"stopped by {signals.name}, and saved; --resume goes on with update {accumulator.index}")
             return signals.status
         save_weights(config, job, wrapped)
         report.summary(measured or evaluate(model, task, config, job))

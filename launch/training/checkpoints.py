@@ -1,9 +1,9 @@
 """Checkpoints: folders that are there whole or not at all, and that say where the run goes on.
 
 `state.pt` has the whole model and optimizer by name, so that a run goes on under another engine and on another number
-of ranks; DeepSpeed writes its own files instead, one per rank. In the middle of a window each rank's part of the
-gradient lies beside it, and the run goes on as it was. A folder is written under another name, brought to disk, and
-renamed. `checksums.json` has the SHA-256 of each other file: a checkpoint whose files are others is passed over.
+of ranks; DeepSpeed writes its own files instead, one per rank. Within a window it is the state at the window's start. A
+folder is written under another name, brought to disk, and renamed. `checksums.json` has the SHA-256 of each other file:
+a checkpoint whose files are others is passed over.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from .job import EXCHANGE_SECONDS, Job
 from .states import put_state, whole_state
 from .wrapping import Wrapped
 
-NAME = re.compile(r"update-\d{8}(-\d{6})?")
-# What MAY_CHANGE between two windows, and not within one.
-IN_A_WINDOW = {"data", "micro_batch_size", "engine", "sync", "replicas", "tp", "cp", "pp"}
-IN_A_STATE = {"update", "micro_batches", "accumulator", "schedule", "num_samples", "stage", "random", "config"}
+NAME = re.compile(r"update-\d{8}")
+IN_A_STATE = {"update", "accumulator", "schedule", "num_samples", "stage", "config"}
 
 
 class Checkpoints:
@@ -61,10 +59,10 @@ class Checkpoints:
         minutes = (time.monotonic() - self._time) / 60
         return self._job.is_first and 0 < self._minutes <= minutes
 
-    def save(self, micro_batches: int = 0) -> None:
-        """Saves between two windows, or after `micro_batches` of one. All ranks call it together."""
+    def save(self) -> None:
+        """Saves between two windows, or the start of the one at work. All ranks call it together."""
         wrapped, job, index = self._wrapped, self._job, self._accumulator.index
-        name = f"update-{index:08d}" + (f"-{micro_batches:06d}" if micro_batches else "")
+        name, self._time = f"update-{index:08d}", time.monotonic()
         if name == self._saved:
             return
         whole, partial = self._folder / name, self._folder / f".{name}"
@@ -72,15 +70,12 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         job.wait_for_all()
-        accumulator = self._accumulator.state_dict()
-        state = {
+        state: dict[str, Any] = {
             "update": index,
-            "micro_batches": micro_batches,
-            "accumulator": accumulator,
+            "accumulator": self._accumulator_of_all(),
             "schedule": wrapped.schedule.last_epoch,
             "num_samples": self._num_samples,
             "stage": self._stage(),
-            "random": self._random_states(),
             "config": dataclasses.asdict(self._config),
         }
         if wrapped.is_deepspeed:
@@ -88,17 +83,14 @@ class Checkpoints:
                 wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
             job.wait_for_all()
         else:
-            # Before its first step the optimizer has no state yet, and torch would step it to make one.
-            has_stepped = bool(wrapped.schedule.last_epoch and (wrapped.inner.state or not micro_batches))
-            weights, optimizer = whole_state(wrapped, with_optimizer=has_stepped)
+            # An optimizer without a state yet, or for ever, torch would step to make one.
+            has_state = bool(wrapped.schedule.last_epoch and self._kinds())
+            weights, optimizer = whole_state(wrapped, with_optimizer=has_state)
             if job.is_first and optimizer is not None:
                 fill_state(optimizer, {name: weights[name] for name in wrapped.trained}, self._kinds())
             state["model"], state["optimizer"] = weights, optimizer
-        parts = self._collect_parts(accumulator) if micro_batches else []
         if job.is_first:
             with writing(partial):
-                for rank, part in enumerate(parts):
-                    (partial / f"rank-{rank}").write_bytes(part)
                 save_tensors(state, partial / "state.pt")
                 sums = {str(path.relative_to(partial)): _checksum(path) for path in _files(partial)}
                 (partial / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
@@ -111,22 +103,6 @@ class Checkpoints:
                 shutil.rmtree(old)
         job.wait_for_all()
         self._saved, self._time = name, time.monotonic()
-
-    def _collect_parts(self, accumulator: dict[str, Any]) -> list[bytes]:
-        """What each rank has added up, on the first, which writes all: others may not see the folder."""
-        mine = accumulator.pop(f"rank {self._job.rank}")
-        if not self._job.is_first:
-            _send(mine, to=0)
-            return []
-        return [mine, *(_receive(rank) for rank in range(1, self._job.ranks))]
-
-    def _read_part(self, folder: Path) -> bytes:
-        if not self._job.is_first:
-            return _receive(0)
-        parts = [(folder / f"rank-{rank}").read_bytes() for rank in range(self._job.ranks)]
-        for rank in range(1, self._job.ranks):
-            _send(parts[rank], to=rank)
-        return parts[0]
 
     def resume(self) -> None:
         """Puts everything back as the newest checkpoint has it, if there is one."""
@@ -144,27 +120,16 @@ class Checkpoints:
             return
         if isinstance(newest, str):
             stop(newest)
-        folder, micro_batches = self._folder / newest["name"], newest["micro_batches"]
         if wrapped.is_deepspeed:
-            wrapped.model.load_checkpoint(str(folder), tag="deepspeed")  # type: ignore[operator]
+            wrapped.model.load_checkpoint(str(self._folder / newest["name"]), tag="deepspeed")  # type: ignore[operator]
         else:
             put_state(wrapped, tensors[0], tensors[1] if newest["has_optimizer"] else None)
         wrapped.set_schedule(newest["schedule"])
-        if micro_batches:
-            newest["accumulator"][f"rank {job.rank}"] = self._read_part(folder)
+        # For another number of ranks, which the checkpoint has no random numbers of: dropout starts anew.
+        torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + newest["update"])
         self._accumulator.load_state_dict(newest["accumulator"])
-        if len(newest["random"]) == job.ranks:
-            _set_random_state(newest["random"][job.rank])
-        else:
-            job.say(
-                f"the checkpoint is of {len(newest['random'])} ranks and this run has {job.ranks}: dropout starts anew"
-            )
-            torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + newest["update"])
         self._saved = newest["name"]
-        if micro_batches:
-            job.say(f"goes on in update {newest['update']}, after {micro_batches} of its micro-batches")
-        else:
-            job.say(f"goes on after update {newest['update'] - 1}")
+        job.say(f"goes on with update {newest['update']}")
 
     def _read(self) -> dict[str, Any] | str | None:
         """The newest state that is whole, or a sentence on why none can be used."""
@@ -206,8 +171,6 @@ class Checkpoints:
         state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
         if not isinstance(state, dict) or not state.keys() >= IN_A_STATE:
             raise ValueError("state.pt is no checkpoint of train.py")
-        if state["micro_batches"] and not all((folder / f"rank-{i}").is_file() for i in range(len(state["random"]))):
-            raise ValueError("a rank's part of the gradient is missing")
         state["name"] = folder.name
         return state
 
@@ -236,9 +199,8 @@ class Checkpoints:
     def _refused(self, folder: Path, state: dict[str, Any]) -> str:
         """Why a checkpoint that is whole is not for this run, if so."""
         now = dataclasses.asdict(self._config)
-        fixed = IN_A_WINDOW if state["micro_batches"] else set()
         for name, value in state["config"].items():
-            if name in now and now[name] != value and (name not in MAY_CHANGE or name in fixed):
+            if name in now and now[name] != value and name not in MAY_CHANGE:
                 return (
                     f"{folder} was made with {name} = {value!r} and this run has {now[name]!r}; give the same, or "
                     "another --out to start anew"
@@ -251,18 +213,21 @@ class Checkpoints:
         if ("model" in state) == self._wrapped.is_deepspeed:
             made = "another engine" if self._wrapped.is_deepspeed else "DeepSpeed"
             return f"{folder} was written by {made}, whose files this engine cannot read; use the engine that wrote it"
-        stage, ranks = state["stage"], len(state["random"])
-        if state["micro_batches"] and ranks != self._job.ranks:
-            return (
-                f"{folder} was written in mid-window by {ranks} ranks and this run has {self._job.ranks}; start as "
-                "many, or remove it to go on from the one before"
-            )
+        stage, ranks = state["stage"], state["accumulator"]["ranks"]
         if self._wrapped.is_deepspeed and (stage, ranks) != (self._stage(), self._job.ranks):
             return (
                 f"{folder} was written by ZeRO stage {stage} on {ranks} ranks, and this run is stage "
                 f"{self._stage()} on {self._job.ranks}; DeepSpeed goes on with the same alone"
             )
         return ""
+
+    def _accumulator_of_all(self) -> dict[str, Any]:
+        """One state with the random numbers of every rank."""
+        mine = self._accumulator.state_dict()
+        every: list[Any] = [mine] * self._job.ranks
+        if self._job.ranks > 1:
+            dist.all_gather_object(every, mine)
+        return {name: value for one in every for name, value in one.items()}
 
     def is_finished(self, updates: int) -> bool:
         """Whether nothing is left to do: all updates are done, and the weights are written."""
@@ -273,17 +238,8 @@ class Checkpoints:
         return int(self._wrapped.model.zero_optimization_stage()) if self._wrapped.is_deepspeed else None  # type: ignore[operator]
 
     def _found(self) -> list[Path]:
-        """The oldest first: between two windows before those in the window that follows."""
+        """The oldest first."""
         return sorted(path for path in self._folder.glob("update-*") if NAME.fullmatch(path.name) and path.is_dir())
-
-    def _random_states(self) -> list[dict[str, Tensor]]:
-        mine = {"cpu": torch.get_rng_state()}
-        if self._job.device.type == "cuda":
-            mine["cuda"] = torch.cuda.get_rng_state(self._job.device)
-        everyone: list[Any] = [mine] * self._job.ranks
-        if self._job.ranks > 1:
-            dist.all_gather_object(everyone, mine)
-        return everyone
 
 
 def save_weights(config: Config, job: Job, wrapped: Wrapped) -> None:
@@ -366,26 +322,6 @@ def _weights(wrapped: Wrapped) -> dict[str, Any]:
     module: Any = wrapped.model.module
     with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
         return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
-
-
-def _send(part: bytes, to: int) -> None:
-    numbers = torch.frombuffer(bytearray(part), dtype=torch.uint8)
-    dist.send(torch.tensor([len(numbers)]), to)
-    dist.send(numbers, to)
-
-
-def _receive(rank: int) -> bytes:
-    length = torch.zeros(1, dtype=torch.int64)
-    dist.recv(length, rank)
-    numbers = torch.empty(int(length), dtype=torch.uint8)
-    dist.recv(numbers, rank)
-    return numbers.numpy().tobytes()
-
-
-def _set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _to_disk(path: Path) -> None:
