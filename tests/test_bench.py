@@ -95,7 +95,6 @@ def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path)
         ("memory.py", ["--sizes", "0"]),
         ("noise.py", ["--runs", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
-        ("forecast.py", ["--settings", "2x1"]),
     ],
 )
 def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, options):

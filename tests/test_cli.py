@@ -181,7 +181,7 @@ LIGHT = (
         "check a:b --count words",
         "doctor --timeout 0",
     ),
-    "plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b --link-gbit 1 --micro-step-seconds 1",
+    "plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b",
 )
 CODE = f"""
 import sys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 
 import pytest
 import torch
@@ -18,14 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator, plan
 from distaccum.law.shares import cut_evenly, steps_for
 from distaccum.tools.cli import main
+from distaccum.tools.plan.fitting import fit
 from distaccum.tools.plan.forecast import amount
 from distaccum.tools.plan.learning_rate import scaled_learning_rate
-from distaccum.tools.plan.measure import measure_micro_step
-from distaccum.tools.plan.network import beneath
 
 LAYERS, WIDTH = 4, 24  # even, so that two ranks halve a layer's weight
 NUMBERS = LAYERS * WIDTH * WIDTH
-KNOWN = {"parameters": "11.7M", "link_gbit": 1, "backend": "gloo", "latency_us": 0, "efficiency": 1}
 
 
 def policy(forecast, name):
@@ -83,11 +80,11 @@ def test_updates_of_an_epoch_equal_those_of_an_accumulator():
     assert (tail.updates, tail.last.samples) == (len(counts), counts[-1]) == (5, 2)
 
 
-# Bytes and seconds
+# Bytes
 
 
 def sent_here(engine, sync, steps):
-    """Bytes that a ring on gloo sends for the large collectives that one update makes."""
+    """Bytes that a ring sends for the large collectives that one update makes."""
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     if engine == "DDP":
         net = DistributedDataParallel(net)
@@ -108,7 +105,7 @@ def sent_here(engine, sync, steps):
             if numbers < WIDTH * WIDTH // 2:
                 continue  # the plan and the record
             whole = numbers if "allreduce" in name else numbers * num / (num + 1)  # all ranks, and one part more
-            rounds = 1 if "gather" in name else 2
+            rounds = 2 if "allreduce" in name else 1
             sent[-1] += 4 * rounds * (num - 1) / num * whole
     return sent[-1]
 
@@ -124,121 +121,20 @@ def test_planned_bytes_equal_those_of_counted_collectives(ranks, world):
         cases += [("FSDP2", sync, 3) for sync in ("last", "every", "gathered")]
     for found in ranks(world).run(all_sent_here, cases):
         for (engine, sync, steps), sent in zip(cases, found, strict=True):
-            forecast = plan(
-                batch_size=steps * world, micro_batch_size=1, ranks=world, parameters=NUMBERS, backend="gloo"
-            )
+            forecast = plan(batch_size=steps * world, micro_batch_size=1, ranks=world, parameters=NUMBERS)
             assert sent == pytest.approx(policy(forecast, f"{engine}, {sync}")["bytes_per_update"]), (engine, sync)
 
 
 def test_bytes_of_each_policy_add_up():
-    def sent(backend, name):
-        return policy(plan(parameters=4000, dtype_bytes=2, ranks=4, nodes=2, backend=backend), name)
+    def sent(name):
+        return policy(plan(parameters=4000, dtype_bytes=2, ranks=4, nodes=2), name)
 
-    assert sent("nccl", "DDP, last")["bytes_once"] == 2 * 3 * 8000 // 4
-    assert sent("nccl", "ZeRO 1 and 2, last")["bytes_once"] == 3 * 3 * 8000 // 4
-    assert sent("nccl", "FSDP2, last")["bytes_once"] == 3 * 8000 // 4
-    assert sent("gloo", "FSDP2, last")["bytes_once"] == 2 * 3 * 8000 // 4  # its reduce-scatter runs as an all-reduce
-    assert sent("nccl", "FSDP2, last")["bytes_per_micro_step"] == 2 * 3 * 8000 // 4
-    hybrid = sent("nccl", "FSDP2 hybrid, replicas")
+    assert sent("DDP, last")["bytes_once"] == 2 * 3 * 8000 // 4
+    assert sent("ZeRO 1 and 2, last")["bytes_once"] == 3 * 3 * 8000 // 4
+    assert sent("FSDP2, last")["bytes_once"] == 3 * 8000 // 4
+    assert sent("FSDP2, last")["bytes_per_micro_step"] == 2 * 3 * 8000 // 4
+    hybrid = sent("FSDP2 hybrid, replicas")
     assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
-
-
-SIZES = {"micro_batch_size": 2, "tokens": 10, "width": 6, "layers": 4, "dtype_bytes": 2}
-
-
-def test_ranks_that_share_samples_are_no_data_ranks():
-    forecast = plan(batch_size=24, ranks=16, tp=2, pp=2, parameters=4000, samples=50, backend="nccl", **SIZES)
-    assert (forecast.steps, forecast.windows.samples, forecast.windows_tail.updates) == (3, 24, 3), "of 4 data ranks"
-    (row,) = forecast.policies
-    shard = 3 * 2000 // 4  # that a data rank sends of a rank's 1000 numbers, to gather or to scatter
-    assert (row["policy"], row["bytes_per_micro_step"], row["bytes_once"]) == ("FSDP2, last", 2 * shard, 2 * shard)
-    assert row["timing"] is None and "seconds are not predicted where ranks share samples" in str(forecast)
-    assert "4 data ranks x 2 tensor-parallel ranks x 2 stages" in str(forecast) and "1/4 on each rank" in str(forecast)
-    names = {row["policy"] for row in plan(ranks=8, tp=2, parameters=4000).policies}
-    assert names == {"FSDP2, every", "FSDP2, last", "FSDP2, gathered"}, "DDP does not know tensor-parallel parts"
-    assert not plan(ranks=8, tp=8, parameters=4000).policies, "nothing is reduced"
-    context = plan(ranks=8, cp=8, parameters=4000, dtype_bytes=2, backend="nccl")
-    assert policy(context, "DDP, last")["bytes_once"] == 2 * 7 * 8000 // 8, "each has a gradient of all weights"
-
-
-def test_bytes_of_activations_add_up():
-    def sent(backend="nccl", **ranks):
-        forecast = plan(batch_size=4, ranks=8, backend=backend, **ranks, **SIZES)
-        return {row["dimension"]: row["bytes_per_micro_step"] for row in forecast.shared}
-
-    hidden = 2 * 10 * 6 * 2
-    assert sent(tp=4) == {"tp": 4 * 4 * 2 * 3 * hidden // 4}
-    assert sent(cp=2) == {"cp": 2 * 4 * 2 * hidden // 2}
-    assert sent("gloo", cp=2) == {"cp": 3 * 4 * 2 * hidden // 2}
-    assert sent(pp=2) == {"pp": hidden} and sent(pp=4) == {"pp": 2 * hidden}
-    assert sent(tp=2, cp=2, pp=2) == {"tp": 4 * 2 * hidden // 2, "cp": 2 * 2 * hidden // 2, "pp": hidden // 2}
-    unknown = plan(batch_size=4, ranks=8, tp=2, micro_batch_size=2, tokens=10)
-    assert unknown.shared[0]["bytes_per_update"] is None and "sent by each rank to those" not in str(unknown)
-    assert "--width and --layers for the bytes between ranks that share samples" in str(unknown)
-    assert plan(batch_size=24, ranks=8, tp=2, **SIZES).shared[0]["bytes_per_update"] == 3 * 4 * 4 * hidden
-
-
-def test_seconds_add_up_from_known_parts():
-    forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=1000, **KNOWN)
-    wire = 4 * 11_700_000 / 125e6
-    timing = policy(forecast, "DDP, last")["timing"]
-    assert timing["update"] == pytest.approx(8 * 0.084 + wire)  # one bucket overlaps nothing
-    assert timing["compute"] == pytest.approx(8 * 0.084) and timing["exposed"] == pytest.approx(wire, rel=1e-5)
-    assert timing["hidden"] == 0 and timing["latency"] < 1e-5  # the plan's row
-    forecast = plan(batch_size=16, micro_batch_size=1, ranks=2, micro_step_seconds=0.084, bucket_mb=0.001, **KNOWN)
-    timing = policy(forecast, "DDP, last")["timing"]
-    assert timing["update"] == pytest.approx(7 * 0.084 + 0.028 + wire, rel=1e-4)  # many overlap the last backward
-    assert timing["hidden"] == pytest.approx(0.056, rel=1e-3)
-    assert timing["exposed"] + timing["hidden"] == pytest.approx(wire, rel=1e-5)
-    every = policy(forecast, "DDP, every")["timing"]
-    assert every["update"] == pytest.approx(8 * (0.028 + wire), rel=1e-4)
-
-
-def test_buckets_overlap_as_a_pipeline_does():
-    for compute, sent, buckets in [(3.0, 1.0, 4), (1.0, 3.0, 4), (2.0, 2.0, 5)]:
-        free = 0.0
-        for bucket in range(1, buckets + 1):  # sent once it is computed and the link is free
-            free = max(free, compute * bucket / buckets) + sent / buckets
-        assert beneath(compute, sent, buckets) == pytest.approx(free)
-
-
-def test_latency_grows_with_hops_and_buckets():
-    one = {"parameters": 10**6, "link_gbit": 1e9, "micro_step_seconds": 1.0, "backend": "gloo", "latency_us": 100}
-    for nodes, small in {
-        1: 0.0,
-        2: (1 + 2 * 3) * 1e-4,
-        4: (2 + 2 * 3) * 1e-4,
-    }.items():  # the plan in rounds, the record
-        forecast = plan(batch_size=4, micro_batch_size=1, ranks=4, nodes=nodes, node_gbit=1e9, bucket_mb=1, **one)
-        assert policy(forecast, "DDP, last")["timing"]["latency"] == pytest.approx(4 * 2 * 3 * 1e-4 + small)
-
-
-def test_plan_of_thousands_of_ranks_takes_less_than_3_milliseconds():
-    given = {"batch_size": 2**20, "micro_batch_size": 1, "parameters": 1, "micro_step_seconds": 1.0, "bucket_mb": 1e9}
-    forecast = plan(ranks=4096, nodes=512, link_gbit=100, node_gbit=1000, backend="nccl", **given)
-    assert policy(forecast, "DDP, last")["timing"]["latency"] < 3e-3
-
-
-def test_window_from_which_accumulation_stops_helping_is_the_shortest():
-    known = {"ranks": 4, "nodes": 2, "node_gbit": 10, "micro_step_seconds": 0.1, "micro_batch_size": 1, **KNOWN}
-    for name in ("DDP, last", "ZeRO 1 and 2, last", "FSDP2 hybrid, replicas"):
-        length = policy(plan(batch_size=4, **known), name)["window_for"]["10%"]
-        if length is None:
-            timing = policy(plan(batch_size=4 * 10**6, **known), name)["timing"]
-            assert timing["exposed"] >= 0.1 * timing["update"]
-            continue
-        parts = [policy(plan(batch_size=4 * num, **known), name)["timing"] for num in (length - 1, length)]
-        assert parts[0]["exposed"] >= 0.1 * parts[0]["update"] and parts[1]["exposed"] < 0.1 * parts[1]["update"]
-    assert policy(plan(batch_size=4, **known), "DDP, every")["window_for"] == {"10%": None, "5%": None}
-
-
-def test_rings_of_replicas_share_a_nodes_link():
-    known = {"parameters": 10**8, "link_gbit": 8, "node_gbit": 8e6, "micro_step_seconds": 1e-9, "latency_us": 0}
-    forecast = plan(batch_size=8, micro_batch_size=1, ranks=8, nodes=2, backend="nccl", efficiency=1, **known)
-    hybrid = policy(forecast, "FSDP2 hybrid, replicas")["seconds_per_update"]
-    assert hybrid == pytest.approx(0.4, rel=1e-2)  # 4 rings of 100 MB each way through 1 GB/s
-    whole = policy(forecast, "DDP, last")["seconds_per_update"]
-    assert whole == pytest.approx(2 * 7 / 8 * 0.4, rel=1e-2)
 
 
 # The learning rate
@@ -272,21 +168,10 @@ def test_adams_rule_ends_where_a_beta_would_fall_below_0():
 def test_missing_arguments_leave_parts_out_and_are_requested():
     forecast = plan(ranks=8, nodes=2, parameters="350M")
     assert forecast.steps is None and policy(forecast, "DDP, last")["bytes_once"] == 2 * 7 * 1_400_000_000 // 8
-    assert policy(forecast, "DDP, last")["timing"] is None
     asked = "; ".join(forecast.missing)
-    for flag in (
-        "--batch-size",
-        "--samples",
-        "--link-gbit",
-        "--micro-step-seconds",
-        "--node-gbit",
-        "--base-batch-size",
-    ):
+    for flag in ("--batch-size", "--samples", "--base-batch-size"):
         assert flag in asked
     assert "--parameters" not in asked and "--batch-size and --micro-batch-size for the steps" in str(forecast)
-    without = plan(ranks=8, nodes=2, parameters="350M", link_gbit=10, micro_step_seconds=1)
-    assert policy(without, "DDP, last")["window_for"]["10%"] >= 1  # needs no batch size
-    assert policy(without, "FSDP2 hybrid, last")["window_for"] is None  # needs the rate within a node
 
 
 @pytest.mark.parametrize(
@@ -306,17 +191,11 @@ def test_amounts_are_read_with_their_units(text, number):
     [
         ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many on each node; give 4 or 8 ranks"),
         ({"ranks": 2, "nodes": 4}, "give 4 ranks"),
-        ({"ranks": 6, "tp": 2, "pp": 2}, "ranks=6 with tp=2 and pp=2, expected a multiple of 4"),
-        ({"tp": 0}, "tp=0, expected at least 1"),
-        ({"tokens": 0}, "tokens=0, expected at least 1"),
         ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
         ({"samples": "1.5"}, "samples='1.5', expected a whole number"),
-        ({"link_gbit": 0}, "link_gbit=0, expected a number above 0"),
-        ({"micro_step_seconds": float("nan")}, "micro_step_seconds=nan"),
-        ({"efficiency": 2}, "efficiency=2, expected a part"),
+        ({"lr": 0.0}, "lr=0.0, expected a number above 0"),
         ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0), expected two numbers"),
-        ({"backend": "mpi"}, "backend='mpi', expected one of gloo, nccl"),
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
     ],
 )
@@ -325,25 +204,14 @@ def test_mistakes_raise_one_clear_sentence(options, message):
         plan(**options)
 
 
-def test_assumed_backend_is_named_with_the_reason(monkeypatch):
-    known = {"ranks": 2, "parameters": "7b"}
-    for is_here, backend, other in ((False, "gloo", "nccl"), (True, "nccl", "gloo")):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda is_here=is_here: is_here)
-        forecast = plan(**known)
-        (note,) = forecast.notes
-        assert forecast.given["backend"] == backend and f"--backend {other}" in note and "CUDA device here" in note
-        assert note in " ".join(str(forecast).split())
-        assert plan(**known, backend=backend).notes == plan(ranks=2).notes == ()
-
-
 @pytest.mark.parametrize("columns", [40, 80, 120, 300])
 def test_report_fits_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     known = {"batch_size": 1000, "micro_batch_size": 32, "samples": 50000, "base_batch_size": 256, "ranks": 8}
-    text = str(plan(**known, nodes=2, node_gbit=10, micro_step_seconds=0.1, **KNOWN))
+    text = str(plan(**known, nodes=2, parameters="11.7M"))
     assert max(map(len, text.splitlines())) <= min(columns, 120)
-    assert text.count("FSDP2 hybrid, replicas") == {40: 11, 80: 3}.get(columns, 2)  # once per part of a split table
-    for header in ("each micro-step", "per update", "s per update", "exposed", "< 10% from", "2x wins"):
+    assert text.count("FSDP2 hybrid, replicas") == {40: 3}.get(columns, 1)  # once per part of a split table
+    for header in ("each micro-step", "once", "per update"):
         assert header in " ".join(text.split())
 
 
@@ -362,22 +230,22 @@ class Net(nn.Module):
         return self.norm(torch.dropout(self.layer(x), 0.5, True)).square().mean()
 
 
-def test_model_is_measured_and_left_unchanged():
+def test_model_is_tried_and_left_unchanged():
     net, batch = Net(), {"x": torch.randn(16, 6)}
     net.layer.weight.grad = torch.ones(4, 6)
     mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
-    found = measure_micro_step(net, batch, lambda part: net(part["x"]))
+    found = fit(net, batch, lambda part: net(part["x"]))
     assert (found.parameters, found.gradient_bytes, found.micro_batch_size) == (36, 144, 4)
-    assert found.seconds > 0 and "halved until it fitted" in found.summary
+    assert "halved until it fitted" in found.summary
     assert torch.equal(net.norm.running_mean, mean) and torch.equal(torch.get_rng_state(), state)
     assert torch.equal(net.layer.weight.grad, torch.ones(4, 6)) and net.layer.bias.grad is None
-    forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2, link_gbit=1)
-    assert forecast.steps == 2 and policy(forecast, "DDP, last")["seconds_per_update"] > 0
+    forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2)
+    assert forecast.steps == 2 and policy(forecast, "DDP, last")["bytes_per_update"] == 144
 
 
 def test_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        measure_micro_step(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
+        fit(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
 
 
 # The command
@@ -390,32 +258,32 @@ def setup():
     model = nn.Linear(6, 4)
     return model, torch.randn(8, 6), lambda model, part: model(part).square().mean()
 """
-RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 11.7M --link-gbit 1"
-RUN += " --micro-step-seconds 0.1 --samples 50000 --backend gloo"
+RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 11.7M --samples 50000"
 
 
-def test_command_prints_text_and_json_and_draws(tmp_path, capsys):
-    pytest.importorskip("matplotlib")
+def test_command_prints_text_and_json(capsys):
     words = ["plan", *RUN.split(), "--base-batch-size", "256", "--lr", "0.1"]
-    for name in ("plan.png", "plan.svg"):
-        assert main([*words, "--plot", str(tmp_path / name)]) == 0
+    assert main(words) == 0
     text = capsys.readouterr().out
-    for part in ("4 micro-steps per rank", "49 updates", "DDP, last", "< 10% from", "1706.02677", "2205.10287"):
+    for part in ("4 micro-steps per rank", "49 updates", "DDP, last", "1706.02677", "2205.10287"):
         assert part in text
-    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (tmp_path / "plan.svg").read_text()
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 4 and found["windows"]["samples"] == 1024 and found["learning_rate"]["kappa"] == 3.90625
     rows = {row["policy"]: row for row in found["policies"]}
-    assert rows["DDP, every"]["seconds_per_update"] > rows["DDP, last"]["seconds_per_update"] > 0.4
+    assert rows["DDP, every"]["bytes_per_update"] == 4 * rows["DDP, last"]["bytes_per_update"]
 
 
-def test_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
+def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
     (tmp_path / "planned.py").write_text(FACTORY)
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2", "--link-gbit", "1"]) == 0
+    assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert "measured here" in text and "more than 8 was not probed" in text and "28 parameters" in text
+    assert (
+        "a micro-batch of 8 samples fits on cpu" in text
+        and "more than 8 was not tried" in text
+        and "28 parameters" in text
+    )
 
 
 @pytest.mark.parametrize(
@@ -423,22 +291,12 @@ def test_command_measures_a_model_by_its_path(tmp_path, monkeypatch, capsys):
     [
         ("--ranks 3 --nodes 2", "ValueError: ranks=3 on nodes=2, expected as many on each node; give 2 or 4 ranks"),
         ("--parameters x", "parameters='x', expected a whole number such as"),
-        ("--batch-size 8 --plot a.png", "nothing to draw without seconds"),
-        ("--ranks 2 --tp 2 --plot a.png", "leave out --tp, --cp and --pp, with which they are not predicted"),
-        (f"{RUN} --plot a.txt", "expected .png, .svg or .pdf"),
     ],
 )
 def test_mistakes_at_the_command_print_one_line_and_exit_with_status_2(capsys, words, text):
     assert main(["plan", *words.split()]) == 2
     seen = capsys.readouterr()
     assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
-
-
-def test_missing_matplotlib_prints_one_sentence_with_the_cure(monkeypatch, capsys):
-    for name in ("matplotlib", "matplotlib.figure"):  # another test may have imported them
-        monkeypatch.setitem(sys.modules, name, None)
-    assert main(["plan", *RUN.split(), "--plot", "a.png"]) == 2
-    assert "pip install distaccum[plot]" in capsys.readouterr().err
 
 
 def test_help_shows_an_example(capsys):

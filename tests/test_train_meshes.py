@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,6 @@ from engines import FSDP2_RUNS_ON_CPU
 from programs import ROOT
 from test_train import go_back, log_of, only_line, proven, same, trained
 from torch import nn
-
-from distaccum import plan
 
 needs_fsdp2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 CONFIGS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
@@ -85,61 +82,6 @@ def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
         assert f"was made with {name} = 2 and this run has 1; give the same" in only_line(done.text), done.text
     assert expected in trained(programs, out, *options, "--checkpoint-every", 0, "--resume", ranks=4)
     assert same(tmp_path / "whole", out)
-
-
-COUNTED = """
-import sys
-from counting import Counting
-import train
-from distaccum import Accumulator
-
-windows = Accumulator.windows
-
-def counted(accumulator, loader):
-    for index, window in enumerate(windows(accumulator, loader)):
-        with Counting() as counting:
-            yield window
-        if index == 1:  # the schedule's first call has sent shapes
-            for name, numbers in counting.take():
-                print("sent", name, numbers)
-
-Accumulator.windows = counted
-sys.exit(train.main(sys.argv[1:]))
-"""
-
-
-@needs_fsdp2
-@pytest.mark.parametrize("name", CONFIGS)
-def test_planned_bytes_are_those_that_a_run_sends(programs, tmp_path, monkeypatch, name):
-    """Of two layers in four micro-steps of four rows."""
-    monkeypatch.syspath_prepend(ROOT / "launch")
-    from training.gpt import Block
-
-    text = tmp_path / "rows.md"
-    text.write_text("\n\n".join(f"row {i} ".ljust(48, "w") for i in range(100)))  # each of as many tokens
-    options = (*ADAMW, "--batch-size", 32, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3)
-    out = ("--quiet", "--evaluate-every", 9, "--checkpoint-every", 0, "--out", tmp_path / "run")
-    done = programs.run("-c", COUNTED, *options, *out, ranks=4, PYTHONPATH=str(ROOT / "tests"))
-    sent = [(kind, 4 * int(numbers)) for kind, numbers in re.findall(r"^sent (\w+) (\d+)$", done.text, re.MULTILINE)]
-    layer = sum(p.numel() for p in Block(64).parameters())
-    forecast = plan(
-        **{"batch_size": 32, "micro_batch_size": 4, "ranks": 4, name: 2, "backend": "gloo"},
-        **{"tokens": 48, "width": 64, "layers": 2, "parameters": 2 * layer},
-    )
-    (shared,) = forecast.shared
-    hidden = 4 * 48 * 64 * 4
-    if name == "tp":  # of the planned four in a layer, that of the attention's input is three: one each for q, k, v
-        found = [size for kind, size in sent if kind == "all_reduce" and size == hidden]
-        assert sum(found) == shared["bytes_per_update"] * 6 // 4
-    elif name == "cp":  # gloo's reduce-scatter all-reduces
-        found = [size for kind, size in sent if kind in ("all_gather_into_tensor", "reduce_scatter_tensor")]
-        assert sum(found) == shared["bytes_per_update"]
-    else:
-        assert sum(size for kind, size in sent if kind == "send") == shared["bytes_per_update"]
-    if name == "pp":  # a layer in each stage, and once the gather that is planned once per update
-        gathered = [size // 3 for kind, size in sent if kind == "_allgather_base_"]
-        planned = next(row for row in forecast.policies if row["policy"] == "FSDP2, last")
-        assert 4 * planned["bytes_per_micro_step"] == sum(size for size in gathered if size == 2 * layer) - 2 * layer
 
 
 TEXT = ("--task", "language", "--plan", "4")

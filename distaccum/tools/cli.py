@@ -25,7 +25,6 @@ from .. import __version__
 from ..law.shares import REDUCTIONS
 from .plan.forecast import plan
 from .plan.learning_rate import Optimizer
-from .plan.network import BACKENDS, BUCKET_MB
 
 if TYPE_CHECKING:
     from ..law.batches import Count
@@ -221,58 +220,31 @@ def _count(text: str) -> Count:
 PLAN = """
 examples:
   distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --samples 50000
-  distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M \\
-      --link-gbit 25 --node-gbit 400 --micro-step-seconds 0.2 --plot plan.png
-  distaccum plan --batch-size 64 --micro-batch-size 2 --ranks 16 --tp 4 --parameters 7e9 \\
-      --tokens 4096 --width 4096 --layers 32
-  distaccum plan --model my_training:setup --batch-size 4096 --ranks 8 --nodes 2 --link-gbit 10
+  distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M
+  distaccum plan --model my_training:setup --batch-size 4096 --ranks 8
   distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
 
 A result whose arguments are missing is left out, and the text names them. --model takes the function that check takes
-(see distaccum check --help), and measures parameters and seconds on this machine.
+(see distaccum check --help), counts its parameters, and tries what fits on this machine.
 
 exit status: 0 planned, 2 the plan failed
 """
 
 
 def _add_plan(commands: Any) -> None:
-    about = "predict steps, cut, bytes, seconds and learning rate of a run before it starts"
+    about = "work out steps, cut, bytes and learning rate of a run before it starts"
     parser = _command(commands, "plan", _plan, about, PLAN)
     count = {"metavar": "N"}
     parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
     parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
-    parser.add_argument("--ranks", type=int, default=1, **count, help="number of ranks (%(default)s)")
+    parser.add_argument("--ranks", type=int, default=1, **count, help="number of data-parallel ranks (%(default)s)")
     parser.add_argument(
         "--nodes", type=int, default=1, **count, help="number of nodes, with equal numbers of ranks (%(default)s)"
     )
-    for name, text in (("tp", "tensor-parallel ranks"), ("cp", "context-parallel ranks"), ("pp", "pipeline stages")):
-        parser.add_argument(f"--{name}", type=int, default=1, **count, help=f"{text}, among the ranks (%(default)s)")
-    for name, text in (("tokens", "tokens of a sample"), ("width", "numbers of a token between two layers")):
-        parser.add_argument(f"--{name}", **count, help=f"{text}, for what --tp, --cp and --pp send")
-    parser.add_argument("--layers", **count, help="layers of attention, for the same")
     parser.add_argument("--samples", **count, help="samples in an epoch")
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
     parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")
-    parser.add_argument("--model", metavar="MODULE:FACTORY", help="measure parameters, seconds and the size that fits")
-    parser.add_argument("--micro-step-seconds", type=float, metavar="S", help="seconds of a forward and backward")
-    parser.add_argument("--link-gbit", type=float, metavar="G", help="rate between nodes, each way, in Gbit/s")
-    parser.add_argument("--node-gbit", type=float, metavar="G", help="rate of a rank within its node")
-    parser.add_argument("--backend", choices=BACKENDS, help="(nccl where there is a CUDA device, else gloo)")
-    parser.add_argument("--latency-us", type=float, metavar="T", help="latency of a hop, in microseconds")
-    parser.add_argument("--efficiency", type=float, metavar="E", help="the fraction of the rate that collectives reach")
-    parser.add_argument(
-        "--gather-efficiency", type=float, metavar="E", help="the fraction that all-gathers reach, if different"
-    )
-    parser.add_argument(
-        "--cpu-seconds-per-gb",
-        type=float,
-        default=0.0,
-        metavar="S",
-        help="seconds that sending takes of a rank's only core",
-    )
-    parser.add_argument(
-        "--bucket-mb", type=float, default=BUCKET_MB, metavar="M", help="size of a collective (%(default)s)"
-    )
+    parser.add_argument("--model", metavar="MODULE:FACTORY", help="count its parameters, and try what fits here")
     parser.add_argument("--base-batch-size", **count, help="the batch size that --lr and --betas suit")
     parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate for --base-batch-size")
     parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(default: advice on both)")
@@ -280,11 +252,10 @@ def _add_plan(commands: Any) -> None:
         "--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="betas of Adam (0.9 0.999)"
     )
     parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (mean)")
-    parser.add_argument("--plot", metavar="FILE", help="draw the seconds (png, svg or pdf)")
 
 
 def _plan(given: argparse.Namespace) -> int:
-    unknown = ("command", "run", "json", "plot", "traceback", "model")
+    unknown = ("command", "run", "json", "traceback", "model")
     options = {name: value for name, value in vars(given).items() if name not in unknown}
     if given.model is not None:
         *made, others = _made_by(given.model)
@@ -294,8 +265,6 @@ def _plan(given: argparse.Namespace) -> int:
                 options[name] = others[name]
     options["reduction"] = options["reduction"] or "mean"
     forecast = plan(**options)
-    if given.plot is not None:
-        forecast.plot(given.plot)
     print(forecast.to_json() if given.json else forecast)
     return 0
 

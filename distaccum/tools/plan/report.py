@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 from ...law.table import table, width, wrapped
 from .cuts import Cut, Tail, number_of
-from .network import LEVELS
-from .plot import bytes_text, draw_plan, seconds_text
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     """The result of `plan`: None where an argument is missing, which `missing` names.
 
-    `print(forecast)` is the text of `distaccum plan`, `to_json()` its `--json`, `plot(path)` its `--plot`.
+    `print(forecast)` is the text of `distaccum plan`, `to_json()` its `--json`.
 
     Attributes:
-        given (dict[str, Any]): The arguments, with counts as numbers and what was measured or chosen.
+        given (dict[str, Any]): The arguments, with counts as numbers and what `model` gave.
         gradient_bytes (int | None): Bytes of a whole gradient.
         steps (int | None): Micro-batches per rank and update.
         windows (Cut | None): What an update holds by `windows(loader)`, in whole micro-batches: its `samples`, and in
@@ -32,15 +29,10 @@ class Forecast:
             (a Cut), its `share` of a whole window's samples, `ranks_with_fewer_micro_batches` and `dry_ranks` in it.
         split_tail (Tail | None): The same by `split(batch)`.
         policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`, with these keys: `policy`, its name;
-            `bytes_per_micro_step`, `bytes_once` and `bytes_per_update` that a rank sends; `seconds_per_update` and
-            their `timing`; `window_for`, the shortest windows that expose less than 10% and 5% communication;
-            `next_doubling_wins`, the part of the time per sample that a window twice as long saves; and `line`, seconds
-            per micro-step and per update.
-        shared (tuple[dict[str, Any], ...]): A row for each way in which ranks share samples (`dimension`: tp, cp, pp):
-            `ranks`, the `calls` of a micro-step, and `bytes_per_micro_step` and `bytes_per_update` that a rank sends.
+            and `bytes_per_micro_step`, `bytes_once` and `bytes_per_update` that a rank sends.
         learning_rate (dict[str, Any] | None): `kappa`, the batch in base batches; `advice`, sentences; with `optimizer`
             also `lr_times`, `lr`, and for Adam `betas` and `eps_times`.
-        notes (tuple[str, ...]): What was measured or chosen for you.
+        notes (tuple[str, ...]): Remarks, as on the micro-batch that fits.
         missing (tuple[str, ...]): Which options to give for what is None.
     """
 
@@ -52,7 +44,6 @@ class Forecast:
     windows_tail: Tail | None
     split_tail: Tail | None
     policies: tuple[dict[str, Any], ...]
-    shared: tuple[dict[str, Any], ...]
     learning_rate: dict[str, Any] | None
     notes: tuple[str, ...]
     missing: tuple[str, ...]
@@ -71,10 +62,6 @@ class Forecast:
         lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes), *self._cuts(), *self._tails()]
         if self.policies:
             lines += ["", *self._sent()]
-        if any(row["bytes_per_micro_step"] is not None for row in self.shared):
-            lines += ["", *self._shared()]
-        if any(row["line"] is not None for row in self.policies):
-            lines += ["", *self._seconds()]
         if self.learning_rate is not None:
             batch, base = given["batch_size"], given["base_batch_size"]
             lines += ["", f"learning rate for a batch of {batch:,} from {base:,} (rules of thumb: try them)"]
@@ -82,17 +69,6 @@ class Forecast:
         if self.missing:
             lines += ["", "to know more, give", *(f"  {one}" for one in self.missing)]
         return "\n".join(wrapped(lines, width()))
-
-    def plot(self, path: str | Path) -> None:
-        """Draws seconds per micro-step against the window's length, and the parts of an update; needs matplotlib.
-
-        Args:
-            path: The file; its ending says png, svg or pdf.
-
-        Raises:
-            ValueError: There are no seconds to draw; `missing` says what to give.
-        """
-        draw_plan(self.as_dict(), Path(path))
 
     def _cuts(self) -> Iterator[str]:
         if self.steps is None or self.windows is None or self.split is None:
@@ -125,52 +101,17 @@ class Forecast:
 
     def _sent(self) -> list[str]:
         parameters = f"{self.given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
-        parts = self.given["tp"] * self.given["pp"]
-        parameters += f", 1/{parts} on each rank" if parts > 1 else ""
         cells = [["", "each micro-step", "once", "per update"]]
         for row in self.policies:
             counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "once", "per_update"))
             cells.append([row["policy"], *map(bytes_text, counts)])
-        return [f"sent by each rank ({parameters}, on {self.given['backend']})", *table(cells, width())]
-
-    def _shared(self) -> list[str]:
-        cells = [["", "each micro-step", "per update"]]
-        for row in self.shared:
-            counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "per_update"))
-            cells.append([f"{row['dimension']} = {row['ranks']}: {row['calls']}", *map(bytes_text, counts)])
-        given = self.given
-        sizes = f"{given['micro_batch_size']:,} x {given['tokens']:,} tokens x {given['width']:,}"
-        title = f"sent by each rank to those that share its samples ({sizes}, {number_of(given['layers'], 'layer')})"
-        return [title, *table(cells, width())]
-
-    def _seconds(self) -> list[str]:
-        given, transport = self.given, self.given["link"]
-        names = ("update", "compute", "exposed", "hidden", "latency")
-        cells = [["", "s per update", *names[1:], *(f"< {level:.0%} from" for level in LEVELS), "2x wins"]]
-        for row in self.policies:
-            timing, windows, wins = row["timing"] or {}, row["window_for"], row["next_doubling_wins"]
-            cell = [row["policy"], *(seconds_text(timing.get(name)) for name in names)]
-            cell += ["-" if windows is None else _window(windows[f"{level:.0%}"]) for level in LEVELS]
-            cells.append([*cell, "-" if wins is None else f"{wins:.1%}"])
-        reached = f"{transport['reduce']:.0%} of the rate for reductions and {transport['gather']:.0%} for gathers"
-        return [
-            *("predicted", *table(cells, width())),
-            f"  {given['micro_step_seconds']:.4g} s per micro-step{_rates_text(given)}",
-            f"  {transport['latency'] * 1e6:g} us per hop, {reached}",
-            f"  ({transport['source']})",
-            "  exposed: communication that ranks wait for; hidden: during a forward or backward; latency: the part of "
-            "both that does not depend on bytes; < 10% from: the shortest window that exposes less than 10% of its "
-            "time, after which more accumulation hardly helps; 2x wins: time per sample saved by doubling the window",
-        ]
+        return [f"sent by each rank ({parameters})", *table(cells, width())]
 
 
-def _rates_text(given: Mapping[str, Any]) -> str:
-    between, within = given["link_gbit"], given["node_gbit"]
-    if given["nodes"] == 1:
-        return f", {within or between:g} Gbit/s between ranks"
-    rate = "" if between is None else f", {between:g} Gbit/s between nodes"
-    return rate + ("" if within is None else f", {within:g} within one")
-
-
-def _window(length: int | None) -> str:
-    return "never" if length is None else f"K = {length:,}"
+def bytes_text(number: int | None) -> str:
+    if number is None:
+        return "-"
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if number >= size:
+            return f"{number / size:.4g} {unit}" if number < 1000 * size else f"{number / size:,.0f} {unit}"
+    return f"{number} B"
