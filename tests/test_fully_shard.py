@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -437,6 +438,97 @@ def test_gradients_from_before_the_window_are_cleared(ranks, how):
     (wrong, warned), (other, _) = ranks(2).run(stale, how)
     assert wrong <= 1e-10 and other <= 1e-10
     assert len(warned) == 1 and "gradients that stood before the window" in warned[0]
+
+
+WAYS = [
+    "evaluation in the loop",
+    "evaluation before step()",
+    "part of an evaluation, which prefetches",
+    "kept after backward",
+    "kept after forward",
+    "unshard()",
+    "unshard(async_op=True)",
+    "step() fails",
+    "the caller's step fails, a new Accumulator",
+    "skipped",
+]
+
+
+def replicated(module: nn.Module) -> nn.Module:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+    return replicate(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def weights_left_gathered(wrap: Any, ways: list[str]) -> dict[str, float]:
+    """By what happened between a last backward and its step: how far three updates are from those of a plain net."""
+    return {how: moved_after(wrap, how) for how in ways}
+
+
+def moved_after(wrap: Any, how: str) -> float:
+    rank, world, lr = dist.get_rank(), dist.get_world_size(), 0.5
+    model, plain, failed = make_net_without_router(), make_net_without_router(), []
+    for layer in (model.body[0], model.body[2]):
+        wrap(layer)
+    optimizer = SGD(wrap(model).parameters(), lr=lr)
+
+    def fail(*_: Any) -> None:
+        if "fails" in how and not failed:
+            failed.append(how)
+            raise KeyError(how)
+
+    optimizer.register_step_post_hook(fail)
+    options = {"on_nonfinite": "skip"} if how == "skipped" else {}
+    accumulator = Accumulator(model, None if "caller" in how else optimizer, **options)
+    for index in range(3):
+        window = accumulator.window(micro_batches_of([[2, 1]] * world, index, rank))
+        if how.startswith("kept"):
+            getattr(model, f"set_reshard_after_{how.split()[-1]}")(False)
+        if "prefetches" in how and index:  # whose root has run once
+            model.body[0].set_modules_to_forward_prefetch([model.body[2]])
+        for i, batch in enumerate(window):
+            loss = loss_of(model, batch)
+            window.backward(loss * float("nan") if how == "skipped" and index == 1 and i == 1 else loss)
+            if how == "evaluation in the loop":
+                with torch.no_grad():
+                    loss_of(model, batch)
+        with torch.no_grad():
+            if how == "evaluation before step()" or "fails" in how:
+                loss_of(model, batch)
+            elif "prefetches" in how:
+                model.body[0](batch["x"])
+        if how.startswith("unshard"):
+            for module in (model, model.body[0], model.body[2]):
+                module.unshard(async_op="async" in how)
+        stepped = True
+        try:
+            if "caller" in how:
+                optimizer.step()
+            stepped = window.step().stepped or "caller" in how
+        except KeyError:
+            if "new" in how:
+                optimizer.zero_grad()
+                accumulator = Accumulator(model)
+        if stepped:
+            every = [b for r in range(world) for b in micro_batches_of([[2, 1]] * world, index, r)]
+            loss_of(plain, join(every)).backward()
+            with torch.no_grad():
+                for parameter in plain.parameters():
+                    parameter -= lr * parameter.grad
+                    parameter.grad = None
+    return error(full_weights(model), torch.cat([p.detach().flatten() for p in plain.parameters()]))
+
+
+@pytest.mark.parametrize("kind", ["kept over two of four ranks after forward", "replicated"])
+def test_weights_gathered_before_a_step_are_not_used_after_it(ranks, kind):
+    if kind != "replicated":
+        world, wrap, ways = 4, partial(fully_shard, reshard_after_forward=2), WAYS
+    elif hasattr(FSDPParamGroup, "_reset_iter_state"):
+        world, wrap, ways = 2, replicated, [how for how in WAYS if how != "kept after forward"]  # as copies are anyway
+    else:
+        pytest.skip("replicate() of this torch is fully_shard on a hybrid mesh")
+    for seen in ranks(world).run(weights_left_gathered, wrap, ways, seconds=60):
+        assert seen == {how: pytest.approx(0, abs=1e-10) for how in ways}
 
 
 def torn(where: str, sync: str) -> Any:

@@ -17,6 +17,7 @@ from engines import FSDP2_RUNS_ON_CPU, full
 from problems import IGNORED, error, make_batch
 from torch import Tensor, nn
 from torch.distributed import pipelining
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import distribute_tensor
@@ -62,9 +63,9 @@ class Pipe:
         here, every = self.mesh["stage"].get_local_rank(), by_stage(kind)
         self.here = [here] if len(every) == 2 else [here, 3 - here] if kind == "ZBVZeroBubble" else [here, here + 2]
         self.modules: list[nn.Module] = [every[i] for i in self.here]
-        if wrap == "fsdp2":
+        if wrap in ("fsdp2", "replicate"):
             for module in self.modules:
-                fully_shard(module, mesh=self.mesh["data"])
+                (fully_shard if wrap == "fsdp2" else replicate)(module, mesh=self.mesh["data"])
         elif wrap == "ddp":
             group = self.mesh["data"].get_group()
             self.modules = [DistributedDataParallel(module, process_group=group) for module in self.modules]
@@ -147,7 +148,7 @@ def test_law_holds_over_stages_without_data_parallelism(ranks, kind):
 
 
 @pytest.mark.parametrize("options", [{"reduction": "sum"}, {"reduction": "sum_to_mean"}, {"max_norm": 0.05}])
-@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("wrap", ["ddp", "replicate"])
 def test_law_holds_over_stages_for_each_reduction_and_clipped(ranks, options, wrap):
     within(ranks(4).run(law_of_stages, "1F1B", wrap, options))
 

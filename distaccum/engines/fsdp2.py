@@ -87,10 +87,9 @@ class FullyShardEngine(RanksEngine):
             )
 
     def parameters(self) -> list[nn.Parameter]:
-        # While they are gathered, modules show other tensors than those that the optimizer has.
-        gathered = {id(private.gathered_of(p)) for p in self._every}
+        others = {id(one) for p in self._every for one in private.shown_for(p)}  # which no optimizer has
         every = [*super().parameters(), *(p.sharded_param for p in self._every)]
-        return list({id(p): p for p in every if id(p) not in gathered}.values())
+        return list({id(p): p for p in every if id(p) not in others}.values())
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         own = {id(p.sharded_param) for p in self._every}  # which model.to() replaces
@@ -147,6 +146,7 @@ class FullyShardEngine(RanksEngine):
         return max(plan.num_counted) - 1 if self._policy == "every" else 0
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        self.show_parameters()  # weights may have changed since they were gathered
         self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
         self.refuse_unknown_parts(self._by_hand)  # a loss's own too
         self._unused = [p for p in self._every if _is_trained(p)]

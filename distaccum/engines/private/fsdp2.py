@@ -112,6 +112,11 @@ def gathered_of(parameter: Any) -> Any:
     return getattr(parameter, "_unsharded_param", None)
 
 
+def shown_for(parameter: Any) -> list[Any]:
+    """Tensors that modules may show in its place: gathered, or kept over fewer ranks from forward to backward."""
+    return [gathered_of(parameter), getattr(parameter, "_sharded_post_forward_param", None)]
+
+
 def unsharded_gradient(parameter: Any) -> Tensor | None:
     kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)  # up to torch 2.13
     if kept is None and (gathered := gathered_of(parameter)) is not None:
@@ -136,9 +141,13 @@ def holds_gradients(group: Any) -> bool:
 
 
 def reshard_groups(groups: Iterable[Any]) -> None:
+    """Drops what was gathered, and the copies of parameters that are not sharded: the next forward makes them anew.
+
+    Also what was kept over fewer ranks after forward, and what an `unshard(async_op=True)` or a prefetch still brings.
+    """
     for group in groups:
-        if group.is_unsharded and is_sharded(group):
-            group._to_sharded()
+        group.wait_for_unshard()
+        group._to_sharded()
 
 
 def reduce_now(group: Any) -> None:
