@@ -13,6 +13,7 @@ import copy
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,8 +35,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import wrappers
+
 from distaccum import Accumulator
-from distaccum.tools import wrap
 
 WIDE = torch.float32
 Wrapped = tuple[nn.Module, Any]
@@ -61,14 +64,14 @@ def plain(dtype: torch.dtype) -> Wrapped:
 
 
 def ddp(dtype: torch.dtype) -> Wrapped:
-    model = wrap.ddp(net(dtype))
+    model = wrappers.ddp(net(dtype))
     return model, SGD(model.parameters(), lr=1.0)
 
 
 def fsdp2(reduce_dtype: torch.dtype | None) -> Callable[[torch.dtype], Wrapped]:
     def wrapped(dtype: torch.dtype) -> Wrapped:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-        model = wrap.fully_sharded(net(dtype).float(), mp_policy=policy)
+        model = wrappers.fully_sharded(net(dtype).float(), mp_policy=policy)
         return model, SGD(model.parameters(), lr=1.0)
 
     return wrapped
@@ -78,8 +81,8 @@ def zero(stage: int, accumulate: str | None) -> Callable[[torch.dtype], Wrapped]
     def wrapped(dtype: torch.dtype) -> Wrapped:
         model = net(dtype)
         adds_up = {"data_types": {"grad_accum_dtype": accumulate}} if accumulate else {}
-        config = wrap.zero_config(stage, bf16={"enabled": True}, **adds_up)
-        return wrap.deepspeed(model, SGD(model.parameters(), lr=1.0), config)[0], None
+        config = wrappers.zero_config(stage, bf16={"enabled": True}, **adds_up)
+        return wrappers.deepspeed(model, SGD(model.parameters(), lr=1.0), config)[0], None
 
     return wrapped
 
