@@ -12,7 +12,6 @@ from programs import ROOT
 
 SMALLEST = {
     "gpu.py": ["--small", "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto", "idle"],
-    "fits.py": ["--updates", 1, "--models", "transformer", "--limit", 0.4],
     "noise.py": ["--rounds", 1, "--runs", 1, "--after", 2],
 }
 
