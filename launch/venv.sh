@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes or refreshes .venv with the extras asked for, as in: bash launch/venv.sh test
 # Does nothing where they are there already. PYTHON=python3.12 picks another interpreter, VENV another folder, and
-# ONLY="torch==2.6.*" versions.
+# ONLY="torch==2.9.*" versions.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extras=${1:?"which extras? (launch, test, ...)"}

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, fully_sharded
+from engines import fully_sharded
 from inside import num_micro_steps_of, window_of
 from problems import make_batch, make_net_without_router
 from ranks import RankError, Ranks
@@ -38,7 +38,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, DistaccumError
 from distaccum.law.sizes import PROOFS
 
-ENGINES = {"plain": 1, "DDP": 2, **({"FSDP2": 2} if FSDP2_RUNS_ON_CPU else {})}
+ENGINES = {"plain": 1, "DDP": 2, "FSDP2": 2}
 POSITIONS = ("first", "middle", "last")
 UPDATES = 4
 LOST = re.compile("lost contact with the other ranks|[Cc]onnection (closed|reset)|[Tt]imed? ?out")

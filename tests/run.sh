@@ -26,7 +26,7 @@ while (($#)); do
         [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--slowest ${2:-}, expected how many"
         words+=("--durations=$2" --durations-min=0.1) && shift
         ;;
-    --oldest) venv=.venv-oldest only="torch==2.6.* accelerate==1.8.* deepspeed==0.16.*" lint='' ;;
+    --oldest) venv=.venv-oldest only="torch==2.9.* accelerate==1.11.* deepspeed==0.18.*" lint='' ;;
     *) words+=("$1") ;;
     esac
     shift

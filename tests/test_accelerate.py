@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, engine_name
+from engines import engine_name
 from problems import big_batch, error, gradient, make_batch, make_net, make_net_without_router, sample_loss, weights
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -367,7 +367,6 @@ def fsdp2_of_accelerate() -> Any:
                 del os.environ[key]
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_fsdp2_model_from_prepare_trains_exactly(ranks):
     for engine, wrong in ranks(2).run(fsdp2_of_accelerate):
         assert engine == "FSDP2 (fully_shard)"

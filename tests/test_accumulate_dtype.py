@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, import_deepspeed, zero_config
+from engines import import_deepspeed, zero_config
 from problems import CASES, big_batch, error, gradient, make_net, micro_batches_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
@@ -595,7 +595,6 @@ def fsdp2(policy, sync, model_dtype=torch.float32, accumulate_dtype=torch.float3
 BF16 = torch.bfloat16
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 on CPU needs a newer torch")
 @pytest.mark.parametrize(
     ("policy", "sync", "dtype", "is_refused"),
     [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from engines import COALESCES, FSDP2_RUNS_ON_CPU
+from engines import COALESCES
 from programs import ROOT, Done, Programs
 
 
@@ -66,7 +66,6 @@ def test_batches_by_tokens_have_the_gradient_of_fixed_rows_and_less_padding(prog
         assert ways["cost"]["micro-batches"] <= ways["fixed"]["micro-batches"]
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path):
     out = tmp_path / "meshes"
     done = run(programs, "meshes.py", "--rounds", 1, "--width", 64, "--warm-up", 1, "--out", out)
@@ -90,6 +89,7 @@ def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path)
 @pytest.mark.parametrize(
     ("program", "options"),
     [
+        ("advice.py", ["--rounds", "0"]),
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("noise.py", ["--runs", "0"]),

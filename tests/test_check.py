@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, zero
+from engines import zero
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy, dropout, normalize
@@ -418,7 +418,7 @@ def over_ranks(kind: str, what: str) -> Report:
     [
         "DDP",
         "DDP views",
-        pytest.param("FSDP2", marks=pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")),
+        "FSDP2",
         "FSDP1",
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, KINDS, fully_sharded
+from engines import KINDS, fully_sharded
 from problems import error, gradient, weights
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -412,13 +412,10 @@ def contrasted(name: str, loss: str, layouts: list[tuple[int, ...]], sync: str) 
     return seen
 
 
-FSDP2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
-
-
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize(
     "name",
-    ["DDP", "DDP views", "DDP find", pytest.param("FSDP2", marks=FSDP2), pytest.param("FSDP2 parts", marks=FSDP2)],
+    ["DDP", "DDP views", "DDP find", "FSDP2", "FSDP2 parts"],
 )
 def test_gradient_is_exact_on_uneven_ranks(ranks, name, loss):
     for seen in ranks(2).run(contrasted, name, loss, LAYOUTS, "last"):
@@ -430,8 +427,8 @@ def test_gradient_is_exact_on_uneven_ranks(ranks, name, loss):
     [
         ("DDP", "every"),
         ("DDP static", "last"),
-        pytest.param("FSDP2", "every", marks=FSDP2),
-        pytest.param("FSDP2 parts", "gathered", marks=FSDP2),
+        ("FSDP2", "every"),
+        ("FSDP2 parts", "gathered"),
     ],
 )
 def test_gradient_is_exact_under_other_policies(ranks, name, sync):

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU
 from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -79,7 +78,6 @@ def dry_after_a_skip():
         return str(refused)
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="not on CPU in torch 2.6")
 def test_micro_batch_of_a_skipped_window_does_not_stand_in(ranks):
     for message in ranks(2).run(dry_after_a_skip):
         assert "rank 1 has none from an earlier window to stand in" in message

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, full
+from engines import full
 from problems import IGNORED, error, gradient, join, make_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -24,7 +24,6 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
 
-pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 EXPERTS = 4
 # Sizes of micro-batches by data rank: even, uneven, two dry ranks.
 WINDOWS = [[[2, 2], [2, 2], [1, 3], [2, 1]], [[3, 1], [2], [1, 2, 1], [4]], [[], [3, 1], [2], []]]

@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, full_gradient
+from engines import full_gradient
 from problems import Batch, error, gradient, join, loss_of, make_batch, make_net, make_net_without_router, token_loss
 from ranks import Ranks
 from test_meshes import criterion, make_text, parallelized
@@ -35,7 +35,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from distaccum import Accumulator, count_samples, count_tokens
 
 PAGE = Path(__file__).parent.parent / "docs" / "field.md"
-pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 EXACT = 1e-10
 Numbers = tuple[float | str, float]  # of the naive loop, and of ours
 CASES: dict[str, tuple[int, Callable[[], Numbers]]] = {}  # by thread: the number of ranks (0: this process), the case

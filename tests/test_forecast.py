@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -117,8 +116,7 @@ def all_sent_here(cases):
 @pytest.mark.parametrize("world", [2, 3])
 def test_planned_bytes_equal_those_of_counted_collectives(ranks, world):
     cases = [("DDP", "last", 3), ("DDP", "every", 3)]
-    if FSDP2_RUNS_ON_CPU:
-        cases += [("FSDP2", sync, 3) for sync in ("last", "every", "gathered")]
+    cases += [("FSDP2", sync, 3) for sync in ("last", "every", "gathered")]
     for found in ranks(world).run(all_sent_here, cases):
         for (engine, sync, steps), sent in zip(cases, found, strict=True):
             forecast = plan(batch_size=steps * world, micro_batch_size=1, ranks=world, parameters=NUMBERS)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, full, full_gradient, full_weights, fully_sharded
+from engines import full, full_gradient, full_weights, fully_sharded
 from problems import (
     error,
     gradient,
@@ -34,7 +34,6 @@ from torch.optim import SGD, AdamW
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.engines.private.fsdp2 import reduce_unused
 
-pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 EVEN = [[2, 1, 3, 2]] * 4
 
 
@@ -792,7 +791,7 @@ def test_nan_in_the_shard_of_any_one_rank_is_refused(ranks, rank, on_nonfinite):
 
 
 def test_torch_without_dtypes_of_gradients_leaves_unused_parameters_to_the_user():
-    class Parameter:  # as in torch 2.6, whose FSDP2 does not run on a CPU
+    class Parameter:  # as in torch 2.9
         mp_policy = MixedPrecisionPolicy()
         sharded_param = object()
 

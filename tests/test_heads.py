@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, full_weights
+from engines import full_weights
 from problems import error, gradient, join, make_batch, weights
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -230,9 +230,6 @@ def over_ranks(name: str, sync: str) -> tuple[list[float], list[int]]:
     return wrongs, reductions
 
 
-FSDP2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
-
-
 @pytest.mark.parametrize(
     ("name", "sync"),
     [
@@ -240,7 +237,7 @@ FSDP2 = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on 
         ("DDP views", "last"),
         ("DDP find", "last"),
         ("DDP", "every"),
-        *(pytest.param("FSDP2", sync, marks=FSDP2) for sync in ("last", "gathered", "every")),
+        *(("FSDP2", sync) for sync in ("last", "gathered", "every")),
     ],
 )
 def test_gradient_is_exact_on_uneven_ranks(ranks, name, sync):

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, full_weights, layers, wrappers
+from engines import full_weights, layers
 from problems import error, gradient, join, make_batch, make_net_without_router, sample_loss, token_loss, weights
 from ranks import launched
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, count_tokens
+from distaccum.tools import wrap
 
 SIZES = [[7, 5, 6, 2, 8], [3, 4, 1, 5, 2]]  # of the batches of each rank
 MAX_NORM = 0.2  # clips some
@@ -163,7 +164,7 @@ class Tokens(Module):
     """A batch is a list of micro-batches; the module is cut up by FSDP2."""
 
     def configure_model(self) -> None:
-        wrappers.fully_sharded(self.net, layers(self.net), mesh=self.device_mesh["data_parallel"])
+        wrap.fully_sharded(self.net, layers(self.net), mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         return [SGD(self.parameters(), lr=1.0)], []
@@ -190,7 +191,6 @@ def sharded() -> Any:
     return error(before - full_weights(module), gradient(exact))
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_window_of_a_list_of_micro_batches_is_exact_under_model_parallel_strategy(ranks):
     assert max(ranks(2).run(sharded)) <= 1e-10
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import COALESCES, FSDP2_RUNS_ON_CPU, fully_sharded
+from engines import COALESCES, fully_sharded
 from problems import error, join, loss_of, make_batch, make_net_without_router, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -376,14 +376,8 @@ KINDS = {
     "DDP": {"micro_batch_size": 3},
     "DDP, auto": {"micro_batch_size": "auto"},
     "DDP, every": {"micro_batch_size": 3, "sync": "every"},
-    **(
-        {
-            "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
-            "FSDP2, auto": {"micro_batch_size": "auto"},
-        }
-        if FSDP2_RUNS_ON_CPU
-        else {}
-    ),
+    "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
+    "FSDP2, auto": {"micro_batch_size": "auto"},
 }
 
 
@@ -403,7 +397,6 @@ def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on this torch's CPU")
 @pytest.mark.parametrize("number", [1, 2, 3, 8])
 @pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
 def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, number):
@@ -415,7 +408,7 @@ def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, n
 
 @pytest.mark.parametrize("at", [[0, 10], [1, 6], [1, 8]], ids=str)
 @pytest.mark.parametrize("fault", ["bug before forward", "memory before forward"])
-@pytest.mark.parametrize("kind", ["DDP", "DDP, every", *(["FSDP2, gathered"] if FSDP2_RUNS_ON_CPU else [])])
+@pytest.mark.parametrize("kind", ["DDP", "DDP, every", "FSDP2, gathered"])
 def test_window_of_a_proven_size_is_undone_before_its_last_backward(ranks, kind, fault, at):
     ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [9, 6], KINDS[kind])
     assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)

@@ -12,14 +12,12 @@ import test_meshes
 import test_pipeline
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, full
+from engines import full
 from problems import make_batch
 from torch import Tensor
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, Window, count_tokens
-
-pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 
 
 class Job:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, full
+from engines import full
 from problems import error, gradient, join, make_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -31,7 +31,6 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_tokens
 
-pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 # Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
 SHAPES = {"2": (2,), "2 x 2": (2, 2), "2 x 2 x 2": (2, 2, 2)}

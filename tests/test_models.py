@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import FSDP2_RUNS_ON_CPU, full
+from engines import full
 from problems import Batch, error, gradient_of_trunk, join, loss_of, make_batch, run_window, trunk
 from problems import gradient as gradient_of
 from ranks import RankError
@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator
 
-KINDS = ["plain", "DDP", *(["FSDP2", "FSDP2, parts"] if FSDP2_RUNS_ON_CPU else [])]
+KINDS = ["plain", "DDP", "FSDP2", "FSDP2, parts"]
 BOUNDS = {kind: 1e-12 if kind in ("plain", "DDP") else 1e-10 for kind in KINDS}
 # Sizes of micro-batches by rank; a plain module gets those of both. In the last window one rank has none.
 LAYOUTS = [[[3, 1], [2, 5, 1]], [[1, 4], [2]], [[2], [1, 3, 1]], [[5, 1, 2], []]]
@@ -263,7 +263,6 @@ EXCEPTIONS = {  # tested below, or limits
     *((name, kind, option) for name in PROBLEMS for kind in KINDS[2:] for option in OPTIONS if "sparse" in name),
     *(("complex", "FSDP2", option) for option in OPTIONS),
     *(("complex", kind, "scaled") for kind in KINDS),
-    *(("complex", "DDP", option) for option in OPTIONS if not FSDP2_RUNS_ON_CPU),  # nor by torch 2.6's DDP
     # All ranks must use a separately wrapped module in the same order.
     *(("experts", "FSDP2, parts", option) for option in OPTIONS),
 }
@@ -278,14 +277,12 @@ def test_training_equals_training_on_big_batches(ranks, name, kind, option):
         assert wrong <= BOUNDS[kind]
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 @pytest.mark.parametrize("kind", KINDS[2:])
 def test_sparse_gradients_on_shards_are_refused_by_name(ranks, kind):
     with pytest.raises(RankError, match=r"ValueError: .*table.*sparse"):
         ranks(2).run(follow, "sparse", kind, "")
 
 
-@pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_complex_and_real_parameters_in_one_group_are_refused_by_fsdp2(ranks):
     with pytest.raises(RankError, match="FSDP expects uniform original parameter dtype but got"):
         ranks(2).run(follow, "complex", "FSDP2", "")

@@ -233,7 +233,6 @@ def parts_under_fully_shard() -> Any:
     return found, seen, [str(one.message) for one in caught]
 
 
-@pytest.mark.skipif("FSDP2" not in KINDS, reason="FSDP2 does not run on CPU in torch 2.6")
 def test_norms_of_parts_are_exact_under_fully_shard(ranks):
     for rank, (found, unseen, warned) in enumerate(ranks(2).run(parts_under_fully_shard)):
         assert max(found) <= 1e-12

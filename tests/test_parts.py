@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, full
+from engines import full
 from problems import error, gradient
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-
-pytestmark = pytest.mark.skipif(not FSDP2_RUNS_ON_CPU, reason="FSDP2 does not run on CPU in torch 2.6")
 
 
 class Experts(nn.Module):

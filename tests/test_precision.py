@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
-from engines import FSDP2_RUNS_ON_CPU, full_gradient, full_weights, fully_sharded
+from engines import full_gradient, full_weights, fully_sharded
 from problems import error, gradient, gradient_of_trunk, join, loss_of, make_batch, run_window, trunk, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -400,7 +400,7 @@ class Poisoned(torch.autograd.Function):
 
 @pytest.mark.parametrize("where", ["loss", "backward"])
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("kind", ["DDP", *(["FSDP2"] if FSDP2_RUNS_ON_CPU else [])])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
 def test_ranks_agree_on_the_place_of_a_nan(ranks, kind, on_nonfinite, where):
     """A nonfinite loss is found in its micro-batch; a NaN from a backward has no known place in a loop."""
     (seen, unchanged, wrong), (other, also_unchanged, also_wrong) = ranks(2).run(

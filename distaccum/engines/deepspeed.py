@@ -155,13 +155,8 @@ class DeepSpeedEngine(RanksEngine):
         if plan.some_rank_is_dry and getattr(self._optimizer, "immediate_grad_update", False):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches, and a BF16_Optimizer with immediate_grad_update "
-                '(the default in 0.16) takes gradients from backward alone; set "immediate_grad_update": false in the '
-                '"bf16" part of its config, or give each rank a micro-batch'
-            )
-        if plan.some_rank_is_dry and self._stage == 1 and not private.can_fill_a_dry_rank(self._optimizer):
-            raise DistaccumError(
-                f"ranks have {list(plan.num_counted)} micro-batches, and ZeRO stage 1 of this version of DeepSpeed "
-                "cannot reduce on a rank that ran no backward; give each rank a micro-batch, or use DeepSpeed 0.19"
+                'takes gradients from backward alone; set "immediate_grad_update": false (the default) in the "bf16" '
+                "part of its config, or give each rank a micro-batch"
             )
         average = getattr(self._deepspeed, "gradient_average", True)
         self.divisor = self.peers.num_ranks if average else 1  # "gradient_allreduce_op": "sum"

@@ -347,12 +347,7 @@ def _divides_by(groups: Sequence[Any], num_ranks: int) -> float:
                 f"set_all_reduce_hook on the module of {name}: its divisor, and its ranks, cannot be known; use a "
                 "hybrid mesh (replicate, shard) instead"
             )
-        if getattr(group, "reduce_scatter_reduce_op", None) is not None:  # torch 2.6 to 2.8
-            raise DistaccumError(
-                f"set_reduce_scatter_divide_factor on the module of {name}: this version of torch keeps an operation "
-                "from which the factor cannot be read; leave it out (shares cancel what FSDP2 divides by)"
-            )
-        factor = getattr(group, "gradient_divide_factor", None)
+        factor = group.gradient_divide_factor
         by_factor.setdefault(float(factor or len(_data_ranks(group))), []).append(name)
     if len(by_factor) > 1:
         seen = "; ".join(f"{factor:g} for the module of {shorten(names)}" for factor, names in by_factor.items())

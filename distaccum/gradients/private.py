@@ -1,4 +1,4 @@
-"""The private names of torch that gradients need, as they are in torch 2.6 to 2.15."""
+"""The private names of torch that gradients need, as they are in torch 2.9 to 2.15."""
 
 from __future__ import annotations
 

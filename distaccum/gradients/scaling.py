@@ -1,6 +1,6 @@
 """GradScaler, and fused optimizers that divide gradients as they step.
 
-Their private names are those of torch 2.6 to 2.15; each function says what it needs them for, and what happens where
+Their private names are those of torch 2.9 to 2.15; each function says what it needs them for, and what happens where
 they are missing.
 """
 

@@ -107,7 +107,7 @@ class Contrast(Observer):
         """This rank's representations, by micro-batch; all ranks know then that none has failed."""
         with torch.no_grad():
             encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in at.source.to_come()][: at.source.num]
-        torch.clear_autocast_cache()  # torch 2.6 would use the weights again that it cast without a graph
+        torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
         self._engine.show_parameters()
         _refuse_uneven(encoded, [length for (length,) in at.source.counts])
         self._agreement.agree()  # what fails on one rank fails before this; the others wait in it

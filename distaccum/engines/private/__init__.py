@@ -1,6 +1,6 @@
 """The only modules of the engines that use private names of other libraries, a file per library or wrapper.
 
-Unless a function says otherwise, its names were seen in torch 2.6 to 2.15, DeepSpeed 0.16 to 0.19.8 and Accelerate 1.8
+Unless a function says otherwise, its names were seen in torch 2.9 to 2.15, DeepSpeed 0.18 to 0.19.8 and Accelerate 1.11
 to 1.15.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ...law.errors import DistaccumError
 
-SEEN = {"torch": "2.6 to 2.15", "DeepSpeed": "0.16 to 0.19.8"}
+SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8"}
 
 
 def require(library: str, owner: object, *names: str) -> None:

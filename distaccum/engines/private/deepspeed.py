@@ -68,11 +68,6 @@ def step_id_of(optimizer: Any) -> int | None:
     return step_id
 
 
-def can_fill_a_dry_rank(optimizer: Any) -> bool:
-    """Whether stage 1 can reduce on a rank that ran no backward."""
-    return hasattr(optimizer, "setup_buckets") or hasattr(optimizer, "update_hp_grads")
-
-
 def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], sparse: set[int], *, sets_up: bool) -> None:
     """Fills missing gradients: ranks reduce those that they have, and must have the same.
 
@@ -108,9 +103,6 @@ def discard_window(engine: Any, stage: int) -> None:
     if hasattr(optimizer, "reset_cpu_buffers"):
         optimizer.reset_cpu_buffers()  # norms of offloaded gradients, and whether one overflowed
     buckets = getattr(optimizer, "ipg_buckets", {}).values()
-    for name, nothing in {"grads_in_ipg_bucket": [], "params_in_ipg_bucket": [], "elements_in_ipg_bucket": 0}.items():
-        if name in vars(optimizer):  # 0.16
-            setattr(optimizer, name, nothing)
     if stage in (1, 2):
         for name in ("averaged_gradients", "all_grad_tensors"):
             for key in getattr(optimizer, name, {}):

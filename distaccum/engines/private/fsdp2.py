@@ -26,7 +26,7 @@ def state_of(module: Any) -> Any:
     """FSDP2's state of a module under fully_shard, of which several modules may have one."""
     require("torch", module, "_get_fsdp_state")
     state = module._get_fsdp_state()
-    require("torch", state, "_is_root")
+    require("torch", state, "_auto_reshard_after_forward", "_is_root")
     for group in groups_of(state):
         require("torch", group, "_partial_reduce_output", "_to_sharded", "_training_state", "_wait_for_post_backward")
     return state
@@ -74,7 +74,7 @@ def adds_up_in(group: Any, parameter: Any, sync: str) -> torch.dtype:
 
 def reshards_after_forward(state: Any, group: Any, *, is_root: bool) -> bool:
     """Whether its parameters are parts again between a forward and its backward."""
-    stays = is_root and state._is_root is None and getattr(state, "_auto_reshard_after_forward", True)
+    stays = is_root and state._is_root is None and state._auto_reshard_after_forward
     return group.post_forward_mesh_info is not None and not stays  # which the root's first forward does
 
 
@@ -101,7 +101,7 @@ class GroupFlags:
 
     def put_back(self) -> None:
         became_root = not self._is_initialised and self._state._is_root
-        if became_root and getattr(self._state, "_auto_reshard_after_forward", True):
+        if became_root and self._state._auto_reshard_after_forward:
             self._found.pop("post_forward_mesh_info", None)  # FSDP2 set it, for the root
         for name, value in self._found.items():
             setattr(self._group, name, value)
@@ -161,11 +161,12 @@ def reduce_now(group: Any) -> None:
 def discard_gradients(states: Sequence[Any]) -> None:
     """Forgets a window's gradients, and a forward that failed.
 
-    Public `reset_iter_state` of the root discards unreduced gradients in torch 2.15, not in 2.13; 2.6 has none.
+    Public `reset_iter_state` of the root discards unreduced gradients in torch 2.15, not in 2.13; older ones lack it.
     """
     for state in states:
-        resets = hasattr(state, "_reset_iter_state")
-        if state._is_root and resets:
+        if not hasattr(state, "_reset_iter_state"):
+            _reset_by_hand(state)
+        elif state._is_root:
             state._reset_iter_state()
         for group in groups_of(state):
             group._partial_reduce_output = None
@@ -174,12 +175,15 @@ def discard_gradients(states: Sequence[Any]) -> None:
                     parameter.unsharded_accumulated_grad = None
                 if (gathered := gathered_of(parameter)) is not None:
                     gathered.grad = None
-            if not resets:
-                group._training_state = type(group._training_state).IDLE
-                group._post_forward_indices.clear()
-                group.comm_ctx.post_forward_order.clear()
-                group._to_sharded()
-        if not resets:
-            state._training_state = type(state._training_state).IDLE
-            state._state_ctx.iter_forward_root = None
-            state._state_ctx.post_backward_final_callback_queued = False
+
+
+def _reset_by_hand(state: Any) -> None:
+    state._training_state = type(state._training_state).IDLE
+    state._modules_to_run_forward.clear()  # of several that have one state
+    state._state_ctx.iter_forward_root = None
+    state._state_ctx.post_backward_final_callback_queued = False
+    if state._is_root is not None:  # the root's first forward makes it
+        state._comm_ctx.post_forward_order.clear()
+    for group in groups_of(state):
+        group._training_state = type(group._training_state).IDLE
+        group._post_forward_indices.clear()

@@ -1,6 +1,6 @@
 """Private names of torch.distributed.pipelining: a schedule shows neither its stages nor which chunk a loss is of.
 
-Seen in torch 2.6 to 2.15.
+Seen in torch 2.9 to 2.15.
 """
 
 from __future__ import annotations

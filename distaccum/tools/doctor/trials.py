@@ -159,8 +159,6 @@ def _untried(engine: type[Engine], job: Job, all_of_them: bool) -> Finding | Non
         return Finding("", "", f"of {engine.__module__}; the doctor does not know how to wrap for it", "absent")
     if name == "PlainEngine" and job.world > 1:
         return Finding("", "", "for one process", "absent", "wrap the model in DistributedDataParallel")
-    if name == "FullyShardEngine" and job.kind == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        return Finding("", "", f"not on CPU with torch {torch.__version__}", "absent", "use a later torch, or a GPU")
     return untried_package("deepspeed", all_of_them) if name == "DeepSpeedEngine" else None
 
 
