@@ -60,6 +60,7 @@ class FullyShardEngine(RanksEngine):
                 self.policies += ("replicas",)
         group = _group_of_meshes(self._groups)
         super().__init__(models, sync, group, ranks_sharing([p.sharded_param for p in self._every], group))
+        self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
         self._device: torch.device = self._every[0].sharded_param.device
         self._policy = sync  # of the current window
         self._found: list[private.GroupFlags] = []
@@ -117,8 +118,7 @@ class FullyShardEngine(RanksEngine):
         communicates = len(self._groups) > 1 or bool(self._parts)  # within forward and backward, besides the root
         if self._policy != "gathered" and communicates and self.peers.num_ranks > 1:
             self.refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
-        self.divisor = _divides_by(self._groups, self.peers.num_ranks)
-
+        _refuse_all_reduce_hooks(self._groups)
         if self.pipeline is not None and self.pipeline.splits_backward:
             self._refuse_lost_weights([private.state_of(module) for module in self.pipeline.modules])
 
@@ -157,6 +157,7 @@ class FullyShardEngine(RanksEngine):
         for group in self._groups:
             if self._policy == "gathered":
                 group.post_forward_mesh_info = None
+            private.only_sum(group)
             private.reduce_unused(group)
         if self._policy == "gathered" and plan.uneven and not all(map(_always_reduces, self._groups)):
             # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not there
@@ -300,7 +301,8 @@ def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
         sets.setdefault(_data_ranks(group), group)
     ranks = max(sets, key=len)
     for group in groups:
-        if _data_ranks(group) != ranks and not all(_is_expert(p.sharded_param, ranks) for p in group.fsdp_params):
+        reduced = _data_ranks(group)
+        if reduced != ranks and not all(_is_expert(p.sharded_param, reduced, ranks) for p in group.fsdp_params):
             seen = "; ".join(
                 f"{private.name_of(one.fsdp_params[0])} over ranks {list(ranks)}" for ranks, one in sets.items()
             )
@@ -327,35 +329,25 @@ def _data_ranks(group: Any) -> tuple[int, ...]:
     return tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))
 
 
-def _is_expert(parameter: Any, data_ranks: Sequence[int]) -> bool:
-    """Whether what fully_shard does not reduce over has parts of its own: their gradients hold all ranks' samples."""
+def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]) -> bool:
+    """Whether `parameter` is cut over the data ranks that fully_shard does not reduce over (it does over `reduced`).
+
+    Its gradient then holds the samples of all data ranks.
+    """
     mesh = parameter.device_mesh
-    meeting = [
-        i for i in range(mesh.ndim) if len({*dist.get_process_group_ranks(mesh.get_group(i))} & {*data_ranks}) > 1
-    ]
-    is_cut = not any(parameter.placements[i].is_replicate() for i in meeting)
+    along = [{*dist.get_process_group_ranks(mesh.get_group(i))} for i in range(mesh.ndim)]
+    meeting = [i for i, ranks in enumerate(along) if len(ranks & {*data_ranks}) > 1]
+    is_cut = all(along[i] <= {*reduced} or not parameter.placements[i].is_replicate() for i in meeting)
     return is_cut and {*ranks_along(mesh, meeting)} == {*data_ranks}
 
 
-def _divides_by(groups: Sequence[Any], num_ranks: int) -> float:
-    """What reductions divide by: one number for all groups, as it goes into the share."""
-    by_factor: dict[float, list[str]] = {}
+def _refuse_all_reduce_hooks(groups: Sequence[Any]) -> None:
     for group in groups:
-        name = ", ".join(map(private.name_of, group.fsdp_params[:1]))
         if private.has_all_reduce_hook(group):
             raise DistaccumError(
-                f"set_all_reduce_hook on the module of {name}: its divisor, and its ranks, cannot be known; use a "
-                "hybrid mesh (replicate, shard) instead"
+                f"set_all_reduce_hook on the module of {private.name_of(group.fsdp_params[0])}: its divisor, and its "
+                "ranks, cannot be known; use a hybrid mesh (replicate, shard) instead"
             )
-        factor = group.gradient_divide_factor
-        by_factor.setdefault(float(factor or len(_data_ranks(group))), []).append(name)
-    if len(by_factor) > 1:
-        seen = "; ".join(f"{factor:g} for the module of {shorten(names)}" for factor, names in by_factor.items())
-        raise DistaccumError(
-            f"gradients are divided by different factors ({seen}): set_gradient_divide_factor is not recursive; call "
-            f"it on each module under fully_shard, or on none; on experts with a mesh of their own, with {num_ranks}"
-        )
-    return next(iter(by_factor))
 
 
 def _is_trained(parameter: Any) -> bool:

@@ -18,6 +18,8 @@ FLAGS = (
     "all_reduce_grads",
     "reshard_after_backward",
     "reduce_scatter_unused_params",
+    "gradient_divide_factor",
+    "force_sum_reduction_for_comms",
     "post_forward_mesh_info",
 )
 
@@ -76,6 +78,15 @@ def reshards_after_forward(state: Any, group: Any, *, is_root: bool) -> bool:
     """Whether its parameters are parts again between a forward and its backward."""
     stays = is_root and state._is_root is None and state._auto_reshard_after_forward
     return group.post_forward_mesh_info is not None and not stays  # which the root's first forward does
+
+
+def only_sum(group: Any) -> None:
+    """Makes reductions sum, so that no factor of torch's enters the gradient, as its two setters do.
+
+    Torch divides by the ranks of the group, or by the factor, or twice by the factor where the mesh has one shard and
+    gradients are summed (2.10 to 2.15): never by anything if it is 1.
+    """
+    group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
 
 
 def reduce_unused(group: Any) -> None:
