@@ -669,23 +669,35 @@ def test_last_part_without_a_count_still_reduces(ranks, sync, world):
 def tampered(how: str, sync: str) -> str:
     model, optimizer = fully_sharded()(make_net_without_router(), 0.1)
     accumulator = Accumulator(model, optimizer, sync=sync)
-    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
+    layout = [[2, 1, 3], [2, 1]] if how == "zero_grad after the loop" else EVEN
+    window = accumulator.window(micro_batches_of(layout, 0, dist.get_rank()))
 
     def loop() -> None:
         for batch in window:
             window.backward(loss_of(model, batch))
             if how == "zero_grad":
                 model.zero_grad()
-            else:
+            elif how == "halved":
                 next(model.parameters()).grad.mul_(0.5)  # foreach functions on DTensors change no version counter
+
+        optimizer.zero_grad()
+        window.step()
 
     return refused(loop)
 
 
-@pytest.mark.parametrize(("how", "sync"), [("zero_grad", "gathered"), ("zero_grad", "every"), ("halved", "every")])
-def test_change_of_gradients_in_mid_window_is_refused(ranks, how, sync):
+@pytest.mark.parametrize(
+    ("how", "sync", "expected"),
+    [
+        ("zero_grad", "gathered", "cleared or changed in mid-window"),
+        ("zero_grad", "every", "cleared or changed in mid-window"),
+        ("halved", "every", "cleared or changed in mid-window"),
+        ("zero_grad after the loop", "gathered", "cleared between the window's loop and its step()"),
+    ],
+)
+def test_change_of_gradients_is_refused(ranks, how, sync, expected):
     for message in ranks(2).run(tampered, how, sync):
-        assert "gradients were cleared or changed in mid-window" in message
+        assert f"gradients were {expected}" in message
 
 
 def unused_first(sync: str) -> float:

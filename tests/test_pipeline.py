@@ -312,6 +312,14 @@ def left(wrap: str) -> Any:
     with torch.no_grad():
         options = {"target": labels, "losses": losses} if pipe.is_last else {}
         pipe.schedule.eval(*([] if pipe.is_last else [x]), **options)
+    window = accumulator.window(batches_of(0, pipe.rank, 2))
+    for x, labels in window:
+        window.run(x, target=labels)
+    if wrap == "fsdp2":  # whose gradients an evaluation clears
+        with torch.no_grad():
+            pipe.schedule.eval(*([] if pipe.is_last else [x]), **({"target": labels} if pipe.is_last else {}))
+        assert "gradients were cleared between the window's loop and its step()" in message_of(window.step)
+    window.discard()
     return losses, law_after(pipe, accumulator)
 
 

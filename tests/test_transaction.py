@@ -11,7 +11,7 @@ import pickle
 import sys
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -329,20 +329,6 @@ def zero_grad(accumulator, model, optimizer):
         optimizer.zero_grad()
 
 
-def zero_grad_in_place(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        optimizer.zero_grad(set_to_none=False)
-
-
-def clip_in_the_loop(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-
-
 def zero_grad_before_step(accumulator, model, optimizer):
     window = run_window(accumulator.window(BATCHES), model)
     optimizer.zero_grad()
@@ -459,8 +445,6 @@ MISUSES = {
     own_step: (DistaccumError, r"optimizer.step\(\) before the window's own"),
     own_step_after_the_loop: (DistaccumError, r"optimizer.step\(\) before the window's own"),
     zero_grad: (DistaccumError, "cleared or changed in mid-window"),
-    zero_grad_in_place: (DistaccumError, "cleared or changed in mid-window"),
-    clip_in_the_loop: (DistaccumError, "cleared or changed in mid-window"),
     zero_grad_before_step: (DistaccumError, r"cleared between the window's loop and its step\(\)"),
     two_at_once: (DistaccumError, "another window was requested while one is in its loop"),
     never_step: (DistaccumError, "while one is complete but not stepped"),
@@ -489,6 +473,45 @@ def test_misuse_raises_a_clear_error_and_changes_nothing(misuse):
         misuse(accumulator, model, optimizer)
     assert torch.equal(weights(model), before)
     next_is_exact(accumulator, model)
+
+
+def replace_gradient(layer, *_):
+    layer.weight.grad = layer.weight.grad.clamp(-1e-3, 1e-3)
+
+
+CHANGES = {
+    "cleared": lambda layer, *_: layer.zero_grad(),
+    "zeroed in place": lambda layer, *_: layer.zero_grad(set_to_none=False),
+    "clipped": lambda layer, *_: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3),
+    "replaced": replace_gradient,
+    "of another backward": lambda layer, *_: layer.bias.norm().backward(),
+    "unscaled": lambda _, optimizer, scaler: scaler.unscale_(optimizer),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_of_any_gradient_in_any_micro_batch_is_refused(change):
+    for at in range(len(BATCHES)):
+        scaler = GradScaler("cpu", init_scale=1.0) if change == "unscaled" else None
+        model, optimizer, accumulator = make(scaler=scaler)
+        before = weights(model)
+        window = accumulator.window(BATCHES)
+        with pytest.raises(DistaccumError, match="cleared or changed in mid-window"):
+            for i, batch in enumerate(window):
+                window.backward(loss_of(model, batch))
+                if i == at:
+                    CHANGES[change](model[-1], optimizer, scaler)
+        assert torch.equal(weights(model), before)
+        next_is_exact(accumulator, model)
+
+
+def test_layer_may_be_left_out_of_an_update_by_clearing_its_gradient():
+    model, _, accumulator = make()
+    before, frozen = weights(model[0]), weights(model[-1])
+    window = run_window(accumulator.window(BATCHES), model)
+    model[-1].zero_grad()
+    assert window.step().stepped
+    assert torch.equal(weights(model[-1]), frozen) and not torch.equal(weights(model[0]), before)
 
 
 def test_unstepped_window_survives_a_request_for_another():
@@ -801,58 +824,90 @@ def test_update_whose_step_failed_is_not_stepped_again():
     next_is_exact(accumulator, model)
 
 
-def interrupted_after_the_step(at: int, how: str) -> tuple[str, int, float] | None:
-    """Ctrl-C at the `at`-th library line that runs after the optimizer's step: the line, the index and the rate."""
+class Interrupted(NamedTuple):
+    line: str
+    has_stepped: bool
+    index: int
+    rate: float
+    error: float  # of the next update
+
+
+def interrupted(at: int, how: str, fused: bool, anew: bool) -> Interrupted | None:
+    """Ctrl-C where the `at`-th source line of the library runs first; `anew`: then comes a new Accumulator."""
+    torch.manual_seed(0)
     model = nn.Linear(3, 1)
-    optimizer = SGD(model.parameters(), lr=1.0)
-    options = {"scaler": GradScaler("cpu", init_scale=2.0)} if how == "update" else {}
-    accumulator = Accumulator(
-        model, optimizer, micro_batch_size=2, scheduler=StepLR(optimizer, 1, 0.5), max_norm=1.0, **options
-    )
-    before, passed, line = model.weight.detach().clone(), 0, ""
+    optimizer = SGD(model.parameters(), lr=1.0, fused=fused)
+    options = {
+        "micro_batch_size": 2,
+        "scheduler": StepLR(optimizer, 1, 0.5),
+        "max_norm": 1.0,
+        "scaler": (scaler := GradScaler("cpu", init_scale=1024.0)),
+    }
+    accumulator = Accumulator(model, optimizer, **options)
+    before, batch = weights(model), torch.tensor([[1.0, -2, 3], [4, 5, 6], [0, 1, 2]])
+    passed: set[tuple[str, int]] = set()
+    line = ""
 
     def trace(frame, event, _):
-        nonlocal passed, line
+        nonlocal line
         # Python ignores exceptions in __del__.
         if not frame.f_code.co_filename.startswith(ROOT) or frame.f_code.co_name == "__del__":
             return None
-        if event == "line" and not torch.equal(before, model.weight):
-            passed += 1
-            if passed == at:
-                path = frame.f_code.co_filename
+        if event == "line":
+            passed.add(((path := frame.f_code.co_filename), frame.f_lineno))
+            if len(passed) == at:
                 line = f"{Path(path).name}: {linecache.getline(path, frame.f_lineno).strip()}"
                 sys.settrace(None)
                 raise KeyboardInterrupt
         return trace
 
-    sys.settrace(trace)
     try:
+        sys.settrace(trace)
         if how == "update":
-            accumulator.update(torch.ones(4, 3), lambda x: model(x).mean())
+            accumulator.update(batch, lambda x: model(x).square().mean())
         else:
-            window = accumulator.split(torch.ones(4, 3))
+            window = accumulator.split(batch)
             for x in window:
-                window.backward(model(x).mean())
-            window.step()
+                window.backward(model(x).square().mean())
+            if how == "unscaled":
+                scaler.unscale_(optimizer)
+            if how == "discarded":
+                window.discard()
+            else:
+                window.step()
         return None
     except KeyboardInterrupt:
-        sys.settrace(None)
-        assert accumulator.update(torch.ones(4, 3), lambda x: model(x).mean()).stepped
-        assert all(p.grad is None for p in model.parameters())
-        return line, accumulator.index - 1, optimizer.param_groups[0]["lr"] * 2
+        pass
     finally:
         sys.settrace(None)
+    found = weights(model)
+    seen = accumulator.index, optimizer.param_groups[0]["lr"]
+    exact = torch.cat([g.flatten() for g in torch.autograd.grad(model(batch).square().mean(), [*model.parameters()])])
+    exact *= seen[1] / max(1.0, float(exact.norm()))
+    if anew:
+        accumulator = Accumulator(model, optimizer, **options)
+    with contextlib.suppress(DistaccumError):  # `window` may be open yet; the second request discards it
+        accumulator.split(batch)
+    window = accumulator.split(batch)
+    for x in window:
+        window.backward(model(x).square().mean())
+    assert window.step().stepped and all(p.grad is None for p in model.parameters())
+    return Interrupted(line, not torch.equal(before, found), *seen, error(found - weights(model), exact))
 
 
-@pytest.mark.filterwarnings("ignore:gradients that stood before")
-@pytest.mark.parametrize("how", ["update", "loop"])
-def test_ctrl_c_after_the_step_keeps_index_schedule_and_weights_together(how):
+@pytest.mark.filterwarnings("ignore:gradients that stood before", "ignore:the window of update")
+@pytest.mark.parametrize(
+    ("how", "fused", "anew"),
+    [("loop", False, True), ("unscaled", False, False), ("discarded", True, True), ("update", True, False)],
+)
+def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
     found, at = [], 1
-    while (end := interrupted_after_the_step(at, how)) is not None:
+    while (end := interrupted(at, how, fused, anew)) is not None:
         found.append(end)
         at += 1
-    torn = [line for line, index, rate in found if (index, rate) != (1, 0.5)]
-    assert len(found) > 30
+    assert len(found) > 100
+    assert [one for one in found if one.error > 1e-5] == []
+    torn = [one.line for one in found if (one.index, one.rate) != ((1, 0.5) if one.has_stepped else (0, 1.0))]
     # Lines that run after the step but before the library can record it.
     assert len(torn) <= 3 and all("base.py" in line or "self._has_stepped = reason is None" in line for line in torn)
 

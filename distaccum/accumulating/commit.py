@@ -95,6 +95,8 @@ class Committer:
                 if self._scaler is not None:
                     self._scaler.update(self._scaler.get_scale())  # it keeps to which optimizers it was shown
                 _step_all(schedules)
+            else:
+                complete.undo()  # it may be half unscaled or clipped
             raise
 
     def _commit(self, complete: Complete, schedules: list[LRScheduler]) -> Update:
@@ -183,7 +185,6 @@ class Committer:
         """The window's losses were multiplied by one scale, and its gradient is divided by that."""
         known = complete.ledger.scale_stamp
         if known is not None and known != stamp_of_scale(scaler):
-            complete.undo()
             raise DistaccumError(
                 "the GradScaler's scale was updated while this window was open (by another Accumulator's step(), or "
                 "scaler.update()), so the gradient cannot be unscaled and the window is discarded; finish one window "
@@ -234,8 +235,8 @@ class Committer:
         return reason
 
     def _step_optimizers(self, complete: Complete, gradient: Gradient) -> str | None:
-        self.is_stepping = True
         try:
+            self.is_stepping = True
             if gradient.divisor is None:
                 reason = self._engine.step(self._optimizers)
             else:
@@ -243,9 +244,6 @@ class Committer:
                     reason = self._engine.step(self._optimizers)
                     self._has_stepped = reason is None
             self._has_stepped = reason is None
-        except BaseException:
-            complete.undo()  # some weights may have changed: not to be stepped again
-            raise
         finally:
             self.is_stepping = False
         return reason

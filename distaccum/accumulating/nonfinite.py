@@ -60,7 +60,6 @@ def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfini
     found = min(engine.peers.share_objects(find_nonfinite(complete, engine)), key=lambda one: one.vagueness)
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({found.message})"
-    complete.undo()
     raise NonfiniteError(
         f"the {what} of this window is not finite ({found.message}), on all ranks alike; nothing was stepped and the "
         f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates",

@@ -129,8 +129,8 @@ class Planner:
             # The plan of the last window, if nothing but the update's index is another.
             said = names, report[1:] if is_alone else fields[1:], len(set(fields[0])) if fields else 1
             if said != self._said:
-                self._plan = plan_of_one(names, report) if is_alone else plan_of(names, by_rank_of(fields))
-                self._said = said
+                plan = plan_of_one(names, report) if is_alone else plan_of(names, by_rank_of(fields))
+                self._plan, self._said = plan, said  # together, or Ctrl-C leaves the plan of another window
             return self._plan
         reports = reports_of(peers.sharing, shared)
         if peers.has_parts:
@@ -228,13 +228,14 @@ class Planner:
             )
 
     def forget(self) -> bool:
-        """Clears the gradients of a window that was dropped between its loop and its step(); whether there was one."""
+        """Clears what a window that was dropped left; whether that was between its loop and its step()."""
         status = self.status
-        was_dropped = status is not None and status.stage is Stage.COMPLETE and self.standing() is None
-        if status is not None and was_dropped:
-            self.setup.engine.clear(status.parameters)
-            self.status = None
-        return was_dropped
+        if status is None or not status.is_open or self.standing() is not None:
+            return False
+        self.setup.engine.release()  # Ctrl-C may have come while the window was discarded
+        self.setup.engine.clear(status.parameters)
+        self.status = None
+        return status.stage is Stage.COMPLETE
 
     def _look_at_batchnorm(self, plan: Plan) -> None:
         if self.config.batchnorm != "warn" or sum(plan.num_counted) <= 1 or "batchnorm" in self.setup.once.keys:

@@ -53,3 +53,11 @@ def own_version_of(tensor: Tensor) -> int | None:
     Private: whether it is a view. Without the name: of the tensor and its views together.
     """
     return None if getattr(tensor, "_base", None) is not None or tensor.is_inference() else version_of(tensor)
+
+
+def is_view(gradient: Tensor) -> bool:
+    """Whether a gradient lies in the memory of another tensor, as in a bucket of DDP, which no public name tells.
+
+    Without the name: yes, so that a gradient which somebody replaced in mid-window by another is not noticed.
+    """
+    return getattr(gradient, "_base", gradient) is not None

@@ -75,18 +75,36 @@ def update_without_gradients(scaler: GradScaler, overflows: Tensor) -> None:
         torch._amp_update_scale_(scale, growth, overflows.to(scale.device, torch.float32), *factors)
 
 
-def forget(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> None:
-    """Lets these optimizers' gradients be unscaled again, and leaves the scale alone.
+def forget(scaler: GradScaler | None, optimizers: Sequence[Optimizer]) -> None:
+    """Lets these optimizers' gradients (all, if none are given) be unscaled again, and leaves the scale alone.
+
+    Also removes what a step that Ctrl-C broke off left on a fused optimizer, whose next step would divide by it.
 
     Private: where the scaler keeps which it has unscaled. The public `update()` clears that of all optimizers and reads
     the scale from the device; it is used where the name is missing.
     """
-    states: Any = getattr(scaler, "_per_optimizer_states", None)
-    if states is None:
-        scaler.update(scaler.get_scale())
-        return
     for one in optimizers:
-        states.pop(id(one), None)
+        for name in ("grad_scale", "found_inf"):
+            one.__dict__.pop(name, None)
+    states: Any = getattr(scaler, "_per_optimizer_states", None)
+    if scaler is None or states is None:
+        if scaler is not None:
+            scaler.update(scaler.get_scale())
+    elif optimizers:
+        for one in optimizers:
+            states.pop(id(one), None)
+    else:
+        states.clear()
+
+
+def has_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
+    """Whether the scaler has unscaled gradients of one of these optimizers (of any, if none are given).
+
+    Unscaling leaves the gradients' version counters alone. Private: as in `forget`; without the name: False.
+    """
+    states: Any = getattr(scaler, "_per_optimizer_states", {})
+    found = [states.get(id(one)) for one in optimizers] if optimizers else list(states.values())
+    return any(one is not None and one["found_inf_per_device"] for one in found)
 
 
 def stamp_of_scale(scaler: GradScaler) -> object:

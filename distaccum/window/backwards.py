@@ -17,7 +17,7 @@ from .refusals import refuse_backward
 from .status import DONE, FAILED, WAITING, Status
 from .tamper import Tamper
 
-TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, or clipping per micro-batch)"
+TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, clipping, unscale_ or another backward)"
 Lose = Callable[[str], NoReturn]  # discards the window, and says why
 Outputs = TypeVar("Outputs")
 
@@ -70,23 +70,25 @@ class Backwards:
         status.turn, self.is_first = DONE, False
         return outputs
 
-    def end(self, reduced: bool) -> None:
+    def end(self) -> None:
         if not self._status.has_more_parts:
             for observer in self._observers:
                 observer.after_micro_batch(self._status)
-        self._tamper.stamp(reduced)
+        self._tamper.look()
 
-    def run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    def run_trunk(self, lose: Lose, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The backward of what `heads` cut off."""
         source, engine = self._source, self._engine
         if not outputs and all(source.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
+        if self._tamper.differs():
+            lose(TAMPERED)
         losses, seeds = list(outputs), self._ledger.seeds.unscaled(gradients)
         reduce = source.reduces
         if engine.will_reduce(reduce):
             losses, seeds = map(list, engine.with_earlier(losses, seeds))
         self.run(reduce, engine.backward, losses, seeds, reduce)
-        self.end(reduce)
+        self.end()
 
     def run_pieces(self, inputs: Sequence[Any], options: dict[str, Any], lose: Lose) -> Any:
         """A micro-batch in pieces: each loss is multiplied by its share, since no backward of ours takes a seed."""
@@ -107,5 +109,5 @@ class Backwards:
             ledger.note(entry, source.numbers[source.place])
         if not entries:
             ledger.expect_none()
-        self.end(reduce)
+        self.end()
         return outputs

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar, final
 
 from torch import Tensor, nn
@@ -34,7 +35,7 @@ class Trained:
 
     engine: Engine
     parameters: Sequence[nn.Parameter]  # the models' and the optimizers', each once
-    groups: Sequence[Sequence[nn.Parameter]]  # parameters that take part as a whole: one of each is watched
+    groups: Sequence[Sequence[nn.Parameter]]  # an optimizer's parameters each; the models', where there is none
     optimizers: Sequence[Optimizer]
     scaler: GradScaler | None
     normalising: Sequence[nn.Module]  # layers with running statistics
@@ -76,7 +77,7 @@ class Window:
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
         self._ledger, self._observers, self._commit = status.ledger, observers, commit
         self._is_begun = False  # by begin(), and not iterated yet
-        self._tamper = Tamper(trained.engine, trained.groups)
+        self._tamper = Tamper(trained.engine, trained.groups, trained.scaler, trained.optimizers)
         self._backwards = Backwards(status, trained.engine, trained.parameters, observers, self._tamper)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -161,6 +162,7 @@ class Window:
                     "stale", "gradients that stood before the window were cleared: they are not part of it"
                 )
         self._engine.begin(self._plan, self._parameters)
+        forget(self._trained.scaler, self._trained.optimizers)  # a window that was dropped may have left marks
         self._ledger.begin()
         for observer in self._observers:
             observer.begin(self._status)
@@ -175,9 +177,7 @@ class Window:
             self._engine.peers.refuse_lost(error)
             raise
         self._engine.release()
-        if self._engine.sums is not None:  # which are in .grad by now
-            self._tamper.stamp(reduced=True)
-        self._tamper.forget_unused()
+        self._tamper.complete()
         if self._observers:
             complete = _complete(self)
             for observer in self._observers:
@@ -205,7 +205,7 @@ class Window:
             backwards.run(reduce, self._engine.skip)
         if not source.is_stand_in:
             self._ledger.note(entry, source.numbers[source.place])
-        backwards.end(reduce)
+        backwards.end()
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
@@ -253,7 +253,7 @@ class Window:
         """
         if self._engine.owns_step:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
-        return each_head(self._status, outputs, items, self._backwards.run_trunk)
+        return each_head(self._status, outputs, items, partial(self._backwards.run_trunk, self._refuse_lost))
 
     def step(self) -> Update:
         """The record of the update: clips, steps, updates the scaler, steps the schedule, clears the gradients.
@@ -278,15 +278,13 @@ class Window:
         status = self._status
         if status.is_over:
             return
-        was_begun = status.stage is not Stage.PLANNED
-        status.stage, status.turn = Stage.LEFT, DONE
-        if was_begun:
+        if status.stage is not Stage.PLANNED:
             self._engine.release()
             self._engine.clear(self._parameters)
-            if self._trained.scaler is not None:
-                forget(self._trained.scaler, self._trained.optimizers)  # the caller may have unscaled
+            forget(self._trained.scaler, self._trained.optimizers)
             for observer in self._observers:
                 observer.end("undone")
+        status.stage, status.turn = Stage.LEFT, DONE  # last, so that what Ctrl-C breaks off is done again
         self._release()
 
     def _close(self) -> None:

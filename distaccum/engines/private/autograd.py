@@ -62,8 +62,3 @@ class GradientStamp:
         """Whether `.grad` is the same tensor, and nobody wrote into it."""
         gradient: Any = self.holder.grad
         return gradient is self.gradient and self.version == (-1 if gradient is None else gradient._version)
-
-    def was_tampered_with(self) -> bool:
-        """Whether `.grad` was removed or written; another tensor is allowed, as DDP moves gradients."""
-        gradient: Any = self.holder.grad
-        return gradient is None or (gradient._version != self.version and gradient is self.gradient)
