@@ -31,7 +31,7 @@ LARGEST = {"class": 300, "function": 60, "file": 420, "signature": 8}
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
 FOREIGN_ROOMS = ("engines/private/", "gradients/private.py", "gradients/scaling.py")
 # Public in spite of the underscore: a named tuple's, and what this library notes on a user's object.
-PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_distaccum_user", "_distaccum_takers"}
+PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_distaccum_takers"}
 
 Source = Mapping[str, str]  # by path in the package
 

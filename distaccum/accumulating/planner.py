@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
-from torch import nn
-
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError
 from ..law.plan import Plan, by_rank_of, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
@@ -26,7 +24,7 @@ from .commit import Committer
 from .config import Config
 from .drawing import Batches, Candidate, Drawing, Feed, candidate_of
 from .progress import Progress
-from .setup import Setup, Users, guard_steps
+from .setup import Setup, guard_steps
 
 SUM: Mapping[str, Reduction] = {"samples": "sum"}
 
@@ -62,7 +60,6 @@ class Planner:
         self.status: Status | None = None  # of the window that was planned last
         self._window: weakref.ref[Window] | None = None
         self._watch()
-        Users.add(setup.parameters(), self)
 
     def _watch(self) -> None:
         for one in [*self.setup.optimizers, *self.setup.engine.guarded()]:
@@ -191,7 +188,6 @@ class Planner:
                 scaler=setup.scaler,
                 normalising=[module for _, module in setup.batchnorms],
                 start=self.progress.start,
-                is_expected=partial(_are_of_another_window, weakref.ref(self)),  # which holds this
                 once=setup.once,
             )
         return self._trained
@@ -308,12 +304,3 @@ class Planner:
             return self.progress.loader
         is_of_window = window is not None and status is not None and not status.is_over and feed.status is status
         return feed.at_start if is_of_window else feed.state()
-
-
-def _are_of_another_window(planner: weakref.ref[Planner], parameters: Sequence[nn.Parameter]) -> bool:
-    """Whether gradients stand only where another accumulator's open window passes through and does not step."""
-    this = planner()
-    users = [Users.of(p) for p in parameters if this is not None and this.setup.engine.stale([p])]
-    return all(
-        user is not None and any(one is not this and one.has_open_window for one in user.owners) for user in users
-    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, final
@@ -192,7 +191,7 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
-# The caller's own step() in mid-window, and windows that pass through parameters that another accumulator steps
+# The caller's own step() in mid-window
 
 
 def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], bool]) -> None:
@@ -211,28 +210,3 @@ def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], boo
             )
 
     weakref.finalize(owner, optimizer.register_step_pre_hook(refuse).remove)
-
-
-class Users:
-    """Kept on parameters that windows reach and do not step: who owns these windows. A saved one is an empty dict."""
-
-    def __init__(self) -> None:
-        self.owners: weakref.WeakSet[Any] = weakref.WeakSet()
-
-    @classmethod
-    def of(cls, parameter: Any) -> Users | None:
-        found = getattr(parameter, "_distaccum_user", None)
-        return found if isinstance(found, cls) else None
-
-    @classmethod
-    def add(cls, parameters: Parameters, owner: Any) -> None:
-        known = {*map(id, parameters.stepped)}
-        for parameter in parameters.every if known else ():
-            if parameter.requires_grad and id(parameter) not in known:
-                found = cls.of(parameter)
-                if found is None:
-                    found = parameter._distaccum_user = cls()  # type: ignore[attr-defined]  # ours
-                found.owners.add(owner)
-
-    def __reduce__(self) -> Any:
-        return OrderedDict, ()  # which `torch.load` takes with `weights_only`

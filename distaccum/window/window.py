@@ -40,7 +40,6 @@ class Trained:
     scaler: GradScaler | None
     normalising: Sequence[nn.Module]  # layers with running statistics
     start: Start
-    is_expected: Callable[[Sequence[nn.Parameter]], bool]  # gradients that stand there before a window begins
     once: Once
 
 
@@ -155,12 +154,8 @@ class Window:
         refuse_inference_mode()
         self._trained.start.begin()
         if self._engine.stale(self._parameters):
-            is_expected = self._trained.is_expected(self._parameters)
             self._engine.clear(self._parameters)
-            if not is_expected:
-                self._trained.once(
-                    "stale", "gradients that stood before the window were cleared: they are not part of it"
-                )
+            self._trained.once("stale", "gradients that stood before the window were cleared: they are not part of it")
         self._engine.begin(self._plan, self._parameters)
         forget(self._trained.scaler, self._trained.optimizers)  # a window that was dropped may have left marks
         self._ledger.begin()
