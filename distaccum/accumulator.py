@@ -66,7 +66,7 @@ class Accumulator:
         micro_batch_cost: The most that one forward on one rank may cost, where rows differ in length: they are grouped
             by `cost`. In `windows()` each batch of the loader is an update, and is cut. `"auto"` as above.
         cost: What the rows of a batch cost: `count_tokens`, or a callable that returns a number for each row, or for
-            a row. With padding a micro-batch costs its number of rows times the costliest; packed sequences, their sum.
+            a row. A micro-batch costs its number of rows times the costliest: what is computed with the padding.
         trim: A callable that gets each micro-batch and returns it without the padding that all its rows have.
         reduction: What your criterion did, or a dict of it by the loss's name. `"mean"`: it averages over what `count`
             counts, and the gradient is that of the global mean. `"sum"`: it sums, and the gradient is that of the

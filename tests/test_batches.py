@@ -236,6 +236,10 @@ def test_tensors_that_cannot_be_cut_are_refused():
     for kind, value in kinds.items():
         with pytest.raises(TypeError, match=f"the batch holds a {kind}.*: it cannot be cut; give a list of samples"):
             split({"x": torch.ones(5, 2), "more": [value]}, steps=2)
+    rows = torch.ones(9)
+    for packed in ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, {"position_ids": torch.arange(9) % 4}):
+        with pytest.raises(TypeError, match=r"packed sequences, .* of which '[cp].*: it cannot be cut.*window\(micro"):
+            split({"input_ids": rows, "labels": rows, **packed}, steps=2)
     shared = torch.eye(7).to_sparse()
     assert all(part["graph"] is shared for part in split({"x": torch.ones(5), "graph": shared}, 5, steps=2))
 

@@ -1,4 +1,4 @@
-"""Micro-batches by cost: grouped rows, trimmed padding, packed sequences, sizes learned in tokens, dealt updates."""
+"""Micro-batches by cost: grouped rows, trimmed padding, sizes learned in tokens, dealt updates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.data import DealtSampler, trim_padding
-from distaccum.law.costs import cost_of_group, group_by_cost, group_in_order, pack_by_cost
+from distaccum.law.costs import cost_of_group, group_by_cost, group_in_order
 
 COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 COST = count_tokens("mask", ignore_index=0)
@@ -54,13 +54,10 @@ def test_rows_are_in_the_fewest_groups_that_cost_at_most_the_limit(costs, limit)
 
 
 @given(COSTS, st.integers(1, 30))
-def test_groups_in_order_and_packed_ones_hold_each_row_once(costs, limit):
+def test_groups_in_order_hold_each_row_once(costs, limit):
     in_order = group_in_order(costs, limit)
     assert list(itertools.chain(*in_order)) == list(range(len(costs)))
     assert all(cost_of_group(costs, rows) <= limit or len(rows) == 1 for rows in in_order)
-    packed = pack_by_cost(costs, limit)
-    assert sorted(itertools.chain(*packed)) == list(range(len(costs)))
-    assert all(sum(costs[row] for row in rows) <= limit or len(rows) == 1 for rows in packed)
 
 
 def make_text(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
@@ -140,36 +137,6 @@ def test_lists_of_rows_are_grouped():
     whole = make_net_without_router()
     torch.stack([whole(row).square().mean() for row in rows]).mean().backward()
     assert error(gradient(net), gradient(whole)) <= 1e-12
-
-
-def packed(how: str) -> dict[str, Any]:
-    """The same rows, one after the other in one, with the places where they begin."""
-    padded = make_text(LENGTHS)
-    kept = padded["mask"].bool()
-    batch: dict[str, Any] = {"x": padded["x"][kept][None], "labels": padded["labels"][kept][None]}
-    if how == "position_ids":
-        batch["position_ids"] = torch.cat([torch.arange(length) for length in LENGTHS])[None]
-    else:
-        batch["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(LENGTHS)], dtype=torch.int32)
-        batch["max_seqlen"] = max(LENGTHS)
-    return batch
-
-
-@pytest.mark.parametrize("how", ["position_ids", "cu_seqlens"])
-def test_packed_sequences_are_packed_again(how):
-    batch, net = packed(how), make_net_without_router()
-    window = make_accumulator(net, cost=lambda one: one["x"].shape[1]).split(batch)
-    sizes = []
-    for one in window:
-        sizes.append(one["x"].shape[1])
-        if how == "cu_seqlens":
-            assert one["cu_seqlens"][-1] == sizes[-1] and one["cu_seqlens"].dtype == torch.int32
-            assert one["max_seqlen"] == int(one["cu_seqlens"].diff().max())
-        else:
-            assert one["position_ids"][0, 0] == 0 and one["position_ids"].shape == one["labels"].shape
-        window.backward(loss_of(net, one))
-    assert sizes == [1, 12, 12, 12] and sum(sizes) == sum(LENGTHS)
-    assert error(gradient(net), exact(batch)) <= 1e-12
 
 
 def test_row_over_the_limit_is_alone_with_one_warning():

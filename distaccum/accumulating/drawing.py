@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ..engines import Engine
 from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample, pick_rows
-from ..law.costs import cost_of_group, costs_of_rows, group_by_cost, pack_by_cost
-from ..law.packing import pick_spans, spans_in
+from ..law.costs import cost_of_group, costs_of_rows, group_by_cost
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
@@ -76,25 +75,13 @@ def cut_up(
 def _by_cost(batch: Any, total: int | None, config: Config, size: MicroBatchSize, parts: int, group: Group) -> Batches:
     """`parts`: at least that many, where there are as many rows."""
     assert config.cost is not None
-    spans = spans_in(batch)
-    if spans is None:
-        total = batch_length(batch) if total is None else total
-        costs = costs_of_rows(config.cost, batch, total)
-    else:
-        costs = [costs_of_rows(config.cost, pick_spans(batch, [span]), 1)[0] for span in spans]
-    most, whole = max(costs, default=0), sum(costs) if spans else len(costs) * max(costs, default=0)
-    limit = min(size.size or max(1, whole), max(1, -(-whole // parts)))
-    if spans is None:
-        groups = group(costs, limit)
-        micro_batches = list(pick_rows(batch, groups, total or 0)) if groups else []
-        of_groups = [cost_of_group(costs, rows) for rows in groups]
-    elif group is not group_by_cost:
-        raise TypeError("a packed batch, which takes another order by cost, where the order counts; unpack it")
-    else:
-        groups = pack_by_cost(costs, limit)
-        micro_batches = [pick_spans(batch, [spans[i] for i in rows]) for rows in groups]
-        of_groups = [sum(costs[i] for i in rows) for rows in groups]
-    found = Batches(micro_batches, [len(rows) for rows in groups], of_groups)
+    total = batch_length(batch) if total is None else total
+    costs = costs_of_rows(config.cost, batch, total)
+    most = max(costs, default=0)
+    at_once = len(costs) * most
+    groups = group(costs, min(size.size or max(1, at_once), max(1, -(-at_once // parts))))
+    micro_batches = list(pick_rows(batch, groups, total)) if groups else []
+    found = Batches(micro_batches, [len(rows) for rows in groups], [cost_of_group(costs, rows) for rows in groups])
     if config.trim is not None:
         found.micro_batches = list(map(config.trim, micro_batches))
     if config.most is not None and most > config.most:

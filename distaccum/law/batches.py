@@ -181,7 +181,7 @@ def _pick(item: Any, rows: Sequence[int], length: int) -> Any:
     return item[list(rows)] if _is_array(item) else type(item)(item[row] for row in rows)
 
 
-def _refuse_uncuttable(item: Any, length: int) -> None:
+def _refuse_uncuttable(item: Any, length: int, name: Any = "") -> None:
     """Raises for tensors whose samples are no slices of them."""
     kind = ""
     if isinstance(item, PackedSequence):
@@ -190,13 +190,16 @@ def _refuse_uncuttable(item: Any, length: int) -> None:
         kind = "a nested tensor, whose samples differ in length"
     elif isinstance(item, Tensor) and item.layout is not torch.strided and item.shape[0] == length:
         kind = f"a sparse tensor ({item.layout})"
+    elif str(name).startswith("cu_seq") or (name == "position_ids" and _is_array(item) and item.shape == (length,)):
+        kind = f"packed sequences, one after the other in a row, of which {name!r} says where each begins"
     if kind:
         raise TypeError(
             f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "
             "cut it yourself: accumulator.window(micro_batches)"
         )
-    for child in _children(item):
-        _refuse_uncuttable(child, length)
+    items = item.items() if isinstance(item, Mapping) else enumerate(_children(item))
+    for key, child in items:
+        _refuse_uncuttable(child, length, key)
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:

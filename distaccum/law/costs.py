@@ -47,25 +47,6 @@ def group_in_order(costs: Sequence[int], limit: int) -> list[list[int]]:
     return groups
 
 
-def pack_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:
-    """Rows that need no padding, so that a group costs their sum: the largest first, each where it still fits.
-
-    >>> pack_by_cost([3, 9, 2, 4], limit=9)
-    [[1], [0, 2, 3]]
-    """
-    groups: list[list[int]] = []
-    left: list[int] = []  # in each group
-    for row in sorted(range(len(costs)), key=lambda row: -costs[row]):
-        place = next((i for i, room in enumerate(left) if costs[row] <= room), None)
-        if place is None:
-            groups.append([])
-            left.append(limit)
-            place = len(groups) - 1
-        groups[place].append(row)
-        left[place] -= costs[row]
-    return sorted((sorted(rows) for rows in groups), key=lambda rows: sum(costs[row] for row in rows))
-
-
 def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
     return len(rows) * max(costs[row] for row in rows)
 
