@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -34,15 +34,16 @@ from .accumulating.reuse import draw_from
 from .accumulating.setup import Setup
 from .engines import Sync
 from .engines.pipeline import PipelineSchedule
-from .law.batches import Count, count_samples
+from .law.batches import Columns, Count, count_samples
 from .law.costs import Cost
 from .law.errors import DistaccumError
+from .law.lengths import Names
 from .law.shares import Reduction, Schedule
 from .law.update import Update
 from .observers.noise import Noise
 from .runs.check.measure import check
 from .runs.check.report import Report
-from .runs.contrast import Encode, contrast
+from .runs.contrast import Encode, PairsLoss, contrast
 from .runs.update import LossFn, update
 from .window.observer import Observer
 from .window.window import Window
@@ -162,9 +163,7 @@ class Accumulator:
     def _observers(self) -> tuple[Observer, ...]:
         """In the order in which they hear of a window."""
         config, setup = self._config, self._setup
-        found: list[Observer] = []
-        if self._noise is not None:
-            found.append(self._noise)
+        found: list[Observer] = [] if self._noise is None else [self._noise]
         if not setup.steps and setup.scaler is None and config.on_nonfinite == "raise":
             found.append(LookAtEnd(setup.engine))
         return tuple(found)
@@ -199,22 +198,24 @@ class Accumulator:
         self._config.refuse_to_group()
         return self._planner.windows(loader)
 
-    def split(self, batch: Any, length: int | None = None) -> Window:
+    def split(self, batch: Any, length: int | None = None, whole: Names = ()) -> Window:
         """One window of the micro-batches that `batch` is cut into, in order, as even as can be, the larger ones last.
 
         Args:
             batch: This rank's part of the update: tensors in any nesting of dicts, lists, tuples and dataclasses.
-                Tensors whose first dimension is the batch's are cut, as views, and lists of one value per sample; all
+                Tensors whose first dimension is the batch's are cut, as views, and lists of one entry per sample; all
                 else goes whole to each part. The parts are the fewest within `micro_batch_size`, or `steps` of them.
-            length: Samples in it; by default the first dimension that most of its tensors share.
+            length: Samples in it; by default the length that most of its tensors and lists of samples share.
+            whole: Keys, fields or positions of entries that are never cut, however long they are.
 
         Raises:
-            ValueError: No size was given to the Accumulator, or the length is a tie.
+            ValueError: No size was given to the Accumulator, the length is a tie, or nothing is named so.
             TypeError: Nothing in the batch has a length, or something in it cannot be cut.
             DistaccumError: As in `windows()`.
         """
         self._config.refuse_to_cut("split")
-        return self._planner.plan(cut_up(batch, self._config, self._progress.size, length))
+        at, columns = self._progress, Columns(length, whole)
+        return self._planner.plan(cut_up(batch, self._config, at.size, at.seen, columns))
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
         """One window of micro-batches that you made.
@@ -231,7 +232,7 @@ class Accumulator:
 
     # The window, and all that can go wrong in it
 
-    def update(self, batch: Any, loss_fn: LossFn) -> Update:
+    def update(self, batch: Any, loss_fn: LossFn, *, length: int | None = None, whole: Names = ()) -> Update:
         """The record of one update: cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to::
 
             window = accumulator.split(batch)
@@ -246,6 +247,8 @@ class Accumulator:
             batch: This rank's part of the update, as in `split()`.
             loss_fn: Called with a micro-batch, perhaps more than once; returns the loss as a scalar tensor, or a dict
                 of losses by name.
+            length: As in `split()`.
+            whole: As in `split()`.
 
         Raises:
             Exception: What `loss_fn` raised; the window is undone: gradients, buffers and random numbers.
@@ -253,9 +256,11 @@ class Accumulator:
             ValueError: No size was given to the Accumulator.
         """
         self._config.refuse_to_cut("update")
-        return update(self._planner, batch, loss_fn)
+        return update(self._planner, batch, loss_fn, Columns(length, whole))
 
-    def contrast(self, batch: Any, encode: Encode, loss_fn: Callable[..., Tensor]) -> Update:
+    def contrast(
+        self, batch: Any, encode: Encode, loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
+    ) -> Update:
         """The record of one update for a loss over all pairs: `loss_fn(*encode(batch))` over all ranks, in less memory.
 
         Each micro-batch is encoded without a graph, the loss is taken once, on each rank alike, and each micro-batch is
@@ -266,6 +271,8 @@ class Accumulator:
             encode: Called with a micro-batch; returns a representation or a tuple of them, tensors of a row per sample.
             loss_fn: Called with the representations of the whole batch, in the order of ranks and samples; returns a
                 scalar tensor. Parameters that it alone uses (a temperature) get their gradient too.
+            length: As in `split()`.
+            whole: As in `split()`.
 
         Raises:
             DistaccumError: `encode` gives other values the second time, ranks get different losses, or as in
@@ -273,9 +280,9 @@ class Accumulator:
             ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
         self._config.refuse_to_cut("contrast")
-        return contrast(self._planner, batch, encode, loss_fn)
+        return contrast(self._planner, batch, encode, loss_fn, Columns(length, whole))
 
-    def check(self, batch: Any, loss_fn: LossFn) -> Report:
+    def check(self, batch: Any, loss_fn: LossFn, *, length: int | None = None, whole: Names = ()) -> Report:
         """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
 
         Runs both on the model itself, with the same random numbers, in float64 too where the module is plain.
@@ -285,6 +292,8 @@ class Accumulator:
             batch: This rank's part, at least two samples. The big batch is that of all ranks, on each of them: keep it
                 small.
             loss_fn: As in `update()`; called with micro-batches and with the big batch.
+            length: As in `split()`.
+            whole: As in `split()`.
 
         Raises:
             DistaccumError: The engine shows no gradients (DeepSpeed), the big batch does not fit, or every gradient is
@@ -292,7 +301,7 @@ class Accumulator:
             ValueError: No size was given to the Accumulator.
         """
         self._config.refuse_to_cut("check")
-        return check(self._planner, batch, loss_fn)
+        return check(self._planner, batch, loss_fn, Columns(length, whole))
 
     # State
 

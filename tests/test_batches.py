@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import warnings
 from collections import OrderedDict, UserDict, defaultdict, namedtuple
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.law.batches import fingerprint, join_batches
+from distaccum.law.batches import fingerprint, join_batches, largest_sample
 from distaccum.law.shares import cut_evenly
 
 Pair = namedtuple("Pair", "image label")
@@ -28,9 +29,9 @@ class Sample:
     scale: float = 1.0
 
 
-def split(batch, length=None, **sizes):
+def split(batch, length=None, whole=(), **sizes):
     model = nn.Linear(1, 1)
-    window = Accumulator(model, SGD(model.parameters(), lr=0.1), **sizes).split(batch, length)
+    window = Accumulator(model, SGD(model.parameters(), lr=0.1), **sizes).split(batch, length, whole)
     parts = []
     for part in window:
         window.backward(model.weight.sum())
@@ -177,6 +178,11 @@ class WholeAloneAndDerived(WholeAlone):
         self.n = len(self.x)
 
 
+@dataclasses.dataclass
+class WholeAloneAndScaled(WholeAlone):
+    scale: float = 1.0  # it may be made of the samples
+
+
 def test_derived_fields_of_a_dataclass_fit_each_part():
     x = torch.arange(5.0)
     whole = Derived(x)
@@ -198,8 +204,9 @@ def test_dataclass_that_changes_its_fields_is_cut_as_is_or_refused():
     assert torch.equal(torch.cat([part.x for part in split(WholeAlone(x), steps=2)]), x)
     with pytest.raises(TypeError, match=r"ScaledAndDerived.__post_init__ changes x, which it did .*window\(micro_b"):
         split(ScaledAndDerived(x), steps=2)
-    with pytest.raises(TypeError, match=r"a WholeAloneAndDerived of a part of its samples cannot be made \(ValueError"):
-        split(WholeAloneAndDerived(x), steps=2)
+    for whole in (WholeAloneAndDerived(x), WholeAloneAndScaled(x, 2.0)):
+        with pytest.raises(TypeError, match=r"a WholeAloneAnd\w+ of a part of its samples cannot be made \(ValueError"):
+            split(whole, steps=2)
 
 
 @dataclasses.dataclass
@@ -235,7 +242,7 @@ def test_tensors_that_cannot_be_cut_are_refused():
     }
     for kind, value in kinds.items():
         with pytest.raises(TypeError, match=f"the batch holds a {kind}.*: it cannot be cut; give a list of samples"):
-            split({"x": torch.ones(5, 2), "more": [value]}, steps=2)
+            split({"x": torch.ones(5, 2), "more": {"rows": value}}, steps=2)
     rows = torch.ones(9)
     for packed in ({"cu_seqlens_q": torch.tensor([0, 4, 9])}, {"position_ids": torch.arange(9) % 4}):
         with pytest.raises(TypeError, match=r"packed sequences, .* of which '[cp].*: it cannot be cut.*window\(micro"):
@@ -252,21 +259,189 @@ def test_tie_between_batch_lengths_is_refused_until_length_is_given():
     assert (len(first["a"]), len(first["b"]), len(second["b"])) == (4, 3, 3)
 
 
-def test_list_of_one_tensor_per_sample_is_cut_by_a_given_length():
-    batch = {"images": [torch.zeros(3, 4, 4) for _ in range(5)], "labels": torch.arange(5)}
-    first, second = split(batch, length=5, steps=2)
-    assert (len(first["images"]), len(second["images"]), second["labels"].tolist()) == (2, 3, [2, 3, 4])
-
-
 def test_length_that_no_tensor_has_is_refused():
     with pytest.raises(ValueError, match=r"length=3.*nothing"):
         split({"a": torch.zeros(4, 2)}, length=3, steps=2)
 
 
-def test_batch_without_tensors_needs_a_given_length():
-    with pytest.raises(TypeError, match="length="):
-        split(["a", "b", "c"], steps=2)
-    assert split(["a", "b", "c"], length=3, steps=2) == [["a"], ["b", "c"]]
+# Lists of samples, and lists of columns
+
+
+def image(size=8, channels=3):
+    return torch.zeros(channels, size, size)
+
+
+def boxes(n, of_hugging_face=False):
+    target = {"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)}
+    return {**target, "size": torch.zeros(2), "image_id": torch.zeros(1)} if of_hugging_face else target
+
+
+BATCHES_OF = {
+    # Detection: as Hugging Face's collators give it, as torchvision's, and uncollated.
+    "a list of dicts": (2, {"x": torch.zeros(2, 3, 8, 8), "labels": [boxes(7, True), boxes(7, True)]}),
+    "a list of one dict": (1, {"x": torch.zeros(1, 3, 8, 8), "labels": [boxes(7, True)]}),
+    "a dict, and none": (3, {"x": torch.zeros(3, 2), "y": torch.zeros(3), "labels": [boxes(4), None, boxes(4)]}),
+    "images and targets": (4, (tuple(image(s) for s in (8, 9, 8, 7)), tuple(boxes(n) for n in (3, 3, 1, 3)))),
+    "two images, two targets": (2, ([image(8), image(9)], [boxes(1), boxes(5)])),
+    "two images, three boxes each": (2, ([image(8), image(9)], [boxes(3), boxes(3)])),
+    "a tensor of images, and targets": (2, (torch.zeros(2, 3, 8, 8), [boxes(1), boxes(5)])),
+    "samples": (4, [{"image": image(s), "boxes": torch.zeros(5, 4)} for s in (8, 9, 8, 7)]),
+    "pairs of image and number": (4, [(image(), label) for label in range(4)]),
+    "pairs of image and label": (4, [(image(), torch.tensor(label)) for label in range(4)]),
+    "images and labels": (5, {"images": [image() for _ in range(5)], "labels": torch.zeros(5)}),
+    "numpy rows": (3, {"rows": [np.zeros(4), np.zeros(6), np.zeros(4)], "y": np.zeros(3)}),
+    "rows of one width": (3, {"rows": [torch.zeros(9) for _ in range(3)], "y": torch.zeros(3)}),
+    "rows, one as long as the batch": (3, {"rows": [torch.zeros(n) for n in (2, 3, 5)], "y": torch.zeros(3)}),
+    "texts": (3, ["a", "b", "c"]),
+    "texts with labels": (3, {"text": ("a", "b", "c"), "label": [0, 1, 0]}),
+    "dicts of texts": (3, [{"text": "a", "label": 0} for _ in range(3)]),
+    "columns, and texts that agree": (6, {"a": torch.zeros(4), "b": torch.zeros(6), "names": list("abcdef")}),
+    # Columns: each entry has a value per sample.
+    "a pair of columns": (2, (torch.zeros(2, 4), torch.zeros(2, 4))),
+    "a list of columns": (5, [torch.zeros(5, 4), torch.zeros(5, 1)]),
+    "inputs and masks": (5, {"in": [torch.zeros(5, 4), torch.zeros(5, 4).bool()]}),
+    "a tuple of one column": (5, (torch.zeros(5, 4),)),
+    "feature maps": (4, {"maps": [torch.zeros(4, 2, s, s) for s in (8, 4, 2)], "y": torch.zeros(4)}),
+    "views of a sample": (4, ([torch.zeros(4, 3), torch.zeros(4, 3)], torch.zeros(4))),
+    "tokens of two texts": (4, ([{"ids": torch.zeros(4, 7)}, {"ids": torch.zeros(4, 9)}], torch.zeros(4))),
+    "a named tuple": (2, Pair(torch.zeros(2, 4), torch.zeros(2, 4))),
+    "a size beside columns": (5, {"x": torch.zeros(5, 2), "size": [224, 224], "shape": torch.zeros(2, 3).shape}),
+}
+
+
+@pytest.mark.parametrize("name", BATCHES_OF)
+def test_list_of_samples_votes_once_by_its_length_and_is_cut_by_it(name):
+    length, batch = BATCHES_OF[name]
+    assert count_samples(batch) == length
+    parts = split(batch, steps=length)
+    assert len(parts) == length and [count_samples(part) for part in parts if length > 1] == [1] * length * (length > 1)
+
+
+def test_parts_of_lists_are_entries_of_samples_and_rows_of_columns():
+    first, second, _ = split(BATCHES_OF["a dict, and none"][1], steps=3)
+    assert (len(first["x"]), len(first["labels"]), second["labels"]) == (1, 1, [None])
+    images, targets = BATCHES_OF["images and targets"][1]
+    (a, b), (c, d) = split((images, targets), steps=2)
+    assert a + c == images and b + d == targets and type(a) is tuple
+    first, second = split(BATCHES_OF["pairs of image and number"][1], steps=2)
+    assert [label for _, label in second] == [2, 3]
+    first, second = split(BATCHES_OF["a pair of columns"][1], steps=2)
+    assert [tensor.shape for tensor in first] == [(1, 4), (1, 4)]
+    first, second = split(BATCHES_OF["feature maps"][1], steps=2)
+    assert [len(one) for one in first["maps"]] == [2, 2, 2]
+    first, second = split(BATCHES_OF["tokens of two texts"][1], steps=2)
+    assert [len(one["ids"]) for one in first[0]] == [2, 2]
+    first, _, _ = split(BATCHES_OF["rows, one as long as the batch"][1], steps=3)
+    assert [len(row) for row in first["rows"]] == [2]
+
+
+@pytest.mark.parametrize(
+    ("batch", "said"),
+    [
+        ({"images": [image() for _ in range(5)]}, r"\[3, 5\], a tie"),  # images, or columns of three samples
+        ([torch.zeros(4), torch.zeros(6), torch.zeros(4)], r"\[3, 4, 6\], a tie"),  # rows, or columns
+        ([{"ids": torch.zeros(7)} for _ in range(4)], r"\[4, 7\], a tie"),  # samples, or two batches of columns
+        (({"x": torch.zeros(8), "y": torch.zeros(8)}, {"x": torch.zeros(24), "y": torch.zeros(24)}), r"\[2, 8, 24\]"),
+        ({"x": torch.zeros(5), "classes": ["cat", "dog"]}, r"\[2, 5\], a tie"),
+    ],
+)
+def test_list_that_may_be_of_samples_or_of_columns_is_a_tie_where_nothing_else_says_it(batch, said):
+    with pytest.raises(ValueError, match=said):
+        count_samples(batch)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        {"maps": [torch.zeros(3, 2, s, s) for s in (8, 4, 2)], "y": torch.zeros(3)},
+        ([torch.zeros(2, 4), torch.zeros(2, 4)], torch.zeros(2)),
+        [("a", "b"), ("c", "d")],
+    ],
+)
+def test_list_as_long_as_its_entries_is_refused_where_it_would_be_cut(batch):
+    length = count_samples(batch)
+    with pytest.raises(ValueError, match=rf"{length} entries, each with a first dimension of {length}: .*stack it"):
+        split(batch, steps=2)
+
+
+def test_batch_without_tensors_or_samples_needs_a_given_length():
+    for batch in ("text", [1, 2, 3], {"size": (224, 224)}, None):
+        with pytest.raises(TypeError, match="length="):
+            split(batch, steps=2)
+    assert split([1, 2, 3], length=3, steps=2) == [[1], [2, 3]]
+
+
+def test_entries_said_to_be_whole_neither_vote_nor_are_cut():
+    x, prior = torch.zeros(3, 2), torch.zeros(3)
+    for part in split(
+        {"x": x, "a": {"prior": prior, "y": x}, "b": torch.zeros(9), "c": torch.zeros(9)},
+        None,
+        ("b", "c", "prior"),
+        steps=2,
+    ):
+        assert part["a"]["prior"] is prior and len(part["b"]) == len(part["c"]) == 9 and len(part["a"]["y"]) < 3
+    for part in split((x, prior), whole=(1,), steps=3):
+        assert len(part[0]) == 1 and part[1] is prior
+    for part in split(Pair(x, prior), whole=["label"], steps=3):
+        assert len(part.image) == 1 and part.label is prior
+    for part in split(Sample(x, list("abc")), whole=("name",), steps=3):
+        assert len(part.image) == 1 and part.name == list("abc")
+    with pytest.raises(
+        ValueError, match=r"whole=\('pior',\) and the batch has no 'pior', expected some of \['prior', 'x'\]"
+    ):
+        split({"x": x, "prior": prior}, whole=("pior",), steps=2)
+    for wrong in ("prior", (1.5,)):
+        with pytest.raises(TypeError, match="expected a tuple of names"):
+            split({"x": x, "prior": prior}, whole=wrong, steps=2)
+
+
+def last_batches(whole=()):
+    """Updates of 4, 3 and 3 samples, beside a prior over 3 classes; the largest error of each."""
+    torch.manual_seed(0)
+    model, off = nn.Linear(4, 3).double(), []
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=1)
+
+    def loss_fn(part):
+        return nn.functional.cross_entropy(model(part["x"]) + part["log_prior"], part["y"])
+
+    log_prior = torch.tensor([0.7, 0.2, 0.1]).double().log()
+    for rows in (4, 3, 3):
+        batch = {"x": torch.randn(rows, 4).double(), "y": torch.arange(rows) % 3, "log_prior": log_prior}
+        exact = torch.autograd.grad(loss_fn(batch), [model.weight])[0]
+        before = model.weight.detach().clone()
+        accumulator.update(batch, loss_fn, whole=whole)
+        off.append((before - model.weight.detach() - exact).abs().max().item())
+    return off
+
+
+def test_entry_that_was_whole_and_is_cut_is_named_in_one_warning():
+    with pytest.warns(UserWarning, match=r"'log_prior' is cut in a batch of 3 .*say whole=\('log_prior',\)") as seen:
+        last_batches()
+    assert len(seen) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert max(last_batches(whole=("log_prior",))) <= 1e-12
+
+
+def test_update_contrast_and_check_take_length_and_whole():
+    model = nn.Linear(4, 2).double()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    batch = {"x": torch.randn(6, 4).double(), "bias": torch.randn(2).double(), "other": torch.randn(2).double()}
+    loss_fn = lambda part: (model(part["x"]) + part["bias"]).square().mean()  # noqa: E731
+    with pytest.raises(ValueError, match="tie"):
+        accumulator.update({"x": batch["x"], "bias": batch["bias"]}, loss_fn)
+    for said in ({"length": 6}, {"whole": ("bias", "other")}):
+        assert accumulator.update(batch, loss_fn, **said).counts == {"samples": 6}
+        report = accumulator.check(batch, loss_fn, **said)
+        assert report.equivalent and report.samples == 6
+        update = accumulator.contrast(batch, lambda part: model(part["x"]), lambda z: (z @ z.T).mean(), **said)
+        assert update.micro_batches == 3
+
+
+def test_sample_of_a_list_is_as_large_as_its_tensor():
+    assert largest_sample([[torch.zeros(7), torch.zeros(12)]]) == 12
+    assert largest_sample([{"x": torch.zeros(4, 5), "y": torch.zeros(4)}, (torch.zeros(2, 6), torch.zeros(2))]) == 6
+    assert largest_sample([{"images": [image(8), image(9)]}]) == 3 * 81
 
 
 def test_count_samples_takes_the_dimension_that_most_tensors_share():
@@ -282,6 +457,8 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
     assert count_tokens("image")(Sample(labels, [])) == 3
     assert count_tokens("labels", shift=True)({"labels": labels}) == 1
     assert count_tokens("labels", ignore_index=2)({"labels": labels}) == 5
+    with pytest.raises(TypeError, match=r"count_tokens\(0\) found NoneType in a Tensor"):
+        count_tokens(0)(labels)  # it would be the first row
 
 
 def test_count_tokens_names_the_type_found_instead_of_labels():

@@ -479,7 +479,10 @@ def a_batch_without_a_length() -> str:
 
 def test_bad_batch_of_one_rank_raises_on_all_ranks(ranks):
     one, other = ranks(2).run(a_batch_without_a_length)
-    assert "a str without tensors has no batch dimension" in one and "rank 0 has a batch whose length" in other
+    assert (
+        "a str without tensors or lists of samples has no batch dimension" in one
+        and "rank 0 has a batch whose length" in other
+    )
 
 
 def batches_of_other_widths() -> str:

@@ -139,6 +139,23 @@ def test_lists_of_rows_are_grouped():
     assert error(gradient(net), gradient(whole)) <= 1e-12
 
 
+def test_rows_are_grouped_beside_an_entry_that_is_said_to_be_whole():
+    batch = make_text(LENGTHS) | {"prior": torch.arange(len(LENGTHS)).double()}
+    net = make_net_without_router()
+
+    def loss(net: nn.Module, one: Any) -> Tensor:
+        logits = net(one["x"]).flatten(0, 1) + one["prior"][:4]
+        return cross_entropy(logits, one["labels"].flatten(), ignore_index=IGNORED)
+
+    accumulator = make_accumulator(net, trim=trim_padding("mask"))
+    window = accumulator.split(batch, whole=("prior",))
+    for one in window:
+        window.backward(loss(net, one))
+    alone = make_net_without_router()
+    loss(alone, batch).backward()
+    assert error(gradient(net), gradient(alone)) <= 1e-12
+
+
 def test_row_over_the_limit_is_alone_with_one_warning():
     net = make_net_without_router()
     accumulator = make_accumulator(net, micro_batch_cost=6)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, final
 
@@ -13,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..engines import Engine
-from ..law.batches import Count, batch_length, count_samples, cut_batch, fingerprint, largest_sample, pick_rows
+from ..law.batches import Columns, Count, count_samples, cut_batch, cut_entries, fingerprint, largest_sample, pick_rows
 from ..law.costs import cost_of_group, costs_of_rows, group_by_cost
+from ..law.lengths import Names
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
@@ -33,7 +33,7 @@ class Batches:
     micro_batches: list[Any]
     lengths: list[int] | None = None  # in samples, where a batch was cut
     costs: list[int] | None = None  # where it was cut by cost
-    warning: str | None = None
+    warnings: dict[str, str] = field(default_factory=dict)  # by what each is about
     steps: int = 0  # that were requested; 0: any number
     no_more_after: bool = False
 
@@ -47,13 +47,15 @@ class Batches:
 
 Group = Callable[[Sequence[int], int], list[list[int]]]  # costs of rows, the most -> the rows of each micro-batch
 Drawing = Callable[[int], Batches]  # for the update of an index
+Seen = dict[tuple[Any, ...], bool]  # by the place in a batch, whether it was cut or whole
 
 
 def cut_up(
     batch: Any,
     config: Config,
     size: MicroBatchSize,
-    length: int | None = None,
+    seen: Seen,
+    columns: Columns,
     parts: int = 1,
     *,
     group: Group = group_by_cost,
@@ -61,31 +63,58 @@ def cut_up(
     """A batch, in the fewest parts that fit, or in `steps` parts; by cost in what `group` makes of its rows."""
 
     def draw(index: int) -> Batches:
+        total = columns.length_of(batch)
         if config.cost is not None:
-            return _by_cost(batch, None if length is None else operator.index(length), config, size, parts, group)
-        total = batch_length(batch) if length is None else operator.index(length)
-        steps = config.steps_at(index)
-        largest = size.size or max(total, 1)
-        sizes = cut_evenly(total, parts=max(steps or parts, -(-total // largest)))
-        return Batches(list(cut_batch(batch, sizes, total)), lengths=sizes, steps=steps or 0)
+            found = _by_cost(batch, total, config, size, parts, columns.whole, group)
+        else:
+            steps = config.steps_at(index)
+            largest = size.size or max(total, 1)
+            sizes = cut_evenly(total, parts=max(steps or parts, -(-total // largest)))
+            cut = cut_batch(batch, sizes, total, columns.whole)
+            found = Batches(list(cut), lengths=sizes, steps=steps or 0)
+        if len(found.micro_batches) > 1:
+            found.warnings |= _changed(seen, cut_entries(batch, total, columns.whole), total)
+        return found
 
     return draw
 
 
-def _by_cost(batch: Any, total: int | None, config: Config, size: MicroBatchSize, parts: int, group: Group) -> Batches:
+def _changed(seen: Seen, entries: Seen, total: int) -> dict[str, str]:
+    """Warnings of entries that are cut and were whole before, or the reverse; what is new is noted in `seen`."""
+    found = {}
+    for place, is_cut in entries.items():
+        if seen.setdefault(place, is_cut) != is_cut and place:
+            here = ".".join(map(str, place))
+            now, before = (
+                ("is cut", "went whole to each micro-batch")
+                if is_cut
+                else ("goes whole to each micro-batch", "was cut")
+            )
+            can_be_named = len(place) == 1 or isinstance(place[-1], str)
+            name = f"whole=({place[-1]!r},)" if can_be_named else "whole= (in a dict, under a name of its own)"
+            found[f"cut {here}"] = (
+                f"{here!r} {now} in a batch of {total} samples, and {before} in an earlier one: its length is that of "
+                f"the batch by chance, now or then. Where its rows are no samples say {name}, in split(), update(), "
+                "contrast() and check()"
+            )
+    return found
+
+
+def _by_cost(
+    batch: Any, total: int, config: Config, size: MicroBatchSize, parts: int, whole: Names, group: Group
+) -> Batches:
     """`parts`: at least that many, where there are as many rows."""
     assert config.cost is not None
-    total = batch_length(batch) if total is None else total
-    costs = costs_of_rows(config.cost, batch, total)
+    costs = costs_of_rows(config.cost, batch, total, whole)
     most = max(costs, default=0)
     at_once = len(costs) * most
     groups = group(costs, min(size.size or max(1, at_once), max(1, -(-at_once // parts))))
-    micro_batches = list(pick_rows(batch, groups, total)) if groups else []
+    micro_batches = list(pick_rows(batch, groups, total, whole)) if groups else []
     found = Batches(micro_batches, [len(rows) for rows in groups], [cost_of_group(costs, rows) for rows in groups])
     if config.trim is not None:
         found.micro_batches = list(map(config.trim, micro_batches))
     if config.most is not None and most > config.most:
-        found.warning = f"a row costs {most}, more than micro_batch_cost={config.most}; such rows go alone"
+        found.warnings["cost"] = f"a row costs {most}, more than micro_batch_cost={config.most}; such rows go alone"
     return found
 
 
@@ -221,14 +250,16 @@ class Feed:
         self.status: Status | None = None  # of the window that was handed out
         self.at_start: Any = None  # the loader's state where that window began
 
-    def windows(self, config: Config, size: MicroBatchSize, ranks: int, warn: Callable[[str], None]) -> Drawing:
+    def windows(
+        self, config: Config, size: MicroBatchSize, seen: Seen, ranks: int, warn: Callable[[str], None]
+    ) -> Drawing:
         """A window each time."""
 
         def draw(index: int) -> Batches:
             if config.cost is not None:
                 self._begin()
                 drawn = self.draw(1)
-                batches = cut_up(drawn[0], config, size)(index) if drawn else Batches([])
+                batches = cut_up(drawn[0], config, size, seen, Columns())(index) if drawn else Batches([])
                 batches.no_more_after = self.has_ended
                 return batches
             steps, warning = config.grouped_at(index, ranks)

@@ -120,8 +120,8 @@ class Planner:
         shared = [] if is_plain else peers.gather_shared(report.to_row())
         if candidate.error is not None:
             candidate.raise_error()
-        if candidate.batches.warning is not None:
-            self.setup.once("batches", candidate.batches.warning)
+        for about, warning in candidate.batches.warnings.items():
+            self.setup.once.on_each_rank(about, warning)
         if is_plain:
             # The plan of the last window, if nothing but the update's index is another.
             said = names, report[1:] if is_alone else fields[1:], len(set(fields[0])) if fields else 1
@@ -257,6 +257,7 @@ class Planner:
         draw = feed.windows(
             self.config,
             progress.size,
+            progress.seen,
             len(setup.engine.peers.parts),
             lambda message: setup.once("batch_size", message),
         )

@@ -14,7 +14,7 @@ from ..observers.noise import Averages, averages_in
 from ..window.source import StandIn
 from ..window.start import Start, pack, unpack
 from .config import Config
-from .drawing import Feed
+from .drawing import Feed, Seen
 from .setup import Setup
 
 
@@ -27,6 +27,7 @@ class Progress:
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # that ended well in this process
         self.size = MicroBatchSize(config.most)
+        self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.snapshot = Snapshot(setup.models)  # before a window that the library runs
         self.stand_in: StandIn | None = None  # of a window whose gradient was finite
         self.feed: Feed | None = None  # of the loop over windows(), or of one that was left

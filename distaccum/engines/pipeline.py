@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..law.batches import batch_length, cut_batch
+from ..law.batches import cut_batch
 from ..law.errors import DistaccumError
+from ..law.lengths import batch_length
 from .peers import Peers, host_group
 from .private import pipelining as private
 from .private.pipelining import WeighChunk

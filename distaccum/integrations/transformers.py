@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from ..accumulator import Accumulator
 from ..engines.private.accelerate import leave_out_step, note_step
 from ..gradients.scaling import forget
-from ..law.batches import batch_length
+from ..law.lengths import batch_length
 from ..law.update import Update
 from ..window.window import Window
 

@@ -7,14 +7,15 @@ import dataclasses
 import itertools
 import operator
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from .lengths import Names, batch_length, columns_in, is_array, is_column, items_in, nested
 
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 
@@ -61,7 +62,7 @@ class TokenCount:
     def _kept(self, batch: Any) -> Tensor:
         labels = self.labels
         try:
-            found = batch[labels]
+            found = None if isinstance(batch, Tensor) else batch[labels]  # a row, which is not all labels
         except (TypeError, KeyError, IndexError):
             found = getattr(batch, labels, None) if isinstance(labels, str) else None
         if not isinstance(found, Tensor):
@@ -97,31 +98,20 @@ def count_tokens(
     return TokenCount(labels, ignore_index, shift, over)
 
 
-def batch_length(batch: Any) -> int:
-    """The length of the first dimension that most tensors of `batch` share."""
-    if isinstance(batch, Tensor) and batch.ndim:
-        return batch.shape[0]
-    lengths = [array.shape[0] for array in _arrays(batch) if len(array.shape)]
-    if not lengths:
-        raise TypeError(
-            f"a {type(batch).__name__} without tensors has no batch dimension that can be seen; "
-            "pass count= to the Accumulator, and length= to split"
-        )
-    if lengths.count(lengths[0]) < len(lengths):
-        (most, votes), (_, runner_up) = Counter(lengths).most_common(2)
-        if votes == runner_up:
-            raise ValueError(
-                f"the tensors of the batch have first dimensions {sorted(lengths)}, a tie; say which is "
-                "the batch dimension: split(batch, length=n), or count= for the Accumulator"
-            )
-        return int(most)
-    return int(lengths[0])
-
-
 def largest_sample(micro_batches: Iterable[Any]) -> int:
     """The most numbers that a sample has in one tensor, which distinguishes a long text from a short one."""
-    tensors = [array for one in micro_batches for array in _arrays(one) if isinstance(array, Tensor) and array.ndim]
-    return max((-(-one.numel() // len(one)) for one in tensors if len(one)), default=0)
+    return max((number for one in micro_batches for number in _numbers_of_samples(one, is_root=True)), default=0)
+
+
+def _numbers_of_samples(item: Any, *, is_root: bool) -> Iterator[int]:
+    if isinstance(item, Tensor):
+        if item.ndim and len(item):
+            yield -(-item.numel() // len(item))
+    elif columns_in(item, is_root=is_root) is not None:  # perhaps a sample each
+        yield from (tensor.numel() for tensor in _arrays(item) if isinstance(tensor, Tensor))
+    else:
+        for _, child in items_in(item):
+            yield from _numbers_of_samples(child, is_root=False)
 
 
 def fingerprint(batch: Any) -> int:
@@ -151,7 +141,37 @@ def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
     return list(found.values())
 
 
-def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """What a caller says of a batch: its samples, and entries that are never cut; None: as many as can be seen."""
+
+    length: int | None = None
+    whole: Names = ()
+
+    def __post_init__(self) -> None:
+        if isinstance(self.whole, str) or not all(isinstance(name, str | int) for name in self.whole):
+            raise TypeError(f"whole={self.whole!r}, expected a tuple of names, such as whole=('class_weights',)")
+        if self.length is not None:
+            object.__setattr__(self, "length", operator.index(self.length))
+
+    def length_of(self, batch: Any) -> int:
+        names = set(_names_in(batch)) if self.whole else set()
+        if missing := [name for name in self.whole if name not in names]:
+            raise ValueError(
+                f"whole={tuple(self.whole)!r} and the batch has no {', '.join(map(repr, missing))}, expected some of "
+                f"{sorted(map(str, names))}"
+            )
+        return batch_length(batch, self.whole) if self.length is None else self.length
+
+
+def _names_in(item: Any, *, is_root: bool = True) -> Iterator[str | int]:
+    for key, child in items_in(item):
+        if is_root or isinstance(key, str):
+            yield key
+        yield from _names_in(child, is_root=False)
+
+
+def cut_batch(batch: Any, sizes: Sequence[int], length: int, whole: Names = ()) -> Iterator[Any]:
     """The parts of `batch`, of `sizes` samples, in order. Tensors are views, not copies.
 
     >>> import torch
@@ -159,29 +179,52 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int) -> Iterator[Any]:
     [[0], [1, 2]]
     """
     starts = itertools.accumulate(sizes, initial=0)
-    return pick_rows(batch, [range(start, start + size) for start, size in zip(starts, sizes, strict=False)], length)
+    rows = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    return pick_rows(batch, rows, length, whole)
 
 
-def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int) -> Iterator[Any]:
+def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: Names = ()) -> Iterator[Any]:
     """The parts of `batch` with these of its samples. Those that are neighbours are views of its tensors."""
-    _refuse_uncuttable(batch, length)
-    if not _has_columns(batch, length):
+    _refuse_uncuttable(batch, length, whole)
+    if not any(are_cut for are_cut in cut_entries(batch, length, whole).values()):
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
     for rows in groups:
-        yield _pick(batch, rows, length)
+        yield _pick(batch, rows, length, whole, is_root=True)
 
 
-def _pick(item: Any, rows: Sequence[int], length: int) -> Any:
-    if not _is_column(item, length):
-        return item if _is_array(item) else _remade(item, lambda child, _: _pick(child, rows, length))
+def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[tuple[Any, ...], bool]:
+    """Whether each array and list is cut (True) or goes whole to each part, by the keys that lead to it.
+
+    >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
+    {('x',): True, ('prior',): False}
+    """
+    return dict(_entries(batch, length, whole, ()))
+
+
+def _entries(item: Any, length: int, whole: Names, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    if is_column(item, length, is_root=not place):
+        yield place, True
+    elif is_array(item) or columns_in(item, is_root=not place) == set():
+        yield place, False
+    else:
+        for key, child in items_in(item):
+            if key not in whole:
+                yield from _entries(child, length, nested(whole), (*place, key))
+
+
+def _pick(item: Any, rows: Sequence[int], length: int, whole: Names, *, is_root: bool = False) -> Any:
+    if not is_column(item, length, is_root=is_root):
+        below = nested(whole)
+        pick = lambda child, key: child if key in whole else _pick(child, rows, length, below)  # noqa: E731
+        return item if is_array(item) else _remade(item, pick)
     if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
         return item[rows[0] : rows[-1] + 1] if rows else item[:0]
     if isinstance(item, Tensor):
         return item[torch.tensor(rows, device=item.device)]
-    return item[list(rows)] if _is_array(item) else type(item)(item[row] for row in rows)
+    return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
 
 
-def _refuse_uncuttable(item: Any, length: int, name: Any = "") -> None:
+def _refuse_uncuttable(item: Any, length: int, whole: Names, name: Any = "") -> None:
     """Raises for tensors whose samples are no slices of them."""
     kind = ""
     if isinstance(item, PackedSequence):
@@ -190,16 +233,16 @@ def _refuse_uncuttable(item: Any, length: int, name: Any = "") -> None:
         kind = "a nested tensor, whose samples differ in length"
     elif isinstance(item, Tensor) and item.layout is not torch.strided and item.shape[0] == length:
         kind = f"a sparse tensor ({item.layout})"
-    elif str(name).startswith("cu_seq") or (name == "position_ids" and _is_array(item) and item.shape == (length,)):
+    elif str(name).startswith("cu_seq") or (name == "position_ids" and is_array(item) and item.shape == (length,)):
         kind = f"packed sequences, one after the other in a row, of which {name!r} says where each begins"
     if kind:
         raise TypeError(
             f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "
             "cut it yourself: accumulator.window(micro_batches)"
         )
-    items = item.items() if isinstance(item, Mapping) else enumerate(_children(item))
-    for key, child in items:
-        _refuse_uncuttable(child, length, key)
+    for key, child in items_in(item):
+        if key not in whole:
+            _refuse_uncuttable(child, length, nested(whole), key)
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -218,17 +261,30 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
     return found
 
 
-def join_batches(batches: Sequence[Any], lengths: Sequence[int]) -> Any:
+def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = (), *, is_root: bool = True) -> Any:
     """One batch of all samples; cutting it at `lengths` gives the batches again."""
     first = batches[0]
-    are_columns = all(_is_column(batch, length) for batch, length in zip(batches, lengths, strict=True))
-    if _is_array(first):
-        return torch.cat([torch.as_tensor(batch) for batch in batches]) if are_columns else first
-    if are_columns:
+    pairs = list(zip(batches, lengths, strict=True))
+    columns = [is_column(batch, length, is_root=is_root) for batch, length in pairs]
+    if is_array(first):
+        return torch.cat([torch.as_tensor(batch) for batch in batches]) if all(columns) else first
+    # Of one sample, a list may be one of rows, too.
+    if any(columns) and all(
+        is_it or len(batch) == length == 1 for is_it, (batch, length) in zip(columns, pairs, strict=True)
+    ):
         return type(first)(value for batch in batches for value in batch)
-    is_record = dataclasses.is_dataclass(first) and not isinstance(first, Mapping)
-    child = getattr if is_record else operator.getitem
-    return _remade(first, lambda _, key: join_batches([child(batch, key) for batch in batches], lengths))
+    by_key = [dict(items_in(batch)) for batch in batches]
+
+    def join(child: Any, key: Any) -> Any:
+        if key in whole:
+            return child
+        # Attributes of a dataclass that are no fields have no place among its items.
+        each = [
+            found[key] if key in found else getattr(batch, key) for found, batch in zip(by_key, batches, strict=True)
+        ]
+        return join_batches(each, lengths, nested(whole), is_root=False)
+
+    return _remade(first, join)
 
 
 def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -247,7 +303,7 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
             object.__setattr__(fresh, field.name, change(getattr(item, field.name), field.name))
         return fresh
     if isinstance(item, list | tuple):
-        made = [change(value, i) for i, value in enumerate(item)]
+        made = [change(value, key) for key, value in items_in(item)]
         return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
     return item
 
@@ -274,11 +330,10 @@ def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
     try:
         made = dataclasses.replace(item, **given)
     except Exception as error:
-        if not left:
-            return copied  # it accepts a whole batch only
+        open_to = ", ".join(left or [name for name in given if name not in cut])
         raise TypeError(
-            f"a {kind} of a part of its samples cannot be made ({type(error).__name__}: {error}), and it derives "
-            f"{', '.join(left)} from them; {cure}"
+            f"a {kind} of a part of its samples cannot be made ({type(error).__name__}: {error}), and it may derive "
+            f"{open_to} from them; {cure}"
         ) from error
     left += [name for name in given if name not in cut and not _is_same(getattr(made, name), given[name])]
     again = [name for name in cut if not _is_same(getattr(made, name), given[name])]
@@ -299,36 +354,5 @@ def _is_same(one: Any, other: Any) -> bool:
     return one is other or (isinstance(one, list | tuple | str) and type(one) is type(other) and bool(one == other))
 
 
-def _has_columns(item: Any, length: int) -> bool:
-    """Whether cutting would cut anything; otherwise each part would be the whole batch."""
-    children = () if _is_array(item) else _children(item)
-    return _is_column(item, length) or any(_has_columns(child, length) for child in children)
-
-
-def _is_column(item: Any, length: int) -> bool:
-    """Whether this has one value per sample: an array, a list without arrays of that length, a tuple of texts alone."""
-    if _is_array(item):
-        return len(item.shape) > 0 and item.shape[0] == length
-    is_plain = isinstance(item, tuple) and not hasattr(item, "_fields")
-    if not isinstance(item, list) and not (is_plain and all(isinstance(value, str | bytes) for value in item)):
-        return False
-    return len(item) == length and not any(_is_column(one, length) for one in _arrays(item))
-
-
 def _arrays(item: Any) -> list[Any]:
-    return [item] if _is_array(item) else [array for child in _children(item) for array in _arrays(child)]
-
-
-def _children(item: Any) -> Iterable[Any]:
-    if isinstance(item, list | tuple):
-        return item
-    if isinstance(item, Mapping):
-        return item.values()
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        return [getattr(item, field.name) for field in dataclasses.fields(item)]
-    return ()
-
-
-def _is_array(item: Any) -> TypeGuard[Any]:
-    """Whether this is a tensor, or looks like one (numpy)."""
-    return isinstance(item, Tensor) or (hasattr(item, "shape") and hasattr(item, "__getitem__"))
+    return [item] if is_array(item) else [array for _, child in items_in(item) for array in _arrays(child)]

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from .batches import Count, TokenCount, cut_batch
+from .lengths import Names
 
 Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
 
@@ -51,13 +52,13 @@ def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
     return len(rows) * max(costs[row] for row in rows)
 
 
-def costs_of_rows(cost: Cost, batch: Any, length: int) -> list[int]:
+def costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> list[int]:
     """What each of `length` rows costs, in whole numbers."""
     found: Any = cost.of_rows(batch) if isinstance(cost, TokenCount) else cost(batch)
     if isinstance(found, Tensor):
         found = found.tolist()
     if not isinstance(found, Sequence):  # of the whole batch
-        found = [_as_number(cost(row)) for row in cut_batch(batch, [1] * length, length)]
+        found = [_as_number(cost(row)) for row in cut_batch(batch, [1] * length, length, whole)]
     if len(found) != length:
         raise ValueError(f"cost gave {len(found)} numbers for a batch of {length} rows, expected one for each, or one")
     return [_whole(one) for one in found]

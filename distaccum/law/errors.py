@@ -58,7 +58,7 @@ def warn(message: str) -> None:
 
 
 class Once:
-    """Warns once for each key, on rank 0."""
+    """Warns once for each key: on rank 0, or on each rank of what it alone sees, as its data."""
 
     def __init__(self, rank: int) -> None:
         self._is_first_rank = rank == 0
@@ -68,3 +68,8 @@ class Once:
         if key not in self.keys and self._is_first_rank:
             warn(message)
         self.keys.add(key)
+
+    def on_each_rank(self, key: str, message: str) -> None:
+        if key not in self.keys:
+            self.keys.add(key)
+            warn(message)

@@ -17,6 +17,7 @@ from ..engines.peers import Peers
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
 from ..gradients.snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
+from ..law.batches import Columns
 from ..law.costs import group_in_order
 from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
@@ -29,11 +30,12 @@ from ..window.window import Window
 from .update import Agreement, retry
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]
+PairsLoss = Callable[..., Tensor]
 # How far representations may be from those of the first time, in parts of the largest.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: Callable[..., Tensor]) -> Update:
+def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, columns: Columns) -> Update:
     """One update of a loss over all pairs of a batch."""
     planner.setup.engine.refuse_closure("contrast")
     verifies = planner.progress.num_contrasts < PROOFS
@@ -42,8 +44,10 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: Callable[...
         one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
         return one.run, Manner(is_sum=True, ledger=PairsLedger, also=(one,))
 
-    update = retry(planner, cut_up(batch, planner.config, planner.progress.size, group=group_in_order), begin)
-    planner.progress.num_contrasts += 1
+    progress = planner.progress
+    draw = cut_up(batch, planner.config, progress.size, progress.seen, columns, group=group_in_order)
+    update = retry(planner, draw, begin)
+    progress.num_contrasts += 1
     return update
 
 
@@ -57,7 +61,7 @@ class Contrast(Observer):
     """
 
     def __init__(
-        self, planner: Planner, agreement: Agreement, encode: Encode, loss_fn: Callable[..., Tensor], *, verifies: bool
+        self, planner: Planner, agreement: Agreement, encode: Encode, loss_fn: PairsLoss, *, verifies: bool
     ) -> None:
         """`verifies`: that encode gives the same again, which costs a read on the host."""
         self._engine, self._scaler = planner.setup.engine, planner.setup.scaler

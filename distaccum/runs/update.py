@@ -15,6 +15,7 @@ from ..accumulating.nonfinite import NonfiniteError
 from ..accumulating.planner import LOOP, Manner, Planner
 from ..engines import Engine
 from ..gradients.memory import free, in_short, is_out_of_memory
+from ..law.batches import Columns
 from ..law.errors import DistaccumError, LostRanksError, ranks_where
 from ..law.update import Update
 from ..window.observer import Observer
@@ -89,10 +90,10 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
             window.backward(loss)
 
 
-def update(planner: Planner, batch: Any, loss_fn: LossFn) -> Update:
+def update(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
     """One update of a batch that is cut."""
     planner.setup.engine.refuse_closure("update")
-    draw = cut_up(batch, planner.config, planner.progress.size)
+    draw = cut_up(batch, planner.config, planner.progress.size, planner.progress.seen, columns)
     return retry(planner, draw, lambda _: (partial(run_all, loss_fn=loss_fn), LOOP))
 
 

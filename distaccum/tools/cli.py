@@ -129,7 +129,7 @@ def _check(given: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from ..accumulator import Accumulator
-    from ..law.batches import batch_length
+    from ..law.batches import Columns
 
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
     chosen = {name: value for name, value in {**chosen, "count": count}.items() if value is not None}
@@ -137,9 +137,10 @@ def _check(given: argparse.Namespace) -> int:
     if chosen.keys() & {*sizes}:  # the command line wins
         options = {name: value for name, value in options.items() if name not in sizes}
     options |= chosen
+    said = {name: options.pop(name) for name in ("length", "whole") if name in options}
     if "steps" not in options and "micro_batch_size" not in options:
-        options["micro_batch_size"] = max(1, batch_length(batch) // 3)
-    report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn)
+        options["micro_batch_size"] = max(1, Columns(**said).length_of(batch) // 3)
+    report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn, **said)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report)
     return 0 if report.equivalent else 1

@@ -18,7 +18,7 @@ from ...engines import Engine
 from ...gradients.memory import in_short
 from ...gradients.names import names_of
 from ...gradients.snapshot import Snapshot, random_devices, random_state, same_random, set_seed
-from ...law.batches import batch_length, cut_batch, join_batches, map_tensors, tensors_in
+from ...law.batches import Columns, count_samples, cut_batch, join_batches, map_tensors, tensors_in
 from ...law.errors import DistaccumError, all_or_none
 from ...law.shares import Reduction, shorten
 
@@ -44,8 +44,13 @@ class Measured:
 class Measure(Protocol):
     """Runs a window, and gives its gradient instead of stepping."""
 
-    def __call__(self, micro_batches: Sequence[Any] | None, loss_fn: LossFn, *, as_sum: bool) -> Measured:
-        """The window of these on this rank (None: the batch as it is cut); `as_sum`: bare losses, summed over ranks."""
+    def __call__(
+        self, micro_batches: Sequence[Any] | None, loss_fn: LossFn, lengths: Sequence[int] = (), *, as_sum: bool
+    ) -> Measured:
+        """The window of these on this rank (None: the batch as it is cut), of `lengths` samples.
+
+        `as_sum`: bare losses, summed over ranks.
+        """
 
 
 @dataclass
@@ -64,9 +69,9 @@ class Subject:
 class Comparison:
     """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype."""
 
-    def __init__(self, subject: Subject, batch: Any, loss_fn: LossFn, before: Snapshot) -> None:
+    def __init__(self, subject: Subject, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
         self.subject, self.engine, self.before = subject, subject.engine, before
-        self._loss_fn = loss_fn
+        self._loss_fn, self._columns, self.whole = loss_fn, columns, columns.whole
         self._own, self._own_length = batch, -1  # this rank's
         self.batch, self.length = batch, 0  # of all ranks
         self.kept: tuple[int, ...] = ()  # micro-batches, by rank
@@ -88,7 +93,7 @@ class Comparison:
                     "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
                     "trained (requires_grad_(True))"
                 )
-            self._own_length = batch_length(self._own)
+            self._own_length = self._columns.length_of(self._own)
         except Exception as error:  # the others wait in the gathering below, and hear of it there
             failed = error
         batches = [(self._own, self._own_length)]
@@ -106,7 +111,7 @@ class Comparison:
             return
         full = [(batch, length) for batch, length in batches if length]
         try:
-            joined = join_batches([batch for batch, _ in full], [length for _, length in full])
+            joined = join_batches([batch for batch, _ in full], [length for _, length in full], self.whole)
         except Exception as error:
             raise DistaccumError(
                 f"the batches of the ranks cannot be joined into one ({in_short(error)}), which the check needs; pad "
@@ -118,8 +123,9 @@ class Comparison:
         """What the caller's function gives for a batch, cast to the current dtype."""
         return self._loss_fn(self._cast(batch))
 
-    def count(self, name: str, batch: Any) -> float:
-        return float(self.subject.counts[name](batch))
+    def count(self, name: str, batch: Any, length: int) -> float:
+        count = self.subject.counts[name]
+        return length if count is count_samples else float(count(batch))  # the length may be one that was given
 
     def bound(self) -> float:
         return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
@@ -141,14 +147,15 @@ class Comparison:
         self.kept = as_cut.kept
         rows = self.engine.peers.gather([float(drawn), float(as_cut.left_out)])
         self.is_random, self.left_out = any(one for one, _ in rows), int(sum(number for _, number in rows))
-        # Uneven parts show a wrong count. None has one sample only, with which batch normalisation fails.
         length = self._own_length
+        # Uneven parts show a wrong count. None has one sample only, with which batch normalisation fails.
         sizes = [length // 3, length - length // 3] if length > 5 else [length]
-        uneven = self._accumulated(list(cut_batch(self._own, sizes, length)) if length else [])
+        parts = list(cut_batch(self._own, sizes, length, self.whole)) if length else []
+        uneven = self._accumulated(parts, sizes)
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 
-    def _accumulated(self, micro_batches: Sequence[Any] | None) -> Measured:
+    def _accumulated(self, micro_batches: Sequence[Any] | None, lengths: Sequence[int] = ()) -> Measured:
         self.before.restore()
         seen: set[str] = set()
 
@@ -159,7 +166,7 @@ class Comparison:
                 seen.add(without_labels(batch))
             return loss
 
-        found = self.subject.measure(micro_batches, loss_fn, as_sum=False)
+        found = self.subject.measure(micro_batches, loss_fn, lengths, as_sum=False)
         if not math.isfinite(found.loss):  # on all ranks alike
             self.unlike |= {why for of_rank in self.engine.peers.gather_objects(sorted(seen)) for why in of_rank}
         return found
@@ -182,7 +189,7 @@ class Comparison:
     def _big_batch(self) -> Measured:
         found = []
         for name, reduction in self.subject.reductions.items():
-            if count := self.count(name, self.batch):
+            if count := self.count(name, self.batch, self.length):
                 one = self.bare(name, self.batch)
                 found.append(one.scaled(1 / count) if reduction == "sum_to_mean" else one)
         if not found:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ...accumulating.drawing import Batches, cut_up
 from ...accumulating.planner import Manner, Planner
 from ...gradients.norms import local
+from ...law.batches import Columns
 from ...law.errors import DistaccumError
 from ...window.observer import Complete, Observer
 from ..update import LossFn, run_all
@@ -38,7 +39,7 @@ class Reading(Observer):
         self.measured = Measured(gradients, float(sums.sum()) / engine.divisor, complete.plan.num_counted)
 
 
-def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
+def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
     """The report; all else is as it was before."""
     planner.make_way()
     setup = planner.setup
@@ -50,17 +51,20 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
     every = setup.parameters().every
     parameters = [p for p in every if p.requires_grad]
 
-    def measure(micro_batches: Sequence[Any] | None, loss_fn: LossFn, *, as_sum: bool) -> Measured:
+    def measure(
+        micro_batches: Sequence[Any] | None, loss_fn: LossFn, lengths: Sequence[int] = (), *, as_sum: bool
+    ) -> Measured:
         num = 0
 
         def draw(index: int) -> Batches:
             nonlocal num
             if micro_batches is not None:
-                batches = Batches(list(micro_batches), [1] * len(micro_batches) if as_sum else None)
+                batches = Batches(list(micro_batches), [1] * len(micro_batches) if as_sum else list(lengths))
             else:
-                batches = cut_up(batch, trial.config, trial.progress.size)(index)
+                progress = trial.progress
+                batches = cut_up(batch, trial.config, progress.size, progress.seen, columns)(index)
                 if len(batches.micro_batches) < 2 <= sum(batches.lengths or []):
-                    batches = cut_up(batch, trial.config, trial.progress.size, parts=2)(index)
+                    batches = cut_up(batch, trial.config, progress.size, progress.seen, columns, parts=2)(index)
             num = len(batches.micro_batches)
             return batches
 
@@ -83,7 +87,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn) -> Report:
             counts=planner.config.counts,
             measure=measure,
         )
-        return report(subject, batch, loss_fn)
+        return report(subject, batch, columns, loss_fn)
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any
 from ...gradients.memory import in_short, is_out_of_memory
 from ...gradients.names import names_of
 from ...gradients.snapshot import kept
+from ...law.batches import Columns
 from ...law.errors import DistaccumError
 from ...law.table import width
 from .causes import Diagnosis
@@ -103,13 +104,13 @@ class Report:
         return "\n".join(lines)
 
 
-def report(subject: Subject, batch: Any, loss_fn: LossFn) -> Report:
+def report(subject: Subject, batch: Any, columns: Columns, loss_fn: LossFn) -> Report:
     """The report; gradients, buffers, modes and random numbers are as they were before."""
     gradients_of = subject.everything if subject.engine.stale(subject.everything) else ()
     with warnings.catch_warnings(), kept(subject.models, gradients_of) as before:
         warnings.simplefilter("ignore")
         try:
-            return _report(Comparison(subject, batch, loss_fn, before))
+            return _report(Comparison(subject, batch, columns, loss_fn, before))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -19,7 +19,7 @@ def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | N
 
     `mixing` names the modules in which samples depend on each other in eval mode too.
     """
-    at_once = comparison.count(name, comparison.batch)
+    at_once = comparison.count(name, comparison.batch, comparison.length)
     if not at_once:
         return None
     if why := min(filter(None, comparison.unlike), default=""):
@@ -48,9 +48,10 @@ class _Parts:
         self._of = comparison
         self.reduction = comparison.subject.reductions[name]
         self.of_name = f" of {name!r}" if len(comparison.subject.reductions) > 1 else ""
-        self._sizes = _uneven(comparison.length)
-        self._batches = list(cut_batch(comparison.batch, self._sizes, comparison.length))
-        self.counts = [comparison.count(name, one) for one in self._batches]
+        length, whole = comparison.length, comparison.whole
+        self._sizes = _uneven(length)
+        self._batches = list(cut_batch(comparison.batch, self._sizes, length, whole))
+        self.counts = [comparison.count(name, one, size) for one, size in zip(self._batches, self._sizes, strict=True)]
         self.measured = [comparison.bare(name, one) for one in self._counted(self._batches)]
         self._whole = comparison.bare(name, comparison.batch)
 

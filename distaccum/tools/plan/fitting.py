@@ -10,7 +10,8 @@ from torch import nn
 
 from ...gradients.memory import free, is_out_of_memory
 from ...gradients.snapshot import Snapshot
-from ...law.batches import batch_length, cut_batch
+from ...law.batches import cut_batch
+from ...law.lengths import batch_length
 from .cuts import number_of
 
 
