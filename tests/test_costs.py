@@ -221,7 +221,7 @@ def test_half_a_cost_and_two_sizes_are_refused():
             make_accumulator(net, cost=cost).split(make_text(LENGTHS))
 
 
-def test_padding_is_trimmed_on_both_sides_without_a_copy():
+def test_padding_is_trimmed_without_a_copy():
     mask = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0]])
     batch = {
         "input_ids": mask * 7,
@@ -230,14 +230,43 @@ def test_padding_is_trimmed_on_both_sides_without_a_copy():
         "text": ["a", "b"],
         "wide": torch.ones(2, 6, 3),
     }
-    trimmed = trim_padding("mask")(batch)
+    assert trim_padding("mask")(batch)["input_ids"].tolist() == [[0, 0, 7, 7], [0, 7, 7, 0]]
+    assert trim_padding("mask", multiple_of=4)(batch | {"mask": mask.roll(1, 1)})["mask"].shape == (2, 6)
+    with_positions = {**batch, "position_ids": mask.cumsum(1)}
+    assert trim_padding("mask")(with_positions)["position_ids"].tolist() == [[0, 1, 2], [1, 2, 2]]
+    trimmed = trim_padding("mask", left=True)(batch)
     assert trimmed["input_ids"].tolist() == [[0, 7, 7], [7, 7, 0]] and trimmed["wide"].shape == (2, 3, 3)
     assert trimmed["text"] == ["a", "b"] and trimmed["weights"].shape == (2,)
     assert trimmed["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
-    assert trim_padding("mask", multiple_of=4)(batch)["mask"].shape == (2, 4)
-    assert trim_padding("mask", multiple_of=8)(batch)["mask"].shape == (2, 6)
+    for multiple, width in ((4, 4), (8, 6)):
+        assert trim_padding("mask", multiple_of=multiple, left=True)(batch)["mask"].shape == (2, width)
     with pytest.raises(TypeError, match="name it"):
         trim_padding()(batch)
+
+
+class Positions(nn.Module):
+    """Numbers its columns from the first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.place = make_net_without_router(), nn.Embedding(WIDTH, 5, dtype=torch.float64)
+        nn.init.ones_(self.place.weight[::2].detach())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x + self.place.weight[: x.shape[1]])
+
+
+def test_trimmed_left_padding_keeps_the_columns_where_they_are():
+    batch = {name: value.flip(1) for name, value in make_text(LENGTHS).items()}
+    torch.manual_seed(0)
+    net = Positions()
+    loss_of(net, batch).backward()
+    expected = gradient(net)
+    net.zero_grad()
+    window = make_accumulator(net, trim=trim_padding("mask")).split(batch)
+    for one in window:
+        window.backward(loss_of(net, one))
+    assert error(gradient(net), expected) <= 1e-12
 
 
 # The sampler
