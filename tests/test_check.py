@@ -196,7 +196,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
         (token_net(), of_tokens, {"count": SHIFTED}, [r"count: .*count=count_tokens\('labels'\)"]),
         (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
-        (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7. for"]),
+        (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7, 7. for"]),
         (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": 99}, ["reduction: the criterion sums"]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": "auto"}, ["reduction: the criterion sums"]),
@@ -211,7 +211,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
             token_net(),
             lambda m, b: (of_tokens(m, b, "none") * (w := 1.0 + b["y"].repeat_interleave(5))).sum() / w.sum(),
             {},
-            ["count: the criterion weighs parts of .1, 3, 7. samples as"],
+            ["count: the criterion weighs parts of .1, 4, 4, 2. samples as"],
         ),
     ],
 )
@@ -253,6 +253,52 @@ def test_random_numbers_that_agree_are_noted():
     assert report.equivalent and "random numbers are drawn" in report.notes[-1]
 
 
+@pytest.mark.parametrize("labels", [[0, -100], [0, 1, -100], [0, -100, 1, -100], [0, 1, 2, -100, 1], [0, -100] * 6])
+def test_wrong_count_shows_in_few_samples_and_where_even_parts_keep_as_many_labels(labels):
+    model = nn.Linear(6, 3)
+    batch = {"x": torch.randn(len(labels), 6), "labels": torch.tensor(labels)}
+
+    def checked(count: Any) -> Report:
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2, count=count)
+        return accumulator.check(batch, lambda part: cross_entropy(model(part["x"]), part["labels"]))
+
+    report = checked(count_samples)
+    assert not report.equivalent and "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1
+    assert checked(TOKENS).equivalent
+    if len(labels) > 2:  # parts of 2 samples hide it
+        assert not checked(lambda part: 1).equivalent
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_check_of_few_samples_leaves_batch_normalisation_two(size):
+    model = net(nn.BatchNorm1d(8))
+    report = Accumulator(model, steps=2).check(make_batch(size), lambda part: of_samples(model, part))
+    assert [cause.split(":")[0] for cause in report.causes] == ["batchnorm"], report
+
+
+def test_labels_that_each_sample_ignores_alike_are_noted():
+    model, batch = token_net(), make_batch(6)
+    batch["labels"] = torch.tensor([1, -100, 2, -100, 3]).expand(6, 5)
+    for count, is_noted in ((count_samples, True), (TOKENS, False)):
+        report = Accumulator(model, micro_batch_size=2, count=count).check(batch, lambda b: of_tokens(model, b))
+        assert report.equivalent and any("are ignored (-100), as many" in note for note in report.notes) == is_noted
+
+
+class OfEleven(nn.Module):
+    """Fails on other numbers of samples, but where a gradient is taken."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if torch.is_grad_enabled() else x.view(11, 8)
+
+
+def test_modules_that_cannot_be_called_by_themselves_are_named_where_no_cause_is_found():
+    def loss(model: nn.Module, batch: Batch) -> Tensor:
+        return of_samples(model, batch) * (2.0 if len(batch["x"]) == 3 else 1.0)  # none that looks for the cause is
+
+    (cause,) = check(net(OfEleven()), loss, micro_batch_size=11).causes
+    assert cause.startswith("unknown: no cause was found") and "2 (OfEleven: RuntimeError: shape '[11, 8]'" in cause
+
+
 def labels_of_three_parts(*ignored: int) -> Batch:
     batch = make_batch(12)
     for part in ignored:
@@ -272,7 +318,7 @@ def test_micro_batch_without_labels_is_named():
     (cause,) = report.causes
     assert "its labels in 'labels' are all -100 but the first of each row" in cause
     assert cause.endswith("count=count_tokens('labels', shift=True)")
-    report = check(net(), lambda m, b: of_samples(m, b) + (math.nan if len(b["x"]) == 4 else 0.0))
+    report = check(net(), lambda m, b: of_samples(m, b) + (math.nan if len(b["x"]) == 3 else 0.0))
     assert "loss: a micro-batch's loss is not finite, and the whole batch's is" in report.causes[0]
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...batchnorm import KINDS
+from ...gradients.memory import in_short, is_out_of_memory
 from ...gradients.snapshot import modes_kept, set_seed
 from ...law.batches import cut_batch, map_tensors, tensors_in
 from ...law.shares import shorten
@@ -28,6 +29,7 @@ class Diagnosis:
 
     def __init__(self, comparison: Comparison) -> None:
         self._of = comparison
+        self._untried: dict[str, str] = {}  # modules that could not be called by themselves, and why
 
     def causes(self) -> list[str]:
         if self._of.differ(self._gradient(), self._gradient()):
@@ -58,7 +60,11 @@ class Diagnosis:
         for name in self._of.subject.reductions:
             if cause := cause_in_the_loss(self._of, name, _kinds(others) if others else ""):
                 causes.append(cause)
-        return list(dict.fromkeys(causes)) or ["unknown: no cause was found; the error is beyond rounding"]
+        untried = "; ".join(f"{name or 'the model'} ({why})" for name, why in list(self._untried.items())[:3])
+        unknown = "unknown: no cause was found; the error is beyond rounding"
+        return list(dict.fromkeys(causes)) or [
+            f"{unknown}; not called by themselves: {untried}" if untried else unknown
+        ]
 
     def _gradient(self, *, seed: int | None = None, restore: bool = True) -> Measured:
         """The whole batch's gradient, of the first loss."""
@@ -127,8 +133,10 @@ class Diagnosis:
                 with torch.no_grad():
                     if is_it(module, args, kwargs):
                         found.insert(0, (name, module))
-            except Exception:  # a call that makes no sense by itself
-                continue
+            except Exception as error:  # a call that makes no sense by itself, such as of halves of its inputs
+                if is_out_of_memory(error):
+                    raise
+                self._untried[name] = f"{type(module).__name__}: {in_short(error)}"
         self._of.before.restore()
         return found
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...batchnorm import KINDS
 from ...engines import Engine
 from ...gradients.memory import in_short
 from ...gradients.names import names_of
@@ -21,6 +22,7 @@ from ...gradients.snapshot import Snapshot, random_devices, random_state, same_r
 from ...law.batches import Columns, count_samples, cut_batch, join_batches, map_tensors, tensors_in
 from ...law.errors import DistaccumError, all_or_none
 from ...law.shares import Reduction, shorten
+from .rows import all_ignored, kept_by_row, uneven_sizes
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 # The largest error that rounding explains, by dtype; any other is half precision.
@@ -127,6 +129,15 @@ class Comparison:
         count = self.subject.counts[name]
         return length if count is count_samples else float(count(batch))  # the length may be one that was given
 
+    def uncertain_counts(self) -> list[str]:
+        """The names whose count leaves ignored labels in, where no part would show that the criterion does not."""
+        kept = kept_by_row(self.batch, self.length, self.whole)
+        if not kept or min(kept) < max(kept):
+            return []
+        without, length = all_ignored(self.batch), self.length
+        names = self.subject.reductions
+        return [name for name in names if self.count(name, without, length) == self.count(name, self.batch, length)]
+
     def bound(self) -> float:
         return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
 
@@ -148,10 +159,10 @@ class Comparison:
         rows = self.engine.peers.gather([float(drawn), float(as_cut.left_out)])
         self.is_random, self.left_out = any(one for one, _ in rows), int(sum(number for _, number in rows))
         length = self._own_length
-        # Uneven parts show a wrong count. None has one sample only, with which batch normalisation fails.
-        sizes = [length // 3, length - length // 3] if length > 5 else [length]
+        least = 2 if any(isinstance(m, KINDS) and m.training for _, m in self.modules) else 1  # it fails with one
+        sizes = uneven_sizes(self._own, length, [max(1, length // 3)], self.whole, least=least)
         parts = list(cut_batch(self._own, sizes, length, self.whole)) if length else []
-        uneven = self._accumulated(parts, sizes)
+        uneven = self._accumulated(parts, sizes)  # which shows a wrong count
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 

@@ -165,6 +165,12 @@ def _notes_on(comparison: Comparison, equivalent: bool) -> Iterator[str]:
             f"{left_out} of {sum(comparison.kept) + left_out} micro-batches {has} no "
             f"{' and no '.join(comparison.subject.reductions)} and {is_left} left out, as in training"
         )
+    if equivalent and (names := comparison.uncertain_counts()):
+        yield (
+            "some labels are ignored (-100), as many in each sample, and count is of none of them "
+            f"({', '.join(names)}): whether the loss averages over samples or over labels that are kept does not show; "
+            "check with samples that keep different numbers of labels"
+        )
     if equivalent and comparison.is_random:
         yield (
             "random numbers are drawn by the model or the loss; micro-batches drew those of the whole batch, which "

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ...law.batches import cut_batch, tensors_in
 from ...law.shares import as_int_if_whole
-from .compare import Comparison, Measured, weighted_sum
+from .compare import Comparison, Measured, weighted_sum, without_labels
+from .rows import uneven_sizes
 
 
 def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | None:
@@ -26,6 +27,8 @@ def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | N
         return f"count: the loss of a micro-batch is nan: {why}"
     parts = _Parts(comparison, name)
     if not all(math.isfinite(one.loss) for one in parts.measured):
+        if why := parts.without_labels():
+            return f"count: the loss of a micro-batch is nan: {why}"
         return f"count: it gave {parts}, and the loss of one of them is not finite: the criterion counts something else"
     if comparison.unlike:
         return "loss: a micro-batch's loss is not finite, and the whole batch's is"
@@ -49,7 +52,7 @@ class _Parts:
         self.reduction = comparison.subject.reductions[name]
         self.of_name = f" of {name!r}" if len(comparison.subject.reductions) > 1 else ""
         length, whole = comparison.length, comparison.whole
-        self._sizes = _uneven(length)
+        self._sizes = uneven_sizes(comparison.batch, length, [max(1, length // 6), max(2, length // 2)], whole)
         self._batches = list(cut_batch(comparison.batch, self._sizes, length, whole))
         self.counts = [comparison.count(name, one, size) for one, size in zip(self._batches, self._sizes, strict=True)]
         self.measured = [comparison.bare(name, one) for one in self._counted(self._batches)]
@@ -57,6 +60,9 @@ class _Parts:
 
     def __str__(self) -> str:
         return f"{[as_int_if_whole(count) for count in self.counts]} for parts of {self._sizes} samples"
+
+    def without_labels(self) -> str:
+        return next(filter(None, map(without_labels, self._counted(self._batches))), "")
 
     def _counted(self, values: Sequence[Any]) -> list[Any]:
         """The values of the parts whose count is not 0."""
@@ -154,14 +160,3 @@ def _number(column: Sequence[Tensor], ignored: int) -> list[float]:
 def _dot(one: Measured, other: Measured) -> float:
     pairs = zip(one.gradients, other.gradients, strict=True)
     return sum(float((a.double() * b.double()).sum()) for a, b in pairs if a is not None and b is not None)
-
-
-def _uneven(length: int) -> list[int]:
-    """Three parts, of different sizes if there are enough samples.
-
-    >>> _uneven(12), _uneven(2)
-    ([2, 4, 6], [1, 1])
-    """
-    first = max(1, length // 6)
-    second = max(1, length // 3)
-    return [n for n in (first, second, length - first - second) if n > 0] if length > 2 else [1] * length
