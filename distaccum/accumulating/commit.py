@@ -277,7 +277,8 @@ class Committer:
 
     def _refuse_nonfinite_loss(self, complete: Complete, record: Record) -> None:
         record.wait()
-        if not bool(torch.as_tensor(record.losses).isfinite().all()):
+        losses = record.losses.tolist() if isinstance(record.losses, Tensor) else record.losses
+        if not all(map(math.isfinite, losses)):
             judge(complete, self._engine, "loss", self._on_nonfinite)
 
 

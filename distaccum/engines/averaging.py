@@ -28,7 +28,7 @@ def average_by_hand(
     Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
     Over the ranks that a parameter is cut over, backward has summed its gradient already; None: over all.
     """
-    kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8)
+    kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8, device="cpu")
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
     dense: dict[dist.ProcessGroup, list[Any]] = {}
     for one, kind in zip(parameters, kinds.tolist(), strict=True):
@@ -106,4 +106,4 @@ def no_rows(parameter: Tensor) -> Tensor:
     """An embedding's gradient where nothing was looked up."""
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty((0, *parameter.shape[1:]))
-    return torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)

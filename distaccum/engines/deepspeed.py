@@ -263,7 +263,9 @@ class DeepSpeedEngine(RanksEngine):
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         if self.judges_gradients:  # after the step
             norm = self._deepspeed.get_global_grad_norm()
-            return torch.as_tensor(float("nan") if norm is None else norm)
+            return (
+                norm if isinstance(norm, Tensor) else torch.tensor(float("nan" if norm is None else norm), device="cpu")
+            )
         gradients = [p.grad for p in self.parameters() if p.grad is not None]
         if hasattr(self._optimizer, "get_grads_for_norm"):  # BF16_Optimizer, which keeps them elsewhere
             found = self._optimizer.get_grads_for_norm()

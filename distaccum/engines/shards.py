@@ -145,7 +145,7 @@ def part_of_square(shards: Mapping[Groups, Sequence[Tensor]], device: torch.devi
     for groups, gradients in shards.items():
         copies = num_ranks / math.prod(dist.get_world_size(group) for group in groups)
         parts.append(total_norm(gradients, 2.0).to(device).square() / copies)
-    return _stack(parts).sum() if parts else torch.zeros(())
+    return _stack(parts).sum() if parts else torch.zeros((), device="cpu")
 
 
 def _stack(norms: Sequence[Tensor]) -> Tensor:

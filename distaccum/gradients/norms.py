@@ -52,7 +52,7 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
             return torch.nn.utils.get_total_norm(dense, kind)
         norms += norms_of(alike, kind, torch.float32 if dtype in HALF else None)
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), device="cpu")
     if len(by_kind) > 1:
         wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         norms = [norm.to(norms[0].device, wide) for norm in norms]

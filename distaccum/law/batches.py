@@ -267,7 +267,8 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = 
     pairs = list(zip(batches, lengths, strict=True))
     columns = [is_column(batch, length, is_root=is_root) for batch, length in pairs]
     if is_array(first):
-        return torch.cat([torch.as_tensor(batch) for batch in batches]) if all(columns) else first
+        tensors = [one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in batches]
+        return torch.cat(tensors) if all(columns) else first
     # Of one sample, a list may be one of rows, too.
     if any(columns) and all(
         is_it or len(batch) == length == 1 for is_it, (batch, length) in zip(columns, pairs, strict=True)

@@ -57,7 +57,7 @@ class Seeds:
 
     def _look_at_rounding(self, dtype: torch.dtype, share: float) -> None:
         """A loss in half precision is cast up, and its gradient, the share, comes back in half precision."""
-        rounded = torch.tensor(share, dtype=dtype).item()
+        rounded = torch.tensor(share, dtype=dtype, device="cpu").item()
         if self._scaler is None and abs(rounded - share) > MOST_ROUNDING * share:
             raise ValueError(
                 f"backward() got a loss in {dtype}, which rounds its share, {share:.6g}, to {rounded:.6g}, and the "

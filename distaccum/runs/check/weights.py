@@ -113,10 +113,10 @@ class _Parts:
         """The weights with the smallest squared error of gradient and loss; nan where there are none."""
         products = [_dot(one, other) for one in self.measured for other in (*self.measured, self._whole)]
         rows = self._of.engine.peers.gather(products)
-        summed = torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64)
+        summed = torch.tensor([sum(column) for column in zip(*rows, strict=True)], dtype=torch.float64, device="cpu")
         matrix = summed.reshape(len(self.measured), -1)
         scale = matrix[:, :-1].diagonal().mean().clamp(min=1e-300)
-        losses = torch.tensor([one.loss for one in self.measured], dtype=torch.float64)
+        losses = torch.tensor([one.loss for one in self.measured], dtype=torch.float64, device="cpu")
         size = losses.square().mean().clamp(min=1e-300)
         left = matrix[:, :-1] / scale + torch.outer(losses, losses) / size
         right = matrix[:, -1] / scale + losses * self._whole.loss / size
