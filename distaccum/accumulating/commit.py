@@ -214,7 +214,8 @@ class Committer:
         if self._scaler is not None:
             record.wait()
             overflows = record.overflows
-            self._engine.peers.share_largest(overflows)  # one rank's part of a gradient may overflow alone
+            if self._engine.peers.shares_samples:  # one rank's part of a gradient may overflow alone
+                overflows.fill_(max(self._engine.peers.gather_largest([float(overflows)]))[0])
             for flag in gradient.flags:  # what the scaler's step and update will read
                 flag.copy_(overflows.clamp(max=1.0))
             if bool(overflows):

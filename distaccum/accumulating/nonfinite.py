@@ -57,7 +57,9 @@ class NonfiniteError(DistaccumError):
 def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
     """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip."""
     # Ranks that share samples may hold different parameters, as stages do, and only one of them the losses.
-    found = min(engine.peers.share_objects(find_nonfinite(complete, engine)), key=lambda one: one.vagueness)
+    found = min(
+        engine.peers.gather_objects(find_nonfinite(complete, engine), everyone=True), key=lambda one: one.vagueness
+    )
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({found.message})"
     raise NonfiniteError(

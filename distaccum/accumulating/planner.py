@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any, final
 
 from ..law.batches import largest_sample
-from ..law.errors import DistaccumError
-from ..law.plan import Plan, by_rank_of, make_plan, plan_of, plan_of_one, refuse_unlike_parts, reports_of
+from ..law.errors import DistaccumError, all_or_none
+from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
 from ..observers.inspection import Inspection
 from ..observers.noise import Noise
@@ -55,8 +55,6 @@ class Planner:
         self._committer, self.observers = committer, observers
         self._seeds = Seeds(setup.engine, setup.once, setup.scaler, scales=setup.scales_seeds)
         self._trained: Trained | None = None
-        self._said: Any = None  # by the ranks, of the window that was planned last
-        self._plan: Plan
         self.status: Status | None = None  # of the window that was planned last
         self._window: weakref.ref[Window] | None = None
         self._watch()
@@ -80,6 +78,7 @@ class Planner:
 
     def __getstate__(self) -> dict[str, Any]:
         """Of a deep copy, with its model and optimizer in one: `copy.deepcopy((model, optimizer, accumulator))`."""
+        self.setup.engine.peers.refuse_copy()
         if self.standing() is not None and self.status is not None:
             self.status.refuse_copy()
         return {**self.__dict__, "_window": None, "status": None, "_trained": None}
@@ -113,23 +112,19 @@ class Planner:
         return self._window_of(candidate, plan, manner)
 
     def _plan_with_others(self, candidate: Candidate, names: Sequence[str]) -> Plan:
-        peers, report = self.setup.engine.peers, candidate.report
-        is_alone = peers.is_alone
-        is_plain = is_alone or not (peers.shares_samples or peers.has_parts)
-        fields = peers.gather_fields(report.to_row()) if is_plain and not is_alone else []
-        shared = [] if is_plain else peers.gather_shared(report.to_row())
-        if candidate.error is not None:
+        peers = self.setup.engine.peers
+        rows = peers.post(candidate.report.to_row())()
+        if any(row[FAILED] for row in rows):
             candidate.raise_error()
+            failed = [any(row[FAILED] for row in of_set) for of_set in peers.by_samples(rows)]
+            all_or_none(
+                failed,
+                None,
+                "rank {ranks} could not plan this window (its own error says why); no gradient was touched",
+            )
         for about, warning in candidate.batches.warnings.items():
             self.setup.once.on_each_rank(about, warning)
-        if is_plain:
-            # The plan of the last window, if nothing but the update's index is another.
-            said = names, report[1:] if is_alone else fields[1:], len(set(fields[0])) if fields else 1
-            if said != self._said:
-                plan = plan_of_one(names, report) if is_alone else plan_of(names, by_rank_of(fields))
-                self._plan, self._said = plan, said  # together, or Ctrl-C leaves the plan of another window
-            return self._plan
-        reports = reports_of(peers.sharing, shared)
+        reports = reports_of(peers.sharing, peers.by_samples(rows))
         if peers.has_parts:
             refuse_unlike_parts(peers.parts, reports, self.config.counts_whole)
         return make_plan(names, reports)

@@ -29,6 +29,7 @@ from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
 from ..law.shares import shorten
 from .base import Leaf, Sync
+from .peers import own_group
 from .private import fsdp2 as private
 from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
 from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing, shards_of, why_tensor_parallel
@@ -267,7 +268,8 @@ class FullyShardEngine(RanksEngine):
             self._note_used()
         unused = {id(p) for p in self._unused}
         left = [private.holds_gradients(group) for group in self._groups]
-        agreed = torch.tensor([*left, *(id(p) not in unused for p in self._every)], dtype=torch.uint8)
+        found = [*left, *(id(p) not in unused for p in self._every)]
+        agreed = torch.tensor(found, dtype=torch.uint8, device="cpu")
         dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.host_group)
         answers = agreed.tolist()
         for group, is_left in zip(self._groups, answers, strict=False):
@@ -318,7 +320,8 @@ def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
     elif list(ranks) == list(range(dist.get_world_size())):
         made = dist.group.WORLD
     else:
-        made = dist.new_group(list(ranks), use_local_synchronization=True)
+        assert dist.group.WORLD is not None
+        made = own_group(dist.group.WORLD, ranks, backend=None)
     assert isinstance(made, dist.ProcessGroup)
     return made
 

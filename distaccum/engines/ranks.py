@@ -13,7 +13,7 @@ from ..law.errors import DistaccumError, ranks_where
 from ..law.plan import Plan
 from .averaging import average_by_hand
 from .base import Engine, Sync
-from .peers import GroupPeers
+from .peers import GroupPeers, own_group
 from .shards import cut_over, is_part, lies_over
 
 
@@ -73,8 +73,7 @@ class RanksEngine(Engine):
                 f"{self.name}: parameters outside of it are cut over ranks {list(cut)}, and ranks {copies} hold the "
                 f"same part, expected meshes of one size that divide the data-parallel ranks {here}"
             )
-        made: Any = dist.new_group(copies, use_local_synchronization=True)
-        self._copies[cut] = made
+        self._copies[cut] = own_group(self.group, copies, backend=None)
 
     def whole_loss(self, loss: Any) -> Tensor:
         ranks, placements = lies_over(loss, self.group)

@@ -7,7 +7,7 @@ backward; a gradient that it leaves as partial sums adds up so, and is summed on
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..law.plan import Plan
 from .averaging import settle_placements
 from .base import Sync
+from .peers import own_group
 from .ranks import RanksEngine
 from .shards import norm_over_shards, ranks_sharing, shards_of, why_tensor_parallel
 
@@ -29,7 +30,8 @@ class UnwrappedEngine(RanksEngine):
     policies = ("last",)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        alone: Any = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        assert dist.group.WORLD is not None
+        alone = own_group(dist.group.WORLD, [dist.get_rank()], backend=None)
         parameters = [p for model in models for p in model.parameters()]
         super().__init__(models, sync, alone, ranks_sharing(parameters, alone))
         self._parameters: Sequence[nn.Parameter] = ()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from .errors import DistaccumError, all_or_none
+from .errors import DistaccumError
 from .shares import as_int_if_whole
 
 
@@ -39,7 +39,11 @@ class RankReport(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> RankReport:
-        return cls(*map(int, row[:4]), *map(bool, row[4:11]), *map(int, row[11:14]), tuple(row[14:]))  # type: ignore[arg-type,call-arg]  # by place
+        return cls._make([*map(int, row[:NUM_PLAIN]), tuple(row[NUM_PLAIN:])])
+
+
+NUM_PLAIN = len(RankReport._fields) - 1  # fields that are one number
+FAILED = RankReport._fields.index("failed")  # its place in a row
 
 
 @dataclass
@@ -87,26 +91,18 @@ def reports_of(sharing: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequenc
     return [_shared(ranks, list(map(RankReport.from_row, of_set))) for ranks, of_set in zip(sharing, rows, strict=True)]
 
 
-def by_rank_of(fields: Sequence[Sequence[float]]) -> Any:
-    """A report whose fields are those of all ranks, perhaps of thousands: only what must be whole is cast."""
-    known = len(RankReport._fields) - 1
-    by_rank: Any = RankReport._make([*fields[:known], fields[known:]])
-    return by_rank._replace(num_counted=tuple(map(int, by_rank.num_counted)))
-
-
 def _shared(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
     if len(ranks) == 1:
         return reports[0]
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
     for name, seen in ALIKE.items():
         values = getattr(by_rank, name)
-        if len(set(values)) > 1 and not any(by_rank.failed):
+        if len(set(values)) > 1:
             raise DistaccumError(
                 f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(list(values))}; give "
                 "them the same batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
             )
     return reports[0]._replace(
-        failed=any(by_rank.failed),
         no_more_after=all(by_rank.no_more_after),
         has_stand_in=all(by_rank.has_stand_in),
         reduce_afterwards=any(by_rank.reduce_afterwards),
@@ -122,8 +118,6 @@ def refuse_unlike_parts(
     """
     for ranks in parts:
         own = [reports[rank] for rank in ranks]
-        if any(one.failed for one in own):
-            return  # whose own error says why
         drawn = [one.num_drawn for one in own]
         if len(set(drawn)) > 1:
             raise DistaccumError(
@@ -147,33 +141,6 @@ def refuse_unlike_parts(
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    return plan_of(names, by_rank._replace(totals=tuple(zip(*by_rank.totals, strict=True))))
-
-
-def plan_of_one(names: Sequence[str], report: RankReport) -> Plan:
-    """Of a rank alone, whose windows may be short: nothing can contradict it."""
-    return Plan(
-        counts=dict(zip(names, map(as_int_if_whole, report.totals), strict=True)),
-        num_counted=(report.num_counted,),
-        all_terms=report.all_terms,
-        all_terms_in_last=report.all_terms_in_last,
-        has_stand_in=(report.has_stand_in,),
-        epoch_over=not report.num_drawn,
-        no_more_after=report.no_more_after,
-        agrees=report.agrees,
-        reduce_afterwards=report.reduce_afterwards,
-        largest=report.largest,
-        largest_sample=report.largest_sample,
-    )
-
-
-def plan_of(names: Sequence[str], by_rank: Any) -> Plan:
-    """The same, from a report whose fields, and each of its totals, are those of all ranks."""
-    all_or_none(
-        by_rank.failed,
-        None,
-        "rank {ranks} could not plan this window (its own error says why); no gradient was touched",
-    )
     _refuse_disagreement("the update's index", by_rank.update, int, "load the same state, and ask for as many windows")
     _refuse_disagreement(
         "who runs the window",
@@ -187,8 +154,9 @@ def plan_of(names: Sequence[str], by_rank: Any) -> Plan:
         lambda steps: int(steps) or "any",
         "give the same steps, batch_size and kind of window",
     )
+    totals = zip(*by_rank.totals, strict=True)
     return Plan(
-        counts={name: as_int_if_whole(sum(total)) for name, total in zip(names, by_rank.totals, strict=True)},
+        counts={name: as_int_if_whole(sum(total)) for name, total in zip(names, totals, strict=True)},
         num_counted=by_rank.num_counted,
         all_terms=all(by_rank.all_terms),
         all_terms_in_last=all(by_rank.all_terms_in_last),
@@ -197,8 +165,8 @@ def plan_of(names: Sequence[str], by_rank: Any) -> Plan:
         no_more_after=all(by_rank.no_more_after),
         agrees=any(by_rank.agrees),
         reduce_afterwards=any(by_rank.reduce_afterwards),
-        largest=int(max(by_rank.largest)),
-        largest_sample=int(max(by_rank.largest_sample)),
+        largest=max(by_rank.largest),
+        largest_sample=max(by_rank.largest_sample),
     )
 
 

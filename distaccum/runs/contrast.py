@@ -71,7 +71,7 @@ class Contrast(Observer):
         self._parts: list[_Part] = []  # to come, a micro-batch each
         self._sharded: list[tuple[nn.Parameter, Tensor]] = []  # used in the loss alone, with their gradients
         self._random: dict[str, Any] = {}  # as it is after the loss
-        self._loss = torch.zeros(())
+        self._loss = torch.zeros((), device="cpu")
 
     def run(self, window: Window) -> None:
         for micro_batch in window:

@@ -71,7 +71,7 @@ class Agreement(Observer):
 
     def vote(self, vote: Vote) -> None:
         self.own = vote
-        self.votes = [int(row[0]) for row in self._engine.peers.agree([float(vote)])]
+        self.votes = [int(row[0]) for row in self._engine.peers.gather_largest([float(vote)])]
 
     def ranks(self, vote: Vote) -> str:
         """Those that voted so, as a text."""
@@ -151,8 +151,6 @@ def _settle(planner: Planner, status: Status, agreement: Agreement, error: Excep
     peers, largest = planner.setup.engine.peers, status.plan.largest
     if isinstance(error, LostRanksError):
         raise error
-    if isinstance(error, RuntimeError):
-        peers.refuse_lost(error)
     try:
         if agreement.is_reducing and peers.num_ranks > 1 and not is_out_of_memory(error):
             raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way

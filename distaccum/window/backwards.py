@@ -63,7 +63,8 @@ class Backwards:
         try:
             outputs = call(*given)
         except RuntimeError as error:
-            self._engine.peers.refuse_lost(error)
+            if self._engine.lockstep or self._engine.will_reduce(reduce):
+                self._engine.peers.refuse_lost(error)
             raise
         for observer in observers:
             observer.after_backward(status)

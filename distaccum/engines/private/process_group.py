@@ -1,11 +1,16 @@
-"""Private names of torch's process groups, and of the tensors that their threads hold."""
+"""Private names of torch's process groups."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+
+FIRST = 10**9  # number of a group of ours, far from the caller's
+_made: Counter[tuple[int, ...]] = Counter()  # groups of ours by their ranks
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
@@ -17,6 +22,19 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
     return None
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Whether others hold `tensor` too, threads in C++ among them; without `_use_count`, never."""
-    return getattr(tensor, "_use_count", lambda: 1)() > 1
+def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | None) -> dist.ProcessGroup:
+    """A group that its ranks make without asking others, and that torch does not number.
+
+    torch names groups by a number that all ranks of the job must have in common (from torch 2.15 also these), and only
+    some may have an Accumulator: without `group_count` the next group of the caller's could wait for ever.
+    """
+    world: Any = dist.distributed_c10d._world
+    before = world.group_count
+    world.group_count = FIRST + _made[tuple(ranks)]
+    _made[tuple(ranks)] += 1
+    try:
+        made: Any = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, timeout=timeout)
+    finally:
+        world.group_count = before
+    assert isinstance(made, dist.ProcessGroup)
+    return made
