@@ -66,7 +66,7 @@ def train(config: Config, job: Job) -> int:
         return 0
 
     measured: dict[str, float] = {}
-    left = accumulator.index >= updates
+    left, where = accumulator.index >= updates, ""
     # A checkpoint within a window is of its start, where running statistics are those of now.
     pauses = not (wrapped.is_deepspeed or any(isinstance(module, _BatchNorm) for module in task.model.modules()))
     with (
@@ -99,7 +99,7 @@ def train(config: Config, job: Job) -> int:
                             report.flush(to_disk=True)  # else it would lack an update after a kill
                             checkpoints.save()
                         if stopped:
-                            left = True
+                            left, where = True, f" after {window.num_done} of its micro-batches"
                             break
                 if left:
                     break
@@ -118,7 +118,7 @@ def train(config: Config, job: Job) -> int:
                 if left:
                     break
         if accumulator.index < updates:
-            job.say(f"stopped by {signals.name}, and saved; --resume goes on with update {accumulator.index}")
+            job.say(f"stopped by {signals.name} in update {accumulator.index}{where}, and saved; --resume begins it")
             return signals.status
         save_weights(config, job, wrapped)
         report.summary(measured or evaluate(model, task, config, job))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,9 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from distaccum.tools import wrap
+
+sys.path.append(str(Path(__file__).parent.parent / "launch"))
+import wrappers
 
 
 @dataclass(frozen=True)
@@ -60,7 +64,7 @@ def plain(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.
 
 
 def ddp(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-    return with_sgd(wrap.ddp(net, find_unused_parameters=True), lr)  # no loss uses the router
+    return with_sgd(wrappers.ddp(net, find_unused_parameters=True), lr)  # no loss uses the router
 
 
 def layers(net: Any) -> list[nn.Module]:
@@ -69,17 +73,17 @@ def layers(net: Any) -> list[nn.Module]:
 
 def fully_sharded(*, parts: bool = True, **options: Any):
     def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-        return with_sgd(wrap.fully_sharded(net, layers(net) if parts else [], **options), lr)
+        return with_sgd(wrappers.fully_sharded(net, layers(net) if parts else [], **options), lr)
 
     return wrapped
 
 
 def fsdp1(strategy: str, *, parts: bool = True, **options: Any):
     def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
-        mesh = {"device_mesh": wrap.mesh_of(net, (2, 2))} if strategy.startswith("HYBRID") else {}
+        mesh = {"device_mesh": wrappers.mesh_of(net, (2, 2))} if strategy.startswith("HYBRID") else {}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
-            found = wrap.fsdp1(net, layers(net) if parts else [], strategy=strategy, **mesh, **options)
+            found = wrappers.fsdp1(net, layers(net) if parts else [], strategy=strategy, **mesh, **options)
         return with_sgd(found, lr)
 
     return wrapped
@@ -108,23 +112,25 @@ def zero(stage: int, **config: Any):
 
     def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
         import_deepspeed()
-        return wrap.deepspeed(net, SGD(net.parameters(), lr=lr), zero_config(stage, max_norm, **config))
+        return wrappers.deepspeed(net, SGD(net.parameters(), lr=lr), zero_config(stage, max_norm, **config))
 
     return wrapped
 
 
 def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dict[str, Any]:
-    return wrap.zero_config(stage, **{"gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm, **config})
+    return wrappers.zero_config(
+        stage, **{"gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm, **config}
+    )
 
 
 def import_deepspeed() -> Any:
     """Uses this process's gloo group and compiles nothing; the environment stays set for the tests."""
-    os.environ.update({**wrap.deepspeed_variables(), "LOCAL_RANK": str(dist.get_rank())})
+    os.environ.update({**wrappers.deepspeed_variables(), "LOCAL_RANK": str(dist.get_rank())})
     warnings.filterwarnings("ignore", message=".*model_fields.*")  # of DeepSpeed 0.18, with a newer pydantic
     warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
     if not COALESCES:
         warnings.filterwarnings("ignore", message="ZeRO stage . reduces gradients in each micro-step")
-    return wrap.import_deepspeed()
+    return wrappers.import_deepspeed()
 
 
 def zero_weights(engine: Any) -> Tensor:

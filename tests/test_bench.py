@@ -89,7 +89,6 @@ def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path)
 @pytest.mark.parametrize(
     ("program", "options"),
     [
-        ("advice.py", ["--rounds", "0"]),
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("noise.py", ["--runs", "0"]),

@@ -17,6 +17,7 @@ from engines import (
     laws,
     layers,
     summoned_weights,
+    wrappers,
     zero_config,
     zero_weights,
 )
@@ -27,7 +28,6 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.tools import wrap
 
 
 def make_fabric(strategy: Any = "auto", **options: Any) -> Any:
@@ -57,7 +57,7 @@ def strategy_of(name: str) -> Any:
             import_deepspeed()
 
         def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
-            return *wrap.deepspeed(model, optimizer, self.config), scheduler  # without the GPU's number
+            return *wrappers.deepspeed(model, optimizer, self.config), scheduler  # without the GPU's number
 
     if name == "DDP":
         return DDPStrategy(find_unused_parameters=True)  # no loss uses the router
@@ -65,7 +65,7 @@ def strategy_of(name: str) -> Any:
         return Sharded()
     if name == "FSDP2":
         return ModelParallelStrategy(
-            lambda net, mesh: wrap.fully_sharded(net, layers(net), mesh=mesh["data_parallel"]),
+            lambda net, mesh: wrappers.fully_sharded(net, layers(net), mesh=mesh["data_parallel"]),
             data_parallel_size=dist.get_world_size(),
             tensor_parallel_size=1,
         )
@@ -77,7 +77,7 @@ def strategy_of(name: str) -> Any:
 def set_up(name: str):
     def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
         if name == "FSDP1":  # Fabric's own call asks for a GPU; what is wrapped it takes as it is
-            net = wrap.fsdp1(net, layers(net))
+            net = wrappers.fsdp1(net, layers(net))
         if name.startswith("ZeRO"):
             import_deepspeed()  # before the environment is kept: its forwards read it
         with launched():

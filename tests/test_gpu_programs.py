@@ -1,6 +1,6 @@
 """The programs whose figures need a GPU run on a CPU to their end, so that nothing but the machine is missing.
 
-Without what takes fresh processes: pairs.py and heads.py, whose pages are of a CPU, and two parts of gpu.py.
+Without what takes fresh processes: pairs.py, whose page is of a CPU, and two parts of gpu.py.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from programs import ROOT
 
 SMALLEST = {
     "gpu.py": ["--small", "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto", "idle"],
-    "fits.py": ["--updates", 1, "--models", "transformer", "--limit", 0.4],
     "noise.py": ["--rounds", 1, "--runs", 1, "--after", 2],
 }
 

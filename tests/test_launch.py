@@ -352,7 +352,7 @@ def processes_of(out: str, rank: int) -> list[int]:
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp_path):
-    """From a checkpoint in mid-window to the same bits as the uninterrupted run."""
+    """To the same bits as the uninterrupted run."""
     (tmp_path / "my folder").mkdir()
     config = tmp_path / "my folder" / "my.toml"
     config.write_text('model = "cnn"\nbatch_size = 128\nmicro_batch_size = 1\nupdates = 40\n')
@@ -372,7 +372,7 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     )
     try:
         until = time.monotonic() + 200
-        while not list(out.glob("checkpoints/update-*-*")):
+        while not list(out.glob("checkpoints/update-*")):
             assert time.monotonic() < until and job.poll() is None, (out, job.poll())
             time.sleep(0.01)
         (victim,) = processes_of("../run", 1)
@@ -381,6 +381,6 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     finally:
         job.kill()
     assert job.returncode == 0, text
-    assert re.search(r"goes on in update \d, after \d+ of its micro-batches|goes on after update \d", text)
+    assert re.search(r"goes on with update \d", text)
     assert torch.equal(weights_of(out), weights_of(tmp_path / "whole"))
     assert [json.loads(line)["index"] for line in (out / "log.jsonl").read_text().splitlines()] == list(range(40))

@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
-from engines import full_weights, layers
+from engines import full_weights, layers, wrappers
 from problems import error, gradient, join, make_batch, make_net_without_router, sample_loss, token_loss, weights
 from ranks import launched
 from torch import Tensor, nn
@@ -19,7 +19,6 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, count_tokens
-from distaccum.tools import wrap
 
 SIZES = [[7, 5, 6, 2, 8], [3, 4, 1, 5, 2]]  # of the batches of each rank
 MAX_NORM = 0.2  # clips some
@@ -164,7 +163,7 @@ class Tokens(Module):
     """A batch is a list of micro-batches; the module is cut up by FSDP2."""
 
     def configure_model(self) -> None:
-        wrap.fully_sharded(self.net, layers(self.net), mesh=self.device_mesh["data_parallel"])
+        wrappers.fully_sharded(self.net, layers(self.net), mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> Any:
         return [SGD(self.parameters(), lr=1.0)], []

@@ -213,6 +213,36 @@ def test_job_that_is_killed_anywhere_ends_with_the_same_bits(ranks, name, sync, 
     assert found == [[]] * world
 
 
+@pytest.mark.parametrize("copies", [False, True])
+def test_running_statistics_within_a_window_are_those_of_now_unless_they_were_copied(copies):
+    def start() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        return model, Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, batchnorm="ignore")
+
+    batches = [torch.randn(4, 3) for _ in range(2)]
+    model, accumulator = start()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    for window in accumulator.windows(batches):
+        for i, inputs in enumerate(window):
+            window.backward(model(inputs).square().mean())
+            if i == 0:
+                state = copy.deepcopy(accumulator.state_dict())
+                kept = copy.deepcopy(model.state_dict())
+        window.step()
+    if copies:
+        kept = {name: before.get(name, value) for name, value in kept.items()}
+    again, accumulator = start()
+    again.load_state_dict(kept)
+    accumulator.load_state_dict(state)
+    for window in accumulator.windows(batches):
+        for inputs in window:
+            window.backward(again(inputs).square().mean())
+        window.step()
+    assert torch.equal(model[1].weight, again[1].weight)
+    assert torch.equal(model[0].running_mean, again[0].running_mean) == copies
+
+
 # Uses of a state
 
 

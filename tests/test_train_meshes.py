@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from programs import ROOT
-from test_train import go_back, log_of, only_line, proven, same, trained
+from test_train import log_of, only_line, proven, same, trained
 from torch import nn
 
 CONFIGS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
@@ -48,34 +48,24 @@ def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
     for done, (ranks, cut) in enumerate([(4, "tp"), (2, "pp"), (4, "cp"), (2, ""), (4, "pp"), (2, "tp")]):
         more = (f"--{cut}", 2) if cut else ()
         printed = trained(programs, tmp_path / "run", *options, *more, "--updates", done + 1, ranks=ranks)
-        assert not done or f"goes on after update {done - 1}" in printed
+        assert not done or f"goes on with update {done}" in printed
     assert len(log_of(tmp_path / "run")) == 6
     proven(programs, tmp_path / "run", 1e-10)
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
-    """In mid-window too, but for the stages of a pipeline, whose gradients the schedule's first call would lose."""
+    """From a checkpoint within the first window."""
     options = (*ADAMW, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3, "--keep", 99)
     out = tmp_path / "run"
     trained(programs, tmp_path / "whole", *options, "--checkpoint-every", 0, ranks=4)
     trained(programs, out, *options, "--checkpoint-every", "0.0001m", ranks=4)
     assert same(tmp_path / "whole", out)
-    in_window = sorted(path.name for path in (out / "checkpoints").glob("update-*-*"))
-    if name == "pp":
-        assert not in_window
-        go_back(out, 1)
-        expected = "goes on after update 0"
-    else:
-        expected = f"goes on in update {int(in_window[0].split('-')[1])}, after "
-        for later in (out / "checkpoints").glob("update-*"):
-            if later.name > in_window[0]:
-                later.rename(tmp_path / later.name)
-        (out / "weights.pt").unlink()
-        done = programs.run("train", *options, f"--{name}", 1, "--resume", "--out", out, ranks=4)
-        assert done.status == 2
-        assert f"was made with {name} = 2 and this run has 1; give the same" in only_line(done.text), done.text
-    assert expected in trained(programs, out, *options, "--checkpoint-every", 0, "--resume", ranks=4)
+    for later in (out / "checkpoints").glob("update-0000000[123]"):
+        later.rename(tmp_path / later.name)
+    (out / "weights.pt").unlink()
+    printed = trained(programs, out, *options, "--checkpoint-every", 0, "--resume", ranks=4)
+    assert "goes on with update 0" in printed
     assert same(tmp_path / "whole", out)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import os
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def child(spec: dict[str, Any]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    from distaccum.tools.wrap import deepspeed_variables, import_deepspeed
+    sys.path.append(str(Path(__file__).resolve().parents[2] / "launch"))
+    from wrappers import deepspeed_variables, import_deepspeed
 
     os.environ |= deepspeed_variables()
     deepspeed = import_deepspeed()

@@ -13,12 +13,14 @@ ranks expect a gloo group and the environment that torchrun makes (`as_torchrun`
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +29,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import wrappers
+
 from distaccum import Accumulator
-from distaccum.tools import wrap
 
 NEVER_CLIPS = 1e6  # a norm that is measured and not reached, so that the loops that clip end as the others do
 OTHERS = ("accelerate", "lightning-fabric", "deepspeed")
@@ -116,7 +120,7 @@ def plain_by_hand(task: Task, **options: Any) -> Loop:
 
 
 def ddp_by_hand(task: Task, *, every: bool = False, views: bool = False, **options: Any) -> Loop:
-    model = wrap.ddp(task.module, gradient_as_bucket_view=views)
+    model = wrappers.ddp(task.module, gradient_as_bucket_view=views)
     # Set to None, views of the buckets would lose the memory that they save.
     return by_hand(task, model, at_once if every else no_sync, in_place=views, **options)
 
@@ -152,7 +156,7 @@ def gathered(model: Any) -> Iterator[None]:
 
 
 def fully_sharded(task: Task, reshard_after_forward: bool | None = None) -> nn.Module:
-    return wrap.fully_sharded(task.module, task.layers, reshard_after_forward=reshard_after_forward)
+    return wrappers.fully_sharded(task.module, task.layers, reshard_after_forward=reshard_after_forward)
 
 
 def full_weights(model: nn.Module) -> Tensor:
@@ -166,7 +170,7 @@ def full_weights(model: nn.Module) -> Tensor:
 def accelerate(task: Task, *, max_norm: float | None = None, cpu: bool = True, **options: Any) -> Loop:
     loss_of, steps = task.loss_of, task.steps
     optimizer = task.optimizer_of(task.module.parameters())
-    accelerator, model, optimizer = wrap.accelerated(
+    accelerator, model, optimizer = wrappers.accelerated(
         task.module, optimizer, cpu=cpu, gradient_accumulation_steps=steps, **options
     )
 
@@ -233,10 +237,10 @@ def deepspeed_engine(task: Task, stage: int, steps: int, **config: Any) -> Any:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     one_bucket = max(1000, sum(p.numel() for p in parameters))
     config["zero_optimization"] = {"stage": stage, "reduce_bucket_size": one_bucket}
-    config = wrap.zero_config(stage, gradient_accumulation_steps=steps, **config)
+    config = wrappers.zero_config(stage, gradient_accumulation_steps=steps, **config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return wrap.deepspeed(task.module, task.optimizer_of(parameters), config)[0]
+        return wrappers.deepspeed(task.module, task.optimizer_of(parameters), config)[0]
 
 
 def zero_weights(engine: Any) -> Tensor:
@@ -293,7 +297,7 @@ def plain_distaccum(task: Task, **options: Any) -> Loop:
 
 
 def ddp_distaccum(task: Task, *, views: bool = False, **options: Any) -> Loop:
-    model = wrap.ddp(task.module, gradient_as_bucket_view=views)
+    model = wrappers.ddp(task.module, gradient_as_bucket_view=views)
     return with_distaccum(task, model, task.optimizer_of(model.parameters()), full_weights, **options)
 
 
@@ -309,7 +313,7 @@ def zero_distaccum(task: Task, stage: int, policy: str = "last") -> Loop:
 
 def accelerate_distaccum(task: Task) -> Loop:
     optimizer = task.optimizer_of(task.module.parameters())
-    accelerator, model, optimizer = wrap.accelerated(task.module, optimizer, cpu=True)
+    accelerator, model, optimizer = wrappers.accelerated(task.module, optimizer, cpu=True)
     loop = with_distaccum(task, model, optimizer, full_weights, accelerator=accelerator)
 
     def run(micro_batches: Sequence[Any]) -> None:

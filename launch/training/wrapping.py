@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import wrappers
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
-
-from distaccum.tools import wrap as wrappers
 
 from .config import ROOT, Config, read_text, stop
 from .job import DTYPES, Job

@@ -1,4 +1,4 @@
-"""How a module is put into each wrapper that distaccum supports; the doctor, the tests and `launch` use it.
+"""How a module is put into each wrapper that distaccum supports; the programs here and the tests use it.
 
 model = ddp(network)
 model = fully_sharded(network, network.layers, shape=(2, 4))  # two replicas of four shards
