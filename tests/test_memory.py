@@ -219,25 +219,6 @@ def test_learned_size_is_part_of_the_state():
     assert loss_fn.sizes == [2, 2, 2, 2]
 
 
-def test_nan_in_a_backward_is_found_by_a_second_run():
-    model = make_net_without_router()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-    batch = make_batch(8, seed=0)
-    batch["x"][5] = 0.0  # the square root has an infinite slope at 0
-
-    def loss_fn(micro_batch: Any) -> torch.Tensor:
-        return (
-            model(micro_batch["x"]).square().mean()
-            + (micro_batch["x"] * model.head.weight.sum()).square().sum((1, 2)).sqrt().mean()
-        )
-
-    before = weights(model)
-    message = r"backward of micro-batch 2 on rank 0, whose loss is finite; first in head.weight"
-    with pytest.raises(DistaccumError, match=message):
-        accumulator.update(batch, loss_fn)
-    assert torch.equal(weights(model), before)
-
-
 # Ranks
 
 
@@ -700,7 +681,7 @@ def test_error_in_the_step_discards_the_window():
 
 
 @pytest.mark.parametrize("owner", ["optimizer", "caller"])
-def test_nan_is_named_for_each_owner_of_the_step(owner):
+def test_nan_of_a_backward_is_named_for_each_owner_of_the_step(owner):
     model = make_net_without_router()
     optimizer = SGD(model.parameters(), lr=0.1) if owner == "optimizer" else None
     accumulator = Accumulator(model, optimizer, micro_batch_size=2)
@@ -711,30 +692,9 @@ def test_nan_is_named_for_each_owner_of_the_step(owner):
         outputs = model(batch["x"])
         return (outputs * (outputs - outputs.detach()).sqrt()).sum()  # 0, with an infinite slope
 
-    with pytest.raises(DistaccumError, match="backward of micro-batch 0 on rank 0"):
+    with pytest.raises(DistaccumError, match=r"every loss is finite, .*; first in body"):
         accumulator.update(make_batch(4, seed=0), loss_fn)
-    assert len(calls) == 4  # two runs, no more
-
-
-def test_overflow_of_the_rounded_sum_is_an_error_after_a_second_run():
-    """Each backward and the sum in float32 are finite; the sum's rounding to float16 at the window's end is not."""
-    model = nn.Linear(1, 1, bias=False, dtype=torch.float16)
-    accumulator = Accumulator(
-        model,
-        SGD(model.parameters(), lr=0.1),
-        micro_batch_size=2,
-        reduction="sum",
-        accumulate_dtype=torch.float32,
-    )
-    calls = []
-
-    def loss_fn(batch: torch.Tensor) -> torch.Tensor:
-        calls.append(0)
-        return (model.weight.float() * batch).sum()
-
-    with pytest.raises(DistaccumError, match=r"the one that reduces, or in the reduction; first in weight"):
-        accumulator.update(torch.full((4, 1), 3e4), loss_fn)
-    assert len(calls) == 4
+    assert len(calls) == 2  # it is not run again
 
 
 def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:

@@ -15,7 +15,6 @@ from ..gradients.names import names_of
 from ..gradients.norms import local, norm_on_host, read
 from ..law.errors import DistaccumError
 from ..law.shares import shorten
-from ..observers.inspection import Inspection
 from ..window.ledger import PairsLedger
 from ..window.observer import Complete, Observer
 from .config import OnNonfinite
@@ -49,9 +48,7 @@ def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
 
 
 class NonfiniteError(DistaccumError):
-    def __init__(self, message: str, is_placed: bool) -> None:
-        super().__init__(message)
-        self.is_placed = is_placed  # in a micro-batch
+    """A window was given up, and nothing was stepped."""
 
 
 def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
@@ -64,8 +61,7 @@ def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfini
         return f"a {what} is not finite ({found.message})"
     raise NonfiniteError(
         f"the {what} of this window is not finite ({found.message}), on all ranks alike; nothing was stepped and the "
-        f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates",
-        found.is_placed,
+        f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates"
     )
 
 
@@ -84,7 +80,7 @@ class LookAtEnd(Observer):
 @dataclass(frozen=True)
 class Found:
     message: str  # the same on all ranks
-    is_placed: bool  # True: in a micro-batch; False: every loss is finite and no backward was inspected
+    is_placed: bool  # in a micro-batch; else every loss is finite
     names_some: bool = True  # parameters
     cure: str = "Look for it in the data or lower the learning rate"
 
@@ -100,26 +96,20 @@ def find_nonfinite(complete: Complete, engine: Engine) -> Found:
     # Nothing was stepped since, so these were not finite before the first backward.
     weights = [i for i, p in enumerate(parameters) if not _is_finite(p)]
     place, value = ledger.first_nonfinite() or (-1, 0.0)
-    inspection = next((one for one in complete.observers if isinstance(one, Inspection)), None)
-    seen = -1 if inspection is None or place >= 0 else inspection.first_nonfinite()
-    rows = engine.peers.gather([float(place), value, float(seen), *_listing(bad), *_listing(weights)])
-    if first := _named([row[4 + SHOWN :] for row in rows], parameters, names):
+    rows = engine.peers.gather([float(place), value, *_listing(bad), *_listing(weights)])
+    if first := _named([row[3 + SHOWN :] for row in rows], parameters, names):
         message = f"before its first backward there were weights that are not finite already, first in {first}"
         return Found(message, True, cure="Go back to a checkpoint, or look at how they were initialised or loaded")
 
-    places = []
-    for rank, (in_loss, value, in_gradient, *_) in enumerate(rows):
-        if in_loss >= 0:
-            places.append(f"the {ledger.noun} of micro-batch {in_loss:g} on rank {rank} is {value}")
-        elif in_gradient >= 0:
-            places.append(
-                f"it came up in the backward of micro-batch {in_gradient:g} on rank {rank}, whose loss is finite"
-            )
+    places = [
+        f"the {ledger.noun} of micro-batch {place:g} on rank {rank} is {value}"
+        for rank, (place, value, *_) in enumerate(rows)
+        if place >= 0
+    ]
     if not places and isinstance(ledger, PairsLedger) and ledger.loss is not None and not _is_finite(ledger.loss):
         places.append(f"the loss over all pairs is {float(ledger.loss)}, of representations that are all finite")
-    looked_for = "update() finds out in which" if inspection is None else "the one that reduces, or in the reduction"
-    parts = [*places] or [f"every loss is finite, so it came up in a backward; {looked_for}"]
-    if listing := _named([row[3 : 4 + SHOWN] for row in rows], parameters, names):
+    parts = [*places] or ["every loss is finite, so it came up in a backward or in the reduction"]
+    if listing := _named([row[2 : 3 + SHOWN] for row in rows], parameters, names):
         parts.append(f"first in {listing}")
     return Found("; ".join(parts), bool(places), bool(listing))
 

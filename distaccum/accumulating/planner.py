@@ -12,7 +12,6 @@ from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
 from ..law.shares import Reduction, shorten
-from ..observers.inspection import Inspection
 from ..observers.noise import Noise
 from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
@@ -34,7 +33,6 @@ class Manner:
     """How a window is run."""
 
     agreement: Observer | None = None  # ranks agree before they reduce
-    inspects: bool = False  # the gradient is looked at after each micro-batch
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     ledger: type[Ledger] = WeightedLedger
     reduces_afterwards: bool = False  # no backward reduces
@@ -133,7 +131,6 @@ class Planner:
         return (
             manner.reduces_afterwards
             or self.setup.engine.pipeline is not None
-            or (manner.inspects and not self.setup.forwards_communicate)
             or (manner.agreement is not None and self._is_unproven(batches))
         )
 
@@ -188,13 +185,12 @@ class Planner:
         return self._trained
 
     def _observers_of(self, manner: Manner) -> tuple[Observer, ...]:
-        """In the order of their calls: those that wait for ranks, that measure, that inspect."""
+        """In the order of their calls: those that wait for ranks, then those that measure."""
         if manner is LOOP:
             return self.observers
         usual = [one for one in self.observers if not (manner.is_sum and isinstance(one, Noise))]
         agreement = () if manner.agreement is None else (manner.agreement,)
-        inspection = (Inspection(self.setup.engine),) if manner.inspects else ()
-        return (*agreement, *usual, *inspection, *manner.also)
+        return (*agreement, *usual, *manner.also)
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it."""

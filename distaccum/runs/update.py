@@ -107,14 +107,14 @@ def retry(
     `begin` gives what runs the window, and in which manner, anew for each attempt.
     """
     planner.make_way()
-    engine, size, inspects = planner.setup.engine, planner.progress.size, False
+    engine, size = planner.setup.engine, planner.progress.size
     snapshot = planner.progress.snapshot
     while True:
         planner.progress.start.put_back()  # now, so that a second attempt has the same numbers
         snapshot.take()
         agreement = Agreement(engine)
         run, manner = begin(agreement)
-        window = planner.plan(draw, replace(manner, agreement=agreement, inspects=inspects))
+        window = planner.plan(draw, replace(manner, agreement=agreement))
         status = planner.status
         assert status is not None
         has_run = False
@@ -122,11 +122,9 @@ def retry(
             run(window)
             has_run = True
             update = window.step()
-        except NonfiniteError as error:
+        except NonfiniteError:
             snapshot.restore()
-            if error.is_placed or inspects:
-                raise
-            inspects = True  # the error then names the micro-batch
+            raise
         except Exception as error:
             if has_run:  # in step(), where no rank waits to hear of it, and weights may have changed
                 window.discard()
