@@ -1,4 +1,4 @@
-"""Micro-batches by cost: grouped rows, trimmed padding, sizes learned in tokens, dealt updates."""
+"""Micro-batches by cost: grouped rows, trimmed padding, sizes learned in tokens."""
 
 from __future__ import annotations
 
@@ -9,18 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import IGNORED, error, gradient, join, make_net_without_router
+from problems import IGNORED, error, gradient, make_net_without_router
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
-from torch.utils.data import DataLoader
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.data import DealtSampler, trim_padding
+from distaccum.data import trim_padding
 from distaccum.law.costs import cost_of_group, group_by_cost, group_in_order
 
 COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
@@ -267,85 +264,3 @@ def test_trimmed_left_padding_keeps_the_columns_where_they_are():
     for one in window:
         window.backward(loss_of(net, one))
     assert error(gradient(net), expected) <= 1e-12
-
-
-# The sampler
-
-
-@given(
-    st.lists(st.integers(0, 50), min_size=3, max_size=40),
-    st.integers(3, 9),
-    st.integers(1, 3),
-    st.booleans(),
-    st.booleans(),
-)
-def test_each_update_is_dealt_out_whole(costs, batch_size, ranks, shuffle, drop_last):
-    def make(rank: int) -> DealtSampler:
-        return DealtSampler(costs, batch_size, rank=rank, ranks=ranks, shuffle=shuffle, drop_last=drop_last)
-
-    samplers = [make(rank) for rank in range(ranks)]
-    by_rank = [list(sampler) for sampler in samplers]
-    assert {len(one) for one in by_rank} == {len(samplers[0])}
-    updates = [sorted(itertools.chain(*of_ranks)) for of_ranks in zip(*by_rank, strict=True)]
-    samples = list(itertools.chain(*updates))
-    assert len(samples) == len(set(samples))
-    if not drop_last:
-        assert len(samples) == len(costs)
-    assert all(len(update) == batch_size for update in updates[:-1])
-    for of_ranks in zip(*by_rank, strict=True):
-        assert all(of_ranks)  # each has a sample
-        loads = [sum(costs[i] for i in mine) for mine in of_ranks]
-        assert max(loads) - min(loads) <= max(costs)
-    assert by_rank == [list(sampler) for sampler in samplers]  # the same epoch again
-
-
-def test_sampler_has_epochs_and_goes_on_where_it_stood():
-    def make() -> DealtSampler:
-        return DealtSampler(range(20), 6, rank=1, ranks=2)
-
-    first = make()
-    whole = list(first)
-    first.set_epoch(1)
-    assert list(first) != whole
-    stopped = make()
-    begun = list(itertools.islice(stopped, 2))
-    state = stopped.state_dict()
-    again = make()
-    again.load_state_dict(state)
-    assert begun + list(again) == whole and list(again) == whole
-    with pytest.raises(ValueError, match="expected one from 0 to 1"):
-        DealtSampler([1, 2], 2, rank=2, ranks=2)
-    with pytest.raises(ValueError, match="one sample for each rank"):
-        DealtSampler([1, 2, 3], 2, rank=0, ranks=3)
-
-
-def dealt() -> Any:
-    """Two epochs of updates of 10 samples on two ranks, by cost: how far each gradient is off, and the loads."""
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(1, WIDTH + 1, (26,), generator=generator).tolist()
-    text = make_text(lengths)
-    samples = [{name: value[i] for name, value in text.items()} for i in range(len(lengths))]
-    sampler = DealtSampler(lengths, batch_size=10)
-    loader = DataLoader(samples, batch_sampler=sampler)  # type: ignore[arg-type]  # a list is a dataset
-    net = DistributedDataParallel(make_net_without_router())
-    accumulator = make_accumulator(net, micro_batch_cost=24, trim=trim_padding("mask"))
-    seen = []
-    for epoch in range(2):
-        sampler.set_epoch(epoch)
-        loader_again, windows = iter(loader), accumulator.windows(loader)
-        for window in windows:
-            mine = next(loader_again)
-            for batch in window:
-                window.backward(loss_of(net, batch))
-            every: list[Any] = [None, None]
-            dist.all_gather_object(every, mine)
-            seen.append((error(gradient(net), exact(join(every))), [int(one["mask"].sum()) for one in every]))
-            assert window.step().stepped
-    return seen
-
-
-def test_law_holds_on_ranks_of_alike_cost(ranks):
-    for seen in ranks(2).run(dealt):
-        assert len(seen) == 6
-        for off, loads in seen:
-            assert off <= 1e-12 and abs(loads[0] - loads[1]) <= WIDTH

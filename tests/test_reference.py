@@ -57,8 +57,7 @@ def public():
     yield from ((name, getattr(distaccum, name)) for name in distaccum.__all__)
     yield from (("noise.meaning", noise.meaning), ("batchnorm.freeze", batchnorm.freeze))
     yield "batchnorm.to_groupnorm", batchnorm.to_groupnorm
-    yield from (("data.trim_padding", data.trim_padding), ("data.DealtSampler", data.DealtSampler))
-    yield from members_of(data.DealtSampler)
+    yield "data.trim_padding", data.trim_padding
     for kind in OPENED:
         yield from members_of(kind)
 

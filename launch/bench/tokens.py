@@ -9,15 +9,13 @@
 
 An update is 64 rows; all ways learn from the same rows, weighted by tokens. Lengths are log-normal, fitted to published
 statistics of two instruction sets, an eighth as long so that a processor can do it, and cut off at 256.
-Time: whole updates, by turns, in seconds of the processor; on two ranks (DDP) in seconds of the wall, where "cost"
-deals rows by `DealtSampler` and the others in turn. Memory: the peak of an update in a fresh process.
+Time: whole updates, by turns, in seconds of the processor. Memory: the peak of an update in a fresh process.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -30,7 +28,6 @@ from kit import (
     circumstances,
     header,
     in_fresh_process,
-    in_ranks,
     in_turns,
     peak_of,
     ratios,
@@ -41,11 +38,10 @@ from kit import (
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_tokens
-from distaccum.data import DealtSampler, trim_padding
+from distaccum.data import trim_padding
 
 ROWS, FIXED, LONGEST, SCALE, VOCABULARY = 64, 8, 256, 8, 2048
 WAYS = ("fixed", "short", "sorted", "cost")
@@ -143,21 +139,6 @@ def times_alone(name: str, rounds: int, width: int, number: int) -> dict[str, li
     return in_turns({way: lambda u=u: [u(batch) for batch in data] for way, u in updates.items()}, rounds, CPU)  # type: ignore[misc]
 
 
-def times_on_ranks(name: str, rounds: int, width: int, number: int) -> dict[str, list[float]]:
-    """Of the first rank, in seconds of the wall; ranks are together before each turn."""
-    rank = torch.distributed.get_rank()
-    loops: dict[str, Callable[[], object]] = {}
-    for way in WAYS:
-        update, mine = make_update(way, DistributedDataParallel(make_reader(width)), most_of(name, number)), []
-        for seed, batch in enumerate(batches(name, number)):
-            dealt = next(iter(DealtSampler(lengths_of(name, seed), ROWS, shuffle=False)))
-            rows = dealt if way == "cost" else list(range(rank, ROWS, 2))
-            mine.append(trim_padding()({key: value[rows] for key, value in batch.items()}))
-        loops[way] = lambda update=update, mine=mine: [update(batch) for batch in mine]  # type: ignore[misc]
-    together = {way: lambda: torch.distributed.barrier() for way in WAYS}
-    return in_turns(loops, rounds, CPU, before=together, clock=time.perf_counter)
-
-
 def peak(way: str, name: str, width: int) -> float:
     update, data = make_update(way, make_reader(width), most_of(name, 2)), batches(name, 2)
     update(data[0])
@@ -191,7 +172,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         data, rows = batches(name, options.updates), {}
         sizes = options.rounds, options.width, options.updates
         alone = times_alone(name, *sizes)
-        both = in_ranks(2, times_on_ranks, name, *sizes, seconds=600)[0]
         off = gradients(name)
         for way in WAYS:
             update = make_update(way, make_reader(16), most_of(name, options.updates))
@@ -200,7 +180,6 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
             rows[way] = {
                 "samples per second": len(data) * ROWS / sorted(alone[way])[len(alone[way]) // 2],
                 "speed": ratios(alone["fixed"], alone[way]),
-                "speed on two ranks": ratios(both["fixed"], both[way]),
                 "padding": 1 - sum(int(batch["attention_mask"].sum()) for batch in data) / computed,
                 "micro-batches": sum(record.micro_batches for _, record in done) / len(done),
                 "peak MB": None if options.no_memory else peak_in_fresh(way, name, options.width),
@@ -214,8 +193,7 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     heads = [
         "way",
         "samples per second",
-        "speed, one process",
-        "speed, two ranks",
+        "speed",
         "padding",
         "micro-batches",
         "peak, MB",
@@ -228,7 +206,6 @@ def lines_of(result: dict[str, Any]) -> list[str]:
                 way,
                 f"{row['samples per second']:.0f}",
                 spelled(row["speed"]),
-                spelled(row["speed on two ranks"]),
                 f"{row['padding']:.0%}",
                 f"{row['micro-batches']:.1f}",
                 "-" if row["peak MB"] is None else f"{row['peak MB']:.0f}",
