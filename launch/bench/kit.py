@@ -289,11 +289,9 @@ def write(out: Path | None, text: str, result: Mapping[str, Any]) -> None:
 class Options(argparse.ArgumentParser):
     """`--out`, and what else a program adds; a program's docstring is its help."""
 
-    def __init__(self, text: str | None, *, picture: bool = False) -> None:
+    def __init__(self, text: str | None) -> None:
         super().__init__(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
         self.add_argument("--out", type=Path, metavar="NAME", help="NAME.md and NAME.json are written")
-        if picture:
-            self.add_argument("--plot", type=Path, metavar="FILE", help="a picture, such as NAME.png")
 
     def counts(self, name: str, default: Any, text: str = "", **more: Any) -> None:
         """An option that takes numbers of at least 1; a list of them where the default is one."""
@@ -325,17 +323,3 @@ def table(heads: Sequence[object], rows: Iterable[Sequence[object]]) -> list[str
 
 def wrapped(text: str) -> list[str]:
     return [*textwrap.wrap(text, width=118, break_on_hyphens=False), ""]
-
-
-def pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot as found
-
-    return found
-
-
-def save(figure: Any, path: Path, dpi: int = 130) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)

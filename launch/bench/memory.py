@@ -1,6 +1,6 @@
 """Peak memory of each way to accumulate: by the micro-batch's size, and in gradients where parameters dominate.
 
-    python launch/bench/memory.py --out launch/results/memory --plot launch/results/memory.png
+    python launch/bench/memory.py --out launch/results/memory
     python launch/bench/memory.py --only DDP --sizes 1 32              # in a minute
 
 - A fixed batch per rank, cut into micro-batches of --sizes: a net whose activations dominate; SGD with momentum.
@@ -36,9 +36,7 @@ from kit import (
     header,
     in_fresh_process,
     peak_of,
-    pyplot,
     resident,
-    save,
     some_ranks,
     write,
 )
@@ -245,62 +243,8 @@ def notes(options: argparse.Namespace) -> list[str]:
     ]
 
 
-# The picture: colours that the colour-blind can tell apart, with markers that show where lines lie on each other
-LINES = {
-    "by hand": ("#0072B2", "o", "-"),
-    "Accelerate": ("#E69F00", "s", "-"),
-    "Lightning Fabric": ("#CC79A7", "^", "-"),
-    "DeepSpeed": ("#D55E00", "D", "-"),
-    "distaccum": ("#009E73", "x", "--"),
-    "distaccum on Accelerate": ("#000000", "+", ":"),
-}
-
-
-def plot(path: Path, rows: list[dict[str, Any]], title: str) -> None:
-    from matplotlib.lines import Line2D
-
-    engines = list(dict.fromkeys(row["engine"] for row in rows))
-    columns = min(5, len(engines))
-    height = -(-len(engines) // columns)
-    size = (2 + 2.4 * columns, 1.4 + 2.3 * height)
-    figure, axes = pyplot().subplots(height, columns, figsize=size, squeeze=False, sharey=True, layout="constrained")
-    for axis in axes.flat[len(engines) :]:
-        axis.remove()
-    for axis, engine in zip(axes.flat, engines, strict=False):
-        for row in (row for row in rows if row["engine"] == engine):
-            colour, marker, style = LINES[label_of(row)]
-            sizes, peaks = list(row["peaks"]), list(row["peaks"].values())
-            face = "none" if marker in "os^D" else None
-            axis.plot(sizes, peaks, color=colour, marker=marker, linestyle=style, markerfacecolor=face, markersize=7)
-        axis.set_xscale("log", base=2)
-        axis.set_yscale("log", base=2)
-        axis.xaxis.set_major_formatter("{x:g}")
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xticks(list(rows[0]["peaks"]))
-        axis.set_title(engine, fontsize=10)
-        axis.grid(alpha=0.3)
-    for axis in axes.flat[max(0, len(engines) - columns) : len(engines)]:
-        axis.set_xlabel("samples of a micro-batch", fontsize=9)
-    for axis in axes[:, 0]:
-        axis.set_ylabel("peak, MiB", fontsize=9)
-    used = {label_of(row) for row in rows}
-    signs = [
-        Line2D([], [], color=c, marker=m, linestyle=s, markerfacecolor="none" if m in "os^D" else None, label=name)
-        for name, (c, m, s) in LINES.items()
-        if name in used
-    ]
-    figure.legend(handles=signs, loc="outside lower center", ncols=3, fontsize=9)
-    figure.suptitle(title, fontsize=11)
-    save(figure, path)
-
-
-def label_of(row: dict[str, Any]) -> str:
-    name = str(row["name"]).removeprefix(f"{row['engine']}, ")
-    return "DeepSpeed" if name.startswith("DeepSpeed") else name
-
-
 def main() -> int:
-    parser = Options(__doc__, picture=True)
+    parser = Options(__doc__)
     parser.counts("--batch-size", 32, "samples of an update on each rank")
     parser.counts("--sizes", [1, 4, 16, 32])
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
@@ -327,8 +271,6 @@ def main() -> int:
     about = circumstances(CPU)
     lines = header("Memory", about, *notes(options)) + tables(rows, options)
     write(options.out, "\n".join(lines), {**about, **versions(), "rows": rows})
-    if options.plot is not None:
-        plot(options.plot, rows, f"A batch of {options.batch_size} samples per rank, cut into micro-batches")
     return 0
 
 

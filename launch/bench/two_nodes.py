@@ -1,6 +1,6 @@
 """Seconds and bytes of an update over a slow link: each way to accumulate, and what link and processor allow.
 
-    sudo python launch/bench/two_nodes.py --out launch/results/two_nodes --plot launch/results/two_nodes.png
+    sudo python launch/bench/two_nodes.py --out launch/results/two_nodes
     sudo python launch/bench/two_nodes.py --only DDP --rounds 2 --slow-rounds 1  # in two minutes
 
 Two network namespaces of this machine, a link of --rate between them and a rank in each. ResNet-18 with GroupNorm (11.7
@@ -20,13 +20,12 @@ import time
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
-from kit import CPU, Options, circumstances, header, pyplot, ratios, relative_difference, save, spelled, write
+from kit import CPU, Options, circumstances, header, ratios, relative_difference, spelled, write
 from nodes import PAYLOAD, SENT, on_each, two_nodes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -301,63 +300,6 @@ def notes(options: argparse.Namespace) -> list[str]:
     ]
 
 
-# The picture
-
-KINDS = {  # colours that the colour-blind can tell apart, and hatches for those who print in grey
-    "by hand": ("#0072B2", ""),
-    "another library's": ("#E69F00", "///"),
-    "distaccum": ("#009E73", "..."),
-}
-LIMITS = {
-    "overlapped": ("--", "limit: compute + wire - one backward"),
-    "in_turn": (":", "nothing overlapped: compute + wire"),
-}
-
-
-def plot(path: Path, rows: list[dict[str, Any]], least: dict[str, float], title: str) -> None:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    bars = {group: [row for row in rows if row["group"] == group and row["name"] != COMPUTE] for group in TITLES}
-    bars = {group: members for group, members in bars.items() if members}
-    sizes = [len(members) for members in bars.values()]
-    figure, axes = pyplot().subplots(
-        len(bars), figsize=(10, 1.8 + 0.36 * sum(sizes)), height_ratios=sizes, squeeze=False, layout="constrained"
-    )
-    for axis, (group, members) in zip(axes[:, 0], bars.items(), strict=True):
-        furthest = max(max(row["seconds"]) for row in members)
-        for name, (style, _) in LIMITS.items():
-            axis.axvline(least[name], color="#D55E00", linestyle=style, linewidth=1.5, zorder=3)
-        for y, row in enumerate(members):
-            colour, hatch = KINDS[kind_of(row["name"])]
-            low, middle, high = min(row["seconds"]), statistics.median(row["seconds"]), max(row["seconds"])
-            axis.barh(y, middle, color=colour, hatch=hatch, edgecolor="white", height=0.75)
-            axis.errorbar(middle, y, xerr=[[middle - low], [high - middle]], color="black", capsize=2, linewidth=1)
-            text = f"{middle:.2f} s, {row['bytes'] / 1e6:.0f} MB"
-            box = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
-            axis.text(high + 0.012 * furthest, y, text, va="center", fontsize=8, bbox=box, zorder=4)
-        labels = [label_of(row["name"], group) for row in members]
-        axis.set_yticks(range(len(members)), labels, fontsize=8)
-        axis.set_ylim(len(members) - 0.4, -0.6)
-        axis.set_xlim(0, 1.2 * furthest)
-        axis.set_title(TITLES[group], fontsize=10, loc="left")
-    axes[-1, 0].set_xlabel("seconds per update (median; least to most)")
-    signs: list[Any] = [Patch(facecolor=c, hatch=h, edgecolor="white", label=name) for name, (c, h) in KINDS.items()]
-    for name, (style, words) in LIMITS.items():
-        signs.append(Line2D([], [], color="#D55E00", linestyle=style, label=f"{words} ({least[name]:.2f} s)"))
-    figure.legend(handles=signs, loc="outside lower center", ncols=2, fontsize=8)
-    figure.suptitle(title, fontsize=11)
-    save(figure, path)
-
-
-def kind_of(name: str) -> str:
-    return next((kind for kind in ("distaccum", "by hand") if kind in name), "another library's")
-
-
-def label_of(name: str, group: str) -> str:
-    return f"{name} (once, to compare)" if group == "each" and name == str(BY_HAND) else name
-
-
 def chosen_by(parts: Sequence[str]) -> list[Contender]:
     """Those whose name has one of the parts, and the loops that they are compared with."""
     every = [one for group in GROUPS.values() for one in group]
@@ -369,7 +311,7 @@ def chosen_by(parts: Sequence[str]) -> list[Contender]:
 
 
 def main() -> int:
-    parser = Options(__doc__, picture=True)
+    parser = Options(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it (%(default)s)")
     parser.counts("--steps", 8, "micro-steps of an update")
     parser.counts("--rounds", 8, "of turns")
@@ -394,9 +336,6 @@ def main() -> int:
     least, about = limits(rows, options.rate), circumstances(CPU)
     lines = header("Two nodes", about, *notes(options)) + tables(rows, least, options)
     write(options.out, "\n".join(lines), {**about, **versions(), "limits": least, "rows": rows})
-    if options.plot is not None:
-        title = f"Two nodes, {options.rate}: {options.steps} micro-steps of ResNet-18; MB sent by each rank"
-        plot(options.plot, rows, least, title)
     wrong = [row["name"] for row in rows if row["gradient_off"] is not None and not row["gradient_off"] < BOUND]
     if wrong:
         print(f"the gradient is not the big batch's: {'; '.join(wrong)}")
