@@ -29,7 +29,7 @@ class Start:
         self.put_back()
         if self._devices is None:  # looked up once: a large model has thousands of tensors
             self._devices = random_devices(self._models)
-        self.random = random_state(self._devices)
+        self.random = random_state(self._devices, self.random)
 
     def put_back(self) -> None:
         """Sets the numbers of a loaded state, once."""
