@@ -40,7 +40,7 @@ def make_batch(size: int = 11, seed: int = 1) -> Batch:
 
 
 class Centred(nn.Module):
-    """Batch normalisation whose class name does not show it."""
+    """Batch normalisation that is no layer of torch's."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0) if self.training else x
@@ -144,29 +144,29 @@ def test_correct_setup_is_equivalent(model, loss, options):
     ("model", "loss", "options", "causes"),
     [
         (net(nn.BatchNorm1d(8)), of_samples, {}, ["batchnorm: .* 2 .BatchNorm1d"]),
-        (net(Centred()), of_samples, {}, ["batchnorm: .* 2 .Centred"]),
-        (net(Shuffled()), of_samples, {}, ["mixing: .* 2 .Shuffled"]),
+        (net(Centred()), of_samples, {}, ["loss: .*samples depend on each other"]),
+        (net(Shuffled()), of_samples, {}, ["loss: .*samples depend on each other"]),
         (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
-        (net(Noise()), of_samples, {}, ["dropout: .* 2 .Noise"]),
+        (net(Noise()), of_samples, {}, ["random: random numbers are drawn by the model or the loss, and"]),
         (
             net(),
             lambda m, b: of_samples(m, b) * (1 + torch.rand(3).sum()),
             {},
-            ["random: the loss draws random numbers, outside of the model's modules"],
+            ["random: random numbers are drawn by the model or the loss, and"],
         ),
-        (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: the loss draws"]),
-        (net(), lambda m, b: of_samples(m, b) * (1 + float(numpy.random.rand())), {}, ["random: the loss draws"]),
+        (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: "]),
+        (net(), lambda m, b: of_samples(m, b) * (1 + float(numpy.random.rand())), {}, ["random: "]),
         (
             net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
             lambda m, b: of_samples(m, b) * (1 + torch.rand(())),
             {},
-            ["dropout: .* 3 .Dropout", "random: the loss draws", "batchnorm: .* 2 .BatchNorm1d"],
+            ["dropout: .* 3 .Dropout", "random: .*outside of dropout layers", "batchnorm: .* 2 .BatchNorm1d"],
         ),
         (
             net(),
             lambda m, b: of_samples(m, b) * (1 + torch.rand((), generator=GENERATOR)),
             {},
-            ["state: .*something is kept between calls, or drawn by a generator of the loss's own"],
+            ["state: .*or drawn by a generator of the loss's own"],
         ),
         (
             net(nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Dropout(0.2)),
@@ -174,9 +174,9 @@ def test_correct_setup_is_equivalent(model, loss, options):
             {},
             ["dropout: .* 3, 4", "batchnorm: .* 2"],
         ),
-        (net(Counting(True)), of_samples, {}, ["state: each forward changes buffers .* 2 .Counting"]),
-        (net(Counting(False)), of_samples, {}, ["state: .*something is kept between calls in 2 .Counting"]),
-        (net(spectral_norm(nn.Linear(8, 8))), of_samples, {}, ["state: each forward changes buffers"]),
+        (net(Counting(True)), of_samples, {}, ["state: .*something is kept between calls"]),
+        (net(Counting(False)), of_samples, {}, ["state: .*something is kept between calls"]),
+        (net(spectral_norm(nn.Linear(8, 8))), of_samples, {}, ["state: .*something is kept between calls"]),
         (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
         (net(), lambda m, b: of_samples(m, b).sqrt(), {}, ["loss: "]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
@@ -284,19 +284,13 @@ def test_labels_that_each_sample_ignores_alike_are_noted():
         assert report.equivalent and any("are ignored (-100), as many" in note for note in report.notes) == is_noted
 
 
-class OfEleven(nn.Module):
-    """Fails on other numbers of samples, but where a gradient is taken."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x if torch.is_grad_enabled() else x.view(11, 8)
-
-
-def test_modules_that_cannot_be_called_by_themselves_are_named_where_no_cause_is_found():
+def test_cause_that_is_not_found_is_unknown():
     def loss(model: nn.Module, batch: Batch) -> Tensor:
         return of_samples(model, batch) * (2.0 if len(batch["x"]) == 3 else 1.0)  # none that looks for the cause is
 
-    (cause,) = check(net(OfEleven()), loss, micro_batch_size=11).causes
-    assert cause.startswith("unknown: no cause was found") and "2 (OfEleven: RuntimeError: shape '[11, 8]'" in cause
+    assert check(net(), loss, micro_batch_size=11).causes == (
+        "unknown: no cause was found; the error is beyond rounding",
+    )
 
 
 def labels_of_three_parts(*ignored: int) -> Batch:

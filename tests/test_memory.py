@@ -481,7 +481,6 @@ def test_buffers_that_were_replaced_or_deleted_are_restored():
     model.shared.replaced += 2
     model.emptied, model.none = None, torch.ones(1)
     del model.deleted
-    assert [(now.sum(), was.sum()) for now, was in snapshot.buffers_of(model.shared)] == [(4, 0)]
     snapshot.restore()
     now = dict(model.named_buffers(remove_duplicate=False))
     assert all(now[name] is one and not one.any() for name, one in found.items())

@@ -37,12 +37,6 @@ class Snapshot:
         self.random = random_state(random_devices(self._models))
         return self
 
-    def buffers_of(self, module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-        """A module's own buffers, each as it is and as it was."""
-        now = dict(_own_buffers(module))
-        pairs = zip(self._buffers, self._copies, strict=True)
-        return [(now.get(name, was), was) for (of, name, _), was in pairs if of is module]
-
     def restore(self) -> None:
         self.restore_buffers()
         set_random_state(self.random)

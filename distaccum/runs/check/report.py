@@ -14,7 +14,7 @@ from ...gradients.snapshot import kept
 from ...law.batches import Columns
 from ...law.errors import DistaccumError
 from ...law.table import width
-from .causes import Diagnosis
+from .causes import causes_of
 from .compare import Comparison, LossFn, Subject
 
 ADVICE = {
@@ -24,9 +24,9 @@ ADVICE = {
     "the only cause",
     "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; let "
     "the loss draw none to see its other causes",
-    "mixing": "use a layer that looks at each sample alone",
     "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
-    "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples",
+    "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples, of layers that look "
+    "at each sample alone",
 }
 
 
@@ -55,7 +55,7 @@ class Report:
         equivalent (bool): Whether the gradients differ by no more than rounding.
         worst (float): The largest relative error of a parameter, in float64 where that was possible.
         causes (tuple[str, ...]): Why they differ, each beginning with its kind: "batchnorm: ...", "dropout: ...",
-            "random: ...", "mixing: ...", "state: ...", "count: ...", "reduction: ...", "loss: ..." or "unknown: ...".
+            "random: ...", "state: ...", "count: ...", "reduction: ...", "loss: ..." or "unknown: ...".
         parameters (tuple[Difference, ...]): Each parameter's difference, the worst first.
         dtype (str): The dtype that `worst` was found in, such as "float64".
         bound (float): The relative error up to which a difference counts as rounding.
@@ -132,7 +132,7 @@ def _report(comparison: Comparison) -> Report:
             )
         equivalent, bound = used.agrees(errors), used.bound()
         notes = [*used.notes, *_notes_on(used, equivalent)]
-        causes = [] if equivalent else Diagnosis(used).causes()
+        causes = [] if equivalent else causes_of(used)
     dtype = str(used.dtype).removeprefix("torch.")
     if used.narrowest != used.dtype:
         narrow = str(used.narrowest).removeprefix("torch.")

@@ -15,11 +15,8 @@ from .compare import Comparison, Measured, weighted_sum, without_labels
 from .rows import uneven_sizes
 
 
-def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | None:
-    """Why the loss of this name is not the declared sum of its parts' losses; None where it is.
-
-    `mixing` names the modules in which samples depend on each other in eval mode too.
-    """
+def cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
+    """Why the loss of this name is not the declared sum of its parts' losses; None where it is."""
     at_once = comparison.count(name, comparison.batch, comparison.length)
     if not at_once:
         return None
@@ -37,11 +34,10 @@ def cause_in_the_loss(comparison: Comparison, name: str, mixing: str) -> str | N
         return f"count: it gave {whole} and {parts}, which should add up to it"
     if parts.fit(parts.declared):
         return None
-    if cause := parts.cause_in_weights():
-        return cause
-    if mixing:
-        return f"mixing: a sample's output depends on the others in {mixing}, in eval mode too"
-    return f"loss: the loss{parts.of_name} is no sum or mean over samples: no weights of its parts' losses make it up"
+    return parts.cause_in_weights() or (
+        f"loss: the loss{parts.of_name} is no sum or mean over samples: no weights of its parts' losses make it up, so "
+        "samples depend on each other in it or in the model"
+    )
 
 
 class _Parts:
