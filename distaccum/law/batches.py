@@ -279,11 +279,7 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = 
     def join(child: Any, key: Any) -> Any:
         if key in whole:
             return child
-        # Attributes of a dataclass that are no fields have no place among its items.
-        each = [
-            found[key] if key in found else getattr(batch, key) for found, batch in zip(by_key, batches, strict=True)
-        ]
-        return join_batches(each, lengths, nested(whole), is_root=False)
+        return join_batches([found[key] for found in by_key], lengths, nested(whole), is_root=False)
 
     return _remade(first, join)
 
@@ -310,49 +306,29 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """As `rebuilt`, for other samples: what a dataclass derives from them and cannot be cut is derived again."""
-    copied = rebuilt(item, change)
+    """As `rebuilt`, for other samples: a dataclass is made of its changed arguments, and derives plain values anew."""
     if not dataclasses.is_dataclass(item) or isinstance(item, Mapping | type):
-        return copied
-    fields = dataclasses.fields(item)
-    derived = [field.name for field in fields if not field.init]
-    for name in getattr(copied, "__dict__", {}).keys() - {field.name for field in fields}:
-        if isinstance(getattr(type(item), name, None), cached_property):
-            del copied.__dict__[name]
-        else:
-            copied.__dict__[name] = change(copied.__dict__[name], name)
-            derived.append(name)
-    given = {field.name: getattr(copied, field.name) for field in fields if field.init}
-    cut = [name for name, value in given.items() if value is not getattr(item, name)]
-    left = [name for name in derived if hasattr(item, name) and getattr(copied, name) is getattr(item, name)]
-    if not hasattr(item, "__post_init__") or not (left or len(cut) < len(given)):
-        return copied
-    kind, cure = type(item).__name__, "cut it yourself: accumulator.window(micro_batches)"
+        return rebuilt(item, change)
+    fields, kind = dataclasses.fields(item), type(item)
+    given = {field.name: change(getattr(item, field.name), field.name) for field in fields if field.init}
+    cure = (
+        "give it what it needs and derive the rest in properties, or cut it yourself: accumulator.window(micro_batches)"
+    )
     try:
         made = dataclasses.replace(item, **given)
     except Exception as error:
-        open_to = ", ".join(left or [name for name in given if name not in cut])
+        what = f"a {kind.__name__} of a part of its samples cannot be made ({type(error).__name__}: {error})"
+        raise TypeError(f"{what}; {cure}") from error
+    others = dict.fromkeys([*(field.name for field in fields), *getattr(item, "__dict__", {})])
+    derived = [n for n in others if n not in given and not isinstance(getattr(kind, n, None), cached_property)]
+    unknown = [name for name, value in given.items() if getattr(made, name) is not value]
+    unknown += [name for name in derived if not hasattr(made, name) or _arrays(getattr(item, name, None))]
+    if unknown:
         raise TypeError(
-            f"a {kind} of a part of its samples cannot be made ({type(error).__name__}: {error}), and it may derive "
-            f"{open_to} from them; {cure}"
-        ) from error
-    left += [name for name in given if name not in cut and not _is_same(getattr(made, name), given[name])]
-    again = [name for name in cut if not _is_same(getattr(made, name), given[name])]
-    if left and again:
-        raise TypeError(
-            f"{kind}.__post_init__ changes {', '.join(again)}, which it did to the whole batch already, and derives "
-            f"{', '.join(left)}: what those of a part are cannot be known; derive them in properties, or {cure}"
+            f"a {kind.__name__} changes or adds {', '.join(unknown)} beside its arguments, and what they are of a part "
+            f"of its samples cannot be known; {cure}"
         )
-    for name in left:
-        if hasattr(made, name):
-            object.__setattr__(copied, name, getattr(made, name))
-    return copied
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
-    return one is other or (isinstance(one, list | tuple | str) and type(one) is type(other) and bool(one == other))
+    return made
 
 
 def _arrays(item: Any) -> list[Any]:
