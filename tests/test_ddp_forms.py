@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -251,11 +252,17 @@ def bucket_views():
         run_window(window, ddp).step()
         places.append([parameter.grad.data_ptr() for parameter in ddp.parameters()])
         assert gradient(ddp).count_nonzero() == 0
-    return places
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for left in (0.0, 1.0):
+            ddp.module[1].bias.grad.fill_(left)
+            run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.0)).window([make_batch(2, seed=9)]), ddp).step()
+    return places, [str(one.message) for one in seen]
 
 
 def test_bucket_views_are_cleared_in_place(ranks):
-    for places in ranks(2).run(bucket_views):
+    for rank, (places, seen) in enumerate(ranks(2).run(bucket_views)):
+        assert [message[:20] for message in seen] == ["gradients that stood"][rank:], "and zeros are nobody's"
         assert places[1] == places[2] == places[3], "from the second window on, when DDP has rebuilt its buckets"
 
 

@@ -68,6 +68,11 @@ def norm_on_host(gradients: Sequence[Tensor]) -> float | None:
     return math.hypot(*map(number_of, norms_of(gradients, 2.0, None)))
 
 
+def is_zero(gradients: Sequence[Tensor]) -> bool:
+    """Whether this rank's parts of all gradients are zeros; waits for the device."""
+    return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
+
+
 def read(number: Tensor) -> float:
     """Waits for the device that it is on, if it is on one."""
     value: float = number_of(number) if type(number) is Tensor and number.is_cpu else number.item()

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..engines import Engine
+from ..gradients.norms import is_zero
 from ..gradients.scaling import forget
 from ..law.errors import DistaccumError, Once
 from ..law.update import Update
@@ -154,8 +155,13 @@ class Window:
         refuse_inference_mode()
         self._trained.start.begin()
         if self._engine.stale(self._parameters):
+            # Zeros are nobody's: of zero_grad(set_to_none=False), or views of buckets that another Accumulator cleared.
+            shown = [p.grad for p in self._parameters if p.grad is not None]
+            if self._engine.stale(()) or not is_zero(shown):  # hidden ones, or those that are shown
+                self._trained.once(
+                    "stale", "gradients that stood before the window were cleared: they are not part of it"
+                )
             self._engine.clear(self._parameters)
-            self._trained.once("stale", "gradients that stood before the window were cleared: they are not part of it")
         self._engine.begin(self._plan, self._parameters)
         forget(self._trained.scaler, self._trained.optimizers)  # a window that was dropped may have left marks
         self._ledger.begin()
