@@ -554,6 +554,38 @@ def test_term_left_out_of_the_last_backward_is_reduced(ranks):
         assert max(wrongs) <= 1e-12
 
 
+def frozen_in_mid_run():
+    """How far windows are off by new Accumulators: after a freeze, and after the layer is trained again."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).double()
+    net[1].requires_grad_(False)
+    ddp, rank = DistributedDataParallel(net, find_unused_parameters=True), dist.get_rank()
+    samples, found = torch.randn(8, 3, dtype=torch.float64), []
+    for trains in (False, True):
+        net[0].requires_grad_(trains)
+        accumulator = Accumulator(ddp, SGD(net.parameters(), lr=0.1), steps=2)
+        for window in accumulator.windows(samples[rank::2].split([1, 3] if rank else [4])):
+            for inputs in window:
+                window.backward(ddp(inputs).square().mean())
+            trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+            exact = torch.autograd.grad(net(samples).square().mean(), trained)
+            found += [(p.grad - one).abs().max().item() for p, one in zip(trained, exact, strict=True)]
+            window.step()
+    net[1].requires_grad_(True)  # which DDP does not know, as many as it knows
+    net[0].requires_grad_(False)
+    try:
+        Accumulator(ddp, SGD(net.parameters(), lr=0.1)).window([samples])
+    except DistaccumError as caught:
+        return found, str(caught)
+    return found, "nothing"
+
+
+def test_accumulator_made_after_a_freeze_is_exact_where_ddp_finds_unused_parameters(ranks):
+    for found, swapped in ranks(2).run(frozen_in_mid_run):
+        assert len(found) == 2 + 4 and max(found) <= 1e-12
+        assert "1.weight, module.1.bias is trained but was frozen or absent when DDP wrapped" in swapped
+
+
 def freezing(when):
     module = trunk()
     module[0][0].weight.requires_grad_(when != "thawed late")

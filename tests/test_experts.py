@@ -16,13 +16,13 @@ from engines import full
 from problems import IGNORED, error, gradient, join, make_batch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, count_samples, count_tokens
+from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
 EXPERTS = 4
 # Sizes of micro-batches by data rank: even, uneven, two dry ranks.
@@ -193,22 +193,66 @@ def test_law_holds_with_the_loss_of_a_router(ranks, how):
     within(ranks(4).run(law_of_experts, how, "last", True))
 
 
-def beside_ddp() -> str:
-    """Experts over two of four ranks, outside of DDP."""
+def with_ddp() -> list[str]:
+    """Experts over two of four ranks, outside of DDP and inside of it."""
     net, ranks = make_mixture(), dist.get_world_size()
     mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
-    model = DistributedDataParallel(nn.Linear(5, 8))
-    try:
-        Accumulator([model, experts], SGD([*model.parameters(), *experts.parameters()], lr=1.0))
-    except ValueError as raised:
-        return str(raised)
-    return "nothing"
+    model, found = DistributedDataParallel(nn.Linear(5, 8)), []
+    for models in ([model, experts], [DistributedDataParallel(net, init_sync=False)]):
+        try:
+            Accumulator(models, SGD([p for one in models for p in one.parameters()], lr=1.0))
+        except ValueError as raised:
+            found.append(str(raised))
+    return found
 
 
-def test_experts_beside_ddp_are_refused(ranks):
-    for message in ranks(4).run(beside_ddp):
-        assert "weight is a DTensor over data-parallel ranks, outside of DDP" in message and "ignored_params" in message
+def test_experts_as_dtensors_are_refused_with_ddp(ranks):
+    for beside, inside in ranks(4).run(with_ddp):
+        assert "weight is a DTensor over data-parallel ranks, outside of DDP" in beside and "ignored_params" in beside
+        assert "experts.weight is a DTensor inside of DDP" in inside and "ignored_params" in inside
+
+
+def wrapped_without_experts(wrapper: str) -> tuple[Any, nn.Module]:
+    net = make_mixture()
+    every, experts = init_device_mesh("cpu", (dist.get_world_size(),)), net.experts
+    if wrapper == "FSDP2":
+        return fully_shard(net, mesh=every, ignored_params={experts.weight}), experts
+    if wrapper == "FSDP1":
+        return FullyShardedDataParallel(net, ignored_modules=[experts], device_id=torch.device("cpu")), experts
+    del net.experts
+    object.__setattr__(net, "experts", experts)  # a module that is none of its own
+    return DistributedDataParallel(net), experts
+
+
+def plain_experts(wrapper: str, *changes: float) -> list[str]:
+    """What an Accumulator each says of experts to which this rank adds such a multiple of its number."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    model, experts = wrapped_without_experts(wrapper)
+    every = list(dict.fromkeys([*model.parameters(), *experts.parameters()]))
+    found, kept = [], experts.weight.detach().clone()
+    for change in changes:
+        with torch.no_grad():
+            experts.weight.copy_(kept * (1 + change * dist.get_rank()))
+        models = [model, experts] if wrapper == "DDP" else model
+        accumulator = Accumulator(models, SGD(every, lr=0.0), count=count_tokens("labels"))
+        try:
+            for index in range(2):
+                window = accumulator.window(batches_of(WINDOWS[0], index, dist.get_rank()))
+                for batch in window:
+                    window.backward(losses(model, batch, False)["tokens"])
+                window.step()
+            found.append("nothing")
+        except DistaccumError as raised:
+            found.append(str(raised))
+    return found
+
+
+@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])
+def test_plain_experts_that_differ_over_ranks_are_refused(ranks, wrapper):
+    for copies, rounded, own in ranks(2).run(plain_experts, wrapper, 0.0, 1e-9, 1.0):
+        assert copies == rounded == "nothing"
+        assert "weight differs between the data-parallel ranks" in own and "[Shard(0)]" in own
 
 
 def refused(how: str, sync: str) -> str:

@@ -59,6 +59,26 @@ def average_by_hand(
         _land(*flying.popleft())
 
 
+def unlike(parameters: Sequence[nn.Parameter], hosts: dist.ProcessGroup) -> list[nn.Parameter]:
+    """The trained ones of `parameters` whose values differ over ranks by more than rounding.
+
+    Sums of other parameters differ by about their norm; copies may be off by the order of a sum (of sparse rows).
+    Costs one read of the device, and one small collective on the host.
+    """
+    values: list[Any] = [local(one.detach()) for one in parameters]
+    values = [torch.view_as_real(one) if one.is_complex() else one for one in values]
+    sums = [torch.sum(one, dtype=torch.float64).to(values[0].device) for one in values]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).to(values[0].device) for one in values]
+    above, size = torch.stack([torch.stack(sums), torch.stack(norms)]).cpu()
+    below = -above
+    frozen = torch.tensor([not one.requires_grad for one in parameters])  # on this rank
+    found = torch.stack([above.masked_fill(frozen, -torch.inf), below.masked_fill(frozen, -torch.inf), size])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=hosts)
+    above, below, size = found
+    differ = (above + below > 1e-3 * size).tolist()
+    return [one for one, differs in zip(parameters, differ, strict=True) if differs]
+
+
 def settle_placements(parameter: Any) -> None:
     """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
     gradient = parameter.grad

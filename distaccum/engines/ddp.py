@@ -60,9 +60,14 @@ class DDPEngine(RanksEngine):
         super().__init__(models, sync, group)
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
-        own = {id(parameter) for parameter in self._own}
+        self.alike = {id(parameter) for parameter in self._own}
         for parameter in self.parameters():
-            if id(parameter) not in own and lies_over(parameter, group)[0]:
+            if id(parameter) in self.alike and hasattr(parameter, "to_local"):
+                raise ValueError(
+                    f"{self.name_of(parameter)} is a DTensor inside of DDP, whose buckets hold plain tensors alone; "
+                    "use fully_shard, for experts on a mesh of their own or with ignored_params"
+                )
+            if lies_over(parameter, group)[0]:
                 raise ValueError(
                     f"{self.name_of(parameter)} is a DTensor over data-parallel ranks, outside of DDP, whose forwards "
                     "do not wait for each other as its own do; use fully_shard, with ignored_params for it"
@@ -119,8 +124,7 @@ class DDPEngine(RanksEngine):
         self.strays.clear()
         if self.sums is not None:
             self.sums.watch(parameters)
-        own = {id(parameter) for parameter in self._own}
-        self._by_hand = [p for p in parameters if id(p) not in own]
+        self._by_hand = [p for p in parameters if id(p) not in self.alike]
         if not all(p.requires_grad for p in self._by_hand):
             # A parameter outside the models, as one of the loss, may be frozen here and trained on another rank.
             models = {id(parameter) for parameter in self.parameters()}
@@ -335,11 +339,16 @@ def _is_ignored(wrapper: DistributedDataParallel, name: str) -> bool:
 
 def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in the order of its indices."""
-    reduced = {
+    named = {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in wrapper.module.named_parameters()
-        if parameter.requires_grad and not _is_ignored(wrapper, name)
+        if not _is_ignored(wrapper, name)
     }
+    reduced = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    if wrapper.find_unused_parameters and len(reduced) < len(named) and not _has_sparse_gradients(wrapper):
+        # Some may have been frozen since, which DDP allows here, or unfrozen, which it does not see.
+        known = private.ids_in_buckets(wrapper)
+        return {name: parameter for name, parameter in named.items() if id(parameter) in known}
     wrapped = private.num_wrapped(wrapper)
     if wrapped not in (None, len(reduced)):
         raise ValueError(
@@ -347,6 +356,10 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
             "apart; freeze and unfreeze parameters before DDP wraps the model"
         )
     return reduced
+
+
+def _has_sparse_gradients(wrapper: DistributedDataParallel) -> bool:
+    return any(one.sparse for one in wrapper.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
 
 
 class _Reach(torch.autograd.Function):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from ..law.errors import DistaccumError, ranks_where
 from ..law.plan import Plan
-from .averaging import average_by_hand
+from ..law.shares import shorten
+from .averaging import average_by_hand, unlike
 from .base import Engine, Sync
 from .peers import GroupPeers, own_group
 from .shards import cut_over, is_part, lies_over
@@ -43,7 +44,9 @@ class RanksEngine(Engine):
         super().__init__(models, sync, peers)
         self.group, self.host_group = group, peers.host_group
         self.divisor = peers.num_ranks
+        self.alike: set[int] = set()  # ids of parameters that the wrapper makes equal on all ranks
         self._copies: dict[tuple[int, ...], dist.ProcessGroup] = {}  # by the ranks over which a parameter is cut
+        self._num_compared = 0  # parameters in the largest `average` so far
 
     def average(
         self, parameters: Sequence[nn.Parameter], is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False
@@ -54,8 +57,27 @@ class RanksEngine(Engine):
             parameters: Their `.grad` is summed over the ranks and divided by `divisor`.
             is_zeroed: Whether a parameter's gradient is zeros that stand for none, so that it may become None.
         """
+        if len(parameters) > self._num_compared:
+            self._refuse_unlike(parameters)
+            self._num_compared = len(parameters)
         if parameters:
             average_by_hand(parameters, self._copies_of, self.host_group, self.divisor, is_zeroed)
+
+    def _refuse_unlike(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises, on all ranks, if one of `parameters` is another on each rank, as experts may be.
+
+        Looks at values once, before the first gradient is averaged. Parts that equal each other (biases of zeros)
+        cannot be told from copies.
+        """
+        outside = [p for p in parameters if id(p) not in self.alike and not cut_over(p, self.group)]
+        differ = unlike(outside, self.host_group) if outside else []
+        if differ:
+            raise DistaccumError(
+                f"{shorten(list(map(self.name_of, differ)))} differs between the data-parallel ranks, and {self.name} "
+                "does not reduce it, so that its gradient would be averaged over different parameters; if each rank "
+                "has its own (experts), cut it over the ranks under fully_shard: distribute_tensor(whole, mesh, "
+                "[Shard(0)]); if it is one parameter, give it the same values on all ranks"
+            )
 
     def _copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """The ranks that hold what this rank does of `parameter`; None: no other."""

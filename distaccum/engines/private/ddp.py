@@ -12,7 +12,7 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Without the optional names, nobody can know whether DDP reduces some parameters, or steps, by itself."""
     require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_check_sync_bufs_post_fwd", "_sync_buffers")
     require("torch", wrapper, "_check_reducer_finalized", "_has_rebuilt_buckets")
-    require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state")
+    require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state", "_get_zeros_like_grad_buckets")
     if getattr(wrapper, "_delay_all_reduce_params", ()):
         raise ValueError(
             "DDP with delay_all_reduce_named_params reduces these parameters on each micro-step, with the sum that it "
@@ -45,6 +45,12 @@ def num_wrapped(wrapper: DistributedDataParallel) -> int | None:
     """
     logged: dict[str, int] = getattr(wrapper, "_get_ddp_logging_data", dict)()
     return logged.get("num_parameter_tensors")
+
+
+def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
+    """The parameters that DDP reduces, by identity. torch copies the buckets for it, and cannot if one is sparse."""
+    buckets = wrapper.reducer._get_zeros_like_grad_buckets()
+    return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
 
 
 def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:

@@ -84,7 +84,7 @@ def only_sum(group: Any) -> None:
     """Makes reductions sum, so that no factor of torch's enters the gradient, as its two setters do.
 
     Torch divides by the ranks of the group, or by the factor, or twice by the factor where the mesh has one shard and
-    gradients are summed (2.10 to 2.15): never by anything if it is 1.
+    gradients are summed (2.13, 2.15): never by anything if it is 1.
     """
     group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
 
