@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from engines import engine_name
 from problems import big_batch, error, gradient, make_batch, make_net, make_net_without_router, sample_loss, weights
+from ranks import RankError
+from torch import nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from distaccum import Accumulator, DistaccumError
 
@@ -278,6 +280,29 @@ def test_evaluation_and_break_leave_the_state_of_accelerate_as_found(ranks):
     for counts in ranks(2).run(a_loop_that_is_left, 3):
         # 14 samples in batches of 2 on 2 ranks; Accelerate repeats the first samples, so each rank has 4 batches.
         assert counts == [12, 12, 4]
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from [torch.ones(5)] * 3
+        raise OSError("the disk is gone")
+
+
+def draws_for_all_ranks() -> None:
+    with accelerators() as make:
+        accelerator = make()
+        net = nn.Linear(5, 1)
+        net, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), lr=0.0), DataLoader(Endless()))
+        for window in Accumulator(net, optimizer, steps=2, accelerator=accelerator).windows(loader):
+            for inputs in window:
+                window.backward(net(inputs).mean())
+            window.step()
+
+
+def test_error_of_a_loader_that_dispatches_is_raised_where_it_draws(ranks):
+    """Not after the other rank's report, which waits there for its batch."""
+    with pytest.raises(RankError, match=r"^rank 0 Traceback(.|\n)*OSError: the disk is gone"):
+        ranks(2).run(draws_for_all_ranks, seconds=20)
 
 
 def saved_by_accelerate(folder: str) -> Any:

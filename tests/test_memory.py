@@ -265,7 +265,8 @@ def raise_error(text: str, _: torch.Tensor) -> None:
 def test_error_that_sounds_like_a_lost_rank_reaches_the_other_ranks(ranks, where):
     zero, one = ranks(2).run(error_that_sounds_like_a_lost_rank, where)
     assert [text.partition(":")[0] for text in zero] == ["RuntimeError"] * 4
-    assert all(text.startswith("DistaccumError: rank 0 failed in update 0") for text in one)
+    for text, heard in zip(zero, one, strict=True):
+        assert heard.startswith(f"DistaccumError: rank 0 failed in update 0 ({text}); the window is undone")
 
 
 def waits_for_a_lost_rank(where: str) -> str:

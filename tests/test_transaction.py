@@ -6,9 +6,11 @@ import contextlib
 import copy
 import gc
 import linecache
+import logging
 import math
 import pickle
 import sys
+import time
 import weakref
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -657,15 +659,24 @@ def planning_fails(what):
         yield BATCHES[0]
         if what == "loader" and rank == 1:
             raise OSError("the disk is gone")
+        if what == "loader":
+            time.sleep(0.3)  # the other rank waits for this one's report
         yield BATCHES[1]
 
+    logged = []  # before the error was raised
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append((record.created, record.getMessage()))
+    logging.getLogger("distaccum").addHandler(handler)
     try:
         next(accumulator.windows(loader()))
     except Exception as caught:
         message = f"{type(caught).__name__}: {caught}"
+        logged = [(text, time.time() - at) for at, text in logged]
+    finally:
+        logging.getLogger("distaccum").removeHandler(handler)
     other = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
     run_window(other.window(BATCHES), ddp)
-    return message, torch.equal(weights(ddp), before), error(gradient(ddp), gradient_of_trunk(BATCHES))
+    return message, torch.equal(weights(ddp), before), error(gradient(ddp), gradient_of_trunk(BATCHES)), logged
 
 
 def bad_count(what):
@@ -680,16 +691,25 @@ def bad_count(what):
 @pytest.mark.parametrize(
     ("what", "zero", "one"),
     [
-        ("loader", "DistaccumError: rank 1 could not plan", "OSError: the disk is gone"),
-        ("count", "DistaccumError: rank 1 could not plan", "KeyError: 'labels'"),
+        (
+            "loader",
+            "DistaccumError: rank 1 could not plan this window (OSError: the disk is gone)",
+            "OSError: the disk is gone",
+        ),
+        ("count", "DistaccumError: rank 1 could not plan this window (KeyError: 'labels')", "KeyError: 'labels'"),
         ("steps", "DistaccumError: ranks disagree on steps (rank 0: 2, rank 1: 3)", "DistaccumError: ranks disagree"),
     ],
 )
 def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what, zero, one):
-    for (message, unchanged, wrong), expected in zip(ranks(2).run(planning_fails, what), [zero, one], strict=True):
+    found = ranks(2).run(planning_fails, what)
+    for (message, unchanged, wrong, _), expected in zip(found, [zero, one], strict=True):
         assert message.startswith(expected)
         assert unchanged
         assert wrong <= 1e-12
+    of_zero, of_one = (logged for *_, logged in found)
+    assert of_zero == []
+    assert [text.partition(": ")[2] for text, _ in of_one] == ([] if what == "steps" else [one])
+    assert what != "loader" or of_one[0][1] > 0.2, "it was shown while the other rank could not hear of it"
 
 
 def ranks_disagree(what):

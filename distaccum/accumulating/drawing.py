@@ -169,6 +169,7 @@ def candidate_of(
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
     except Exception as caught:
         batches, error = batches or Batches([]), caught
+        peers.tell(caught)
     counted = [i for i, numbers in enumerate(counts) if any(numbers) or peers.has_parts]
     has_several = counts_of is not None and len(counts_of) > 1
     full = [i for i in counted if all(counts[i]) or peers.has_parts] if has_several else counted

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, final
 
+from ..engines.accelerate import is_dispatching
+from ..gradients.memory import in_short
 from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
@@ -111,15 +113,13 @@ class Planner:
 
     def _plan_with_others(self, candidate: Candidate, names: Sequence[str]) -> Plan:
         peers = self.setup.engine.peers
+        if candidate.error is not None and not candidate.report.num_drawn and is_dispatching():
+            candidate.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
         rows = peers.post(candidate.report.to_row())()
         if any(row[FAILED] for row in rows):
+            failed = peers.gather_objects(candidate.error and in_short(candidate.error), everyone=True)
             candidate.raise_error()
-            failed = [any(row[FAILED] for row in of_set) for of_set in peers.by_samples(rows)]
-            all_or_none(
-                failed,
-                None,
-                "rank {ranks} could not plan this window (its own error says why); no gradient was touched",
-            )
+            all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
         for about, warning in candidate.batches.warnings.items():
             self.setup.once.on_each_rank(about, warning)
         reports = reports_of(peers.sharing, peers.by_samples(rows))

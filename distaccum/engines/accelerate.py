@@ -129,6 +129,12 @@ class Accelerated:
         self._accelerator.backward(loss, gradient=seed)
 
 
+def is_dispatching() -> bool:
+    """Whether the loader that is being read is one in which rank 0 draws for all ranks, which wait for it there."""
+    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
+    return state is not None and _is_of("data_loader", "DataLoaderDispatcher", state().active_dataloader)
+
+
 def _is_of(module: str, name: str, value: object) -> bool:
     """By type, without importing a module that the caller has not imported."""
     loaded = sys.modules.get(f"accelerate.{module}")

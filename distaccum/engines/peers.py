@@ -7,6 +7,7 @@ or of a wrapper, on a rank that is further on. A torch process group has one set
 from __future__ import annotations
 
 import atexit
+import logging
 import math
 import re
 import weakref
@@ -19,12 +20,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..gradients.memory import in_short
 from ..law.errors import DistaccumError, LostRanksError
 from ..law.update import Waitable
 from .private.process_group import new_group, timeout_of
 
 # The errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
+logger = logging.getLogger("distaccum")  # by default to stderr
 PATIENCE = timedelta(seconds=10)  # at the end of a process, with a sum that other ranks have not joined
 
 Rows = list[list[float]]
@@ -114,6 +117,9 @@ class Peers:
 
     def refuse_lost(self, error: RuntimeError) -> None:
         """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
+
+    def tell(self, error: Exception) -> None:
+        """Logs an error that this rank keeps until the others can hear of it: they may wait for it elsewhere."""
 
     def refuse_copy(self) -> None:
         """Raises where a copy or a pickle of this has no meaning."""
@@ -226,6 +232,12 @@ class GroupPeers(Peers):
 
     def refuse_lost(self, error: RuntimeError) -> None:
         _refuse_lost(self.rank, error)
+
+    def tell(self, error: Exception) -> None:
+        if not self.is_alone:
+            logger.error(
+                "rank %d failed, and the other ranks hear of it when they plan or vote: %s", self.rank, in_short(error)
+            )
 
     def refuse_copy(self) -> None:
         raise DistaccumError(

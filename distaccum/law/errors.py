@@ -28,7 +28,8 @@ class LostRanksError(DistaccumError):
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:
     """Raises on every rank if any has an error: a rank that has one its own, the others a DistaccumError.
 
-    `failed` has a flag for each rank, which all ranks know; `{ranks}` in the message stands for those that failed.
+    `failed` has for each rank its error in short, or a flag, which all ranks know; in the message `{ranks}` stands for
+    those that failed, and `{why}` for their errors.
     """
     if error is not None:
         try:
@@ -36,7 +37,8 @@ def all_or_none(failed: Sequence[object], error: Exception | None, message: str)
         finally:
             del error  # or its traceback would keep itself
     if any(failed):
-        raise DistaccumError(message.replace("{ranks}", ranks_where(failed)))
+        why = "; ".join(dict.fromkeys(str(one) for one in failed if one))
+        raise DistaccumError(message.replace("{ranks}", ranks_where(failed)).replace("{why}", why))
 
 
 def ranks_where(flags: Sequence[object]) -> str:

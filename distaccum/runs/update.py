@@ -16,7 +16,7 @@ from ..accumulating.planner import LOOP, Manner, Planner
 from ..engines import Engine
 from ..gradients.memory import free, in_short, is_out_of_memory
 from ..law.batches import Columns
-from ..law.errors import DistaccumError, LostRanksError, ranks_where
+from ..law.errors import DistaccumError, LostRanksError, all_or_none, ranks_where
 from ..law.update import Update
 from ..window.observer import Observer
 from ..window.status import Stage, Status
@@ -43,6 +43,7 @@ class Agreement(Observer):
         self._engine = engine
         self.own = Vote.OK
         self.votes: list[int] = []  # by rank, the last ones
+        self.failed: list[str] = []  # the error of each that has failed
         self.is_reducing = False  # in a backward that other ranks take part in
 
     def before_backward(self, at: Status, reduces: bool) -> None:
@@ -67,11 +68,16 @@ class Agreement(Observer):
     def report(self, error: Exception) -> None:
         """Reports this rank's error to the others, unless it came from them."""
         if not isinstance(error, FailedElsewhere):
-            self.vote(Vote.OUT_OF_MEMORY if is_out_of_memory(error) else Vote.FAILED)
+            self.vote(Vote.OUT_OF_MEMORY if is_out_of_memory(error) else Vote.FAILED, error)
 
-    def vote(self, vote: Vote) -> None:
-        self.own = vote
-        self.votes = [int(row[0]) for row in self._engine.peers.gather_largest([float(vote)])]
+    def vote(self, vote: Vote, error: Exception | None = None) -> None:
+        self.own, peers = vote, self._engine.peers
+        if error is not None and vote == Vote.FAILED:
+            peers.tell(error)
+        self.votes = [int(row[0]) for row in peers.gather_largest([float(vote)])]
+        if Vote.FAILED in self.votes:
+            why = in_short(error) if error is not None and vote == Vote.FAILED else ""
+            self.failed = peers.gather_objects(why, everyone=True)
 
     def ranks(self, vote: Vote) -> str:
         """Those that voted so, as a text."""
@@ -161,11 +167,12 @@ def _settle(planner: Planner, status: Status, agreement: Agreement, error: Excep
             ) from lost
         if agreement.own == Vote.FAILED:
             raise error
-        if failed := agreement.ranks(Vote.FAILED):
-            raise DistaccumError(
-                f"rank {failed} failed in update {status.index} (its own error says why); the window is undone on "
-                "all ranks, and nothing was stepped"
-            )
+        all_or_none(
+            agreement.failed,
+            None,
+            f"rank {{ranks}} failed in update {status.index} ({{why}}); the window is undone on all ranks, and nothing "
+            "was stepped",
+        )
         if not planner.progress.size.ran_out(largest):
             seen = f": {in_short(error)}" if agreement.own == Vote.OUT_OF_MEMORY else ""
             raise DistaccumError(

@@ -98,20 +98,18 @@ class Comparison:
             self._own_length = self._columns.length_of(self._own)
         except Exception as error:  # the others wait in the gathering below, and hear of it there
             failed = error
-        batches = [(self._own, self._own_length)]
+            self.engine.peers.tell(error)
+        batches = [(self._own, self._own_length, failed and in_short(failed))]
         if self.engine.peers.num_ranks > 1:
-            batches = self.engine.peers.gather_objects((map_tensors(self._own, Tensor.cpu), self._own_length))
-        all_or_none(
-            [length < 0 for _, length in batches],
-            failed,
-            "rank {ranks} has a batch whose length cannot be seen, or nothing to train (its own error says which)",
-        )
-        self.length = sum(length for _, length in batches)
+            own, length, why = batches[0]
+            batches = self.engine.peers.gather_objects((map_tensors(own, Tensor.cpu), length, why))
+        all_or_none([why for *_, why in batches], failed, "rank {ranks} could not begin the check ({why})")
+        self.length = sum(length for _, length, _ in batches)
         if self.length < 2:
             raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
         if self.engine.peers.num_ranks == 1:
             return
-        full = [(batch, length) for batch, length in batches if length]
+        full = [(batch, length) for batch, length, _ in batches if length]
         try:
             joined = join_batches([batch for batch, _ in full], [length for _, length in full], self.whole)
         except Exception as error:
