@@ -524,6 +524,57 @@ def test_weights_gathered_before_a_step_are_not_used_after_it(ranks, kind):
         assert seen == {how: pytest.approx(0, abs=1e-10) for how in ways}
 
 
+UNEVEN = [[2, 2, 2, 2], [2, 2]]
+
+
+def beside_a_teacher() -> tuple[list[float], str, int]:
+    """Errors of two updates on uneven ranks, and what state_dict() in mid-window says; and hooks that it leaves."""
+    student, optimizer = fully_sharded()(make_net_without_router(), 1.0)
+    teacher, _ = fully_sharded()(make_net_without_router(), 0.0)
+    teacher.requires_grad_(False)
+
+    def loss_fn(batch: Any) -> Any:
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        with torch.no_grad():
+            wanted = teacher(batch["x"]) + 1
+        return (student(batch["x"]) - wanted).square().mean()
+
+    mine, plain, errors = micro_batches_of(UNEVEN, 0, dist.get_rank()), make_net_without_router(), []
+    hooks = len(student._state_dict_pre_hooks)
+    for turn in range(2):
+        before = full_weights(student)
+        if turn:
+            Accumulator([student, teacher], optimizer, micro_batch_size="auto").update(join(mine), loss_fn)
+        else:
+            accumulator = Accumulator([student, teacher], optimizer, sync="gathered")
+            window = accumulator.window(mine)
+            for batch in window:
+                window.backward(loss_fn(batch))
+            student.state_dict()  # after the loop
+            window.step()
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        plain.zero_grad()
+        x = everything(UNEVEN, 0)["x"]
+        (plain(x) - make_net_without_router()(x).detach() - 1).square().mean().backward()
+        errors.append(error(before - full_weights(student), gradient(plain)))
+    window = accumulator.window(mine)
+
+    def loop() -> None:
+        for batch in window:
+            window.backward(loss_fn(batch))
+            student.state_dict()
+
+    return errors, refused(loop), len(student._state_dict_pre_hooks) - hooks
+
+
+def test_frozen_teacher_that_is_given_too_keeps_gathered_ranks_in_step(ranks):
+    for errors, said, hooks in ranks(2).run(beside_a_teacher):
+        assert max(errors) <= 1e-10
+        assert "state_dict() of the model in mid-window with sync='gathered' and [4, 2] micro-batches" in said
+        assert hooks <= 1  # FSDP2's own, which its first forward makes
+
+
 def torn(where: str, sync: str) -> Any:
     model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
     accumulator = Accumulator(model, optimizer, sync=sync)

@@ -47,8 +47,8 @@ class FullyShardEngine(RanksEngine):
         return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        modules = [module for model in models for module in model.modules() if self.wraps(module)]
-        self._states = list(dict.fromkeys(map(private.state_of, modules)))
+        self._modules: list[Any] = [one for model in models for one in model.modules() if self.wraps(one)]
+        self._states = list(dict.fromkeys(map(private.state_of, self._modules)))
         pairs = [(state, group) for state in self._states for group in private.groups_of(state)]
         if not pairs:
             raise ValueError("fully_shard was called on modules without parameters; call it on those that have some")
@@ -65,6 +65,7 @@ class FullyShardEngine(RanksEngine):
         self._device: torch.device = self._every[0].sharded_param.device
         self._policy = sync  # of the current window
         self._found: list[private.GroupFlags] = []
+        self._hooks: list[Any] = []  # of the current window
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
         self._parts = self.refuse_unknown_parts(self._outside(self.parameters()))
@@ -160,13 +161,16 @@ class FullyShardEngine(RanksEngine):
                 group.post_forward_mesh_info = None
             private.only_sum(group)
             private.reduce_unused(group)
-        if self._policy == "gathered" and plan.uneven and not all(map(_always_reduces, self._groups)):
+        if self._policy == "gathered" and plan.uneven:
+            refuse = partial(_refuse_state, plan.num_counted)
+            self._hooks = [module.register_state_dict_pre_hook(refuse) for module in self._modules]
             # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not there
             # yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some.
-            self._reduces = False
+            self._reduces = self._reduces and all(map(_always_reduces, self._groups))
         self._is_open, self._stands_in = True, False
         if plan.agrees and self._policy == "gathered":
-            self._gather_parameters()
+            for module in self._modules:
+                module.unshard()
 
     def will_reduce(self, reduce: bool) -> bool:
         return self._reduces and (reduce or self._policy == "replicas")
@@ -232,7 +236,9 @@ class FullyShardEngine(RanksEngine):
     def release(self) -> None:
         for found in self._found:
             found.put_back()
-        self._found, self._by_hand, self._unused = [], [], []
+        for hook in self._hooks:
+            hook.remove()
+        self._found, self._hooks, self._by_hand, self._unused = [], [], [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         if self._is_open or any(map(private.holds_gradients, self._groups)):
@@ -243,13 +249,6 @@ class FullyShardEngine(RanksEngine):
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
-
-    def _gather_parameters(self) -> None:
-        """All of them, on all ranks together."""
-        for model in self.models:
-            for module in model.modules():
-                if self.wraps(module):
-                    module.unshard()  # type: ignore[operator]  # fully_shard gave it
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """By hand: torch asks DTensor at each kernel, and fails at the largest element of an empty shard."""
@@ -284,6 +283,14 @@ class FullyShardEngine(RanksEngine):
         for parameter, is_used in zip(self._every, answers[len(left) :], strict=True):
             if not is_used:
                 parameter.sharded_param.grad = None
+
+
+def _refuse_state(num_counted: Sequence[int], *_: object) -> None:
+    raise DistaccumError(
+        f"state_dict() of the model in mid-window with sync='gathered' and {list(num_counted)} micro-batches on the "
+        "ranks: it drops the parameters that were gathered for the window, and each rank would wait for the others in "
+        "another forward; call it after the window's loop"
+    )
 
 
 def _refuse_sparse_embeddings(models: Sequence[nn.Module]) -> None:
