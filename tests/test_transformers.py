@@ -93,7 +93,8 @@ def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, **options:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    others = {name: options.pop(name) for name in ("callbacks", "count", "compute_loss_func") if name in options}
+    names = ("callbacks", "count", "reduction", "compute_loss_func")
+    others = {name: options.pop(name) for name in names if name in options}
     arguments = TrainingArguments(
         **{
             "output_dir": folder,
@@ -337,7 +338,7 @@ def test_model_that_takes_no_number_of_items_needs_a_count():
 
     rows = make_rows(LENGTHS["short-tail"])
     expected = Expected(make_net(), windows_of([rows]))
-    with pytest.raises(ValueError, match=r"labels of shape \[1, 3\].*give AccumulatingTrainer count=count_tokens"):
+    with pytest.raises(ValueError, match=r"labels of shape \[1, 3\].*give .*count=count_tokens"):
         fit(kinds()[1], make_net(WithoutKeywords), rows)
     seen, _ = fit(kinds()[1], make_net(WithoutKeywords), rows, count=count_tokens("labels"))
     assert worst(seen, expected.weights) <= 1e-10
@@ -350,8 +351,9 @@ def gathering(lengths: list[int]) -> tuple[float, list[float]]:
     class Gathers(kinds()[1]):  # type: ignore[misc]
         def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
             loss = model(**inputs, num_items_in_batch=num_items_in_batch)["loss"]
-            kept = inputs["labels"].ne(IGNORED).sum()
-            gathered.append(self.accelerator.gather(kept).sum().item())
+            everywhere = self.accelerator.gather(inputs["labels"].ne(IGNORED).sum()).sum().item()
+            if model.training:  # not where the loss is asked over what it is a mean
+                gathered.append(everywhere)
             return loss
 
     rows = make_rows(lengths)
@@ -393,6 +395,7 @@ def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
     from transformers import TrainerCallback
 
     heard: list[str] = []
+    recorded: list[int] = []
     gradients: list[Tensor] = []
 
     class Listens(TrainerCallback):
@@ -406,6 +409,9 @@ def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
             heard.append("step")
 
+        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
+            recorded.append(trainer.update.index)
+
     rows = make_rows([3, 5, 2, 7])
     with accelerators(), tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(
@@ -413,6 +419,7 @@ def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
         )
         trainer.train()
     assert heard == ["sub", "sub", "pre", "step", "pre", "step"]
+    assert recorded == [0, 1]
     net = make_net()
     net(**collate(rows[:3]))["loss"].backward()
     assert error(gradients[0], torch.cat([p.grad.flatten() for p in net.parameters()])) <= 1e-12
@@ -469,6 +476,101 @@ def test_label_that_a_causal_model_shifts_away_is_not_counted():
     theirs, ours = errors
     assert ours <= 1e-6  # GPT-2 takes its loss in float32
     assert theirs > 0.1
+
+
+@pytest.mark.parametrize("name", ["default", "labels", "shifted", "samples"])
+def test_count_weighs_and_does_not_scale(name):
+    """All rows are of one length, so that each of these counts gives the same mean."""
+    from distaccum import count_samples, count_tokens
+
+    rows = make_rows([4] * 6)
+    expected = Expected(make_net(), windows_of([rows]))
+    counts = {"labels": count_tokens("labels"), "shifted": count_tokens("labels", shift=True), "samples": count_samples}
+    seen, logged = fit(kinds()[1], make_net(), rows, **({} if name == "default" else {"count": counts[name]}))
+    assert worst(seen, expected.weights) <= 1e-10
+    assert logged[0][0] == pytest.approx(expected.logged[0][0], rel=1e-6)
+
+
+class Summing(Net):
+    """A loss that ignores the number that it is told: a sum over labels, in random order of memory."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(input_ids, labels, num_items_in_batch=1)
+
+
+@pytest.mark.parametrize("reduction", ["sum", "sum_to_mean"])
+def test_sum_is_refused_as_a_mean_and_exact_as_what_it_is(reduction):
+    from distaccum import count_samples
+
+    rows = make_rows([3, 5, 2, 7, 1, 4])
+    options = {"per_device_train_batch_size": 2, "max_steps": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
+    with pytest.raises(ValueError, match=r"is not a mean.*reduction='sum_to_mean', count=count_samples fits"):
+        fit(kinds()[1], make_net(Summing), rows, **options)
+    whole = make_net(Summing)
+    (whole(**collate(rows))["loss"] / (6 if reduction == "sum_to_mean" else 1)).backward()
+    exact = torch.cat([p.grad.flatten() + 0.1 * p.detach().flatten() for p in whole.parameters()])
+    (after,), _ = fit(kinds()[1], make_net(Summing), rows, **options, reduction=reduction, count=count_samples)
+    assert error((join(whole) - after) / 0.5, exact) <= 1e-10
+
+
+def test_wrong_count_of_ones_own_is_warned_of():
+    from distaccum import count_samples
+
+    rows = make_rows([3, 5, 2, 7, 1, 4])
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        options = {"count": count_samples, "per_device_train_batch_size": 2, "max_steps": 1}
+        trainer = make_trainer(kinds()[1], make_net(), rows, folder, **options)
+        with pytest.warns(
+            UserWarning, match=r"loss of Net is not a mean over what count= counts.*tokens\('labels'\) fits"
+        ):
+            trainer.train()
+
+
+def renamed(rows: list[Row]) -> Row:
+    return {{"labels": "targets"}.get(name, name): column for name, column in collate(rows).items()}
+
+
+def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(inputs["input_ids"], inputs["targets"])["loss"]
+
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Own, make_net(WithoutKeywords), make_rows([3, 3, 3]), folder, max_steps=1)
+        trainer.data_collator = renamed
+        with pytest.warns(UserWarning, match="compute_loss is weighed by samples.*several loss types"):
+            trainer.train()
+    assert trainer.update.counts == {"count": 3}
+
+
+def test_batch_that_is_a_list_is_exact_with_its_length_as_count():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**collate(inputs))["loss"]
+
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(Rows(rows), batch_size=2, collate_fn=list)
+
+    rows = make_rows([3] * 5)
+    expected = Expected(make_net(WithoutKeywords), [rows])
+    options = {"count": len, "num_train_epochs": 1, "per_device_train_batch_size": 2}
+    assert worst(fit(Own, make_net(WithoutKeywords), rows, **options)[0], expected.weights) <= 1e-10
+
+
+class Drawing(Net):
+    """Draws random numbers and changes a buffer in each forward, and keeps to its mode."""
+
+    def forward(self, input_ids: Tensor, *args: Any, **named: Any) -> Any:
+        self.constant += self.training
+        found = super().forward(input_ids, *args, **named)
+        self.constant.fill_(1) if not self.training else None
+        return found | {"loss": found["loss"] * (1 + nn.functional.dropout(torch.ones(()), 0.5, self.training))}
+
+
+def test_questions_change_no_random_number_buffer_or_mode():
+    rows = make_rows([3, 5, 2, 7])
+    (theirs, _), (ours, _) = (fit(kind, make_net(Drawing), rows, gradient_accumulation_steps=1) for kind in kinds())
+    assert worst(ours, theirs) <= 1e-12
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ The Trainer's loop calls three methods that are ours here, in this order for eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -20,18 +21,18 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..accumulator import Accumulator
 from ..engines.private.accelerate import leave_out_step, note_step
 from ..gradients.scaling import forget
-from ..law.lengths import batch_length
+from ..gradients.snapshot import kept, random_devices, random_state, same_random
+from ..law.batches import Count
+from ..law.shares import Reduction, share_of
 from ..law.update import Update
 from ..window.window import Window
+from .questions import IGNORED, Asked, Questions, Taken
 
 OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values
-IGNORED = -100
-ALIGNED = ("XLMWithLMHeadModel", "XLNetLMHeadModel")  # causal, but their losses do not shift labels
 
 
 class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
@@ -41,18 +42,20 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         *args: As the Trainer takes them.
         count: What the loss of a micro-batch is a mean over: a callable that gets one and returns a number, as
             `count_tokens("labels", shift=True)`. None counts the labels that the Trainer would count, or samples where
-            a sample has one label or none.
+            a sample has one label or none; `train()` then asks the model, and refuses one whose loss is no mean over
+            them.
+        reduction: What the loss of a micro-batch is, as the Accumulator takes it: `"mean"`, `"sum"` or `"sum_to_mean"`.
         **kwargs: As the Trainer takes them.
 
     Attributes:
         update (Update | None): The record of the last update.
 
     Raises:
-        ValueError: By `train()`: DeepSpeed, DataParallel, meshes of other than data-parallel ranks, or an optimizer
-            that steps in backward.
+        ValueError: By `train()`: DeepSpeed, DataParallel, meshes of other than data-parallel ranks, an optimizer that
+            steps in backward, or a loss that is not what the default count takes it for.
     """
 
-    def __init__(self, *args: Any, count: Callable[[Any], float | Tensor] | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, count: Count | None = None, reduction: Reduction = "mean", **kwargs: Any) -> None:
         if Version(transformers.__version__) < Version(OLDEST):
             raise ImportError(
                 f"transformers {transformers.__version__}, expected {OLDEST} or newer, whose Trainer can be given "
@@ -60,14 +63,14 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             )
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
-        self._own_count = count
+        self._own_count, self._reduction = count, reduction
         self._accumulator: tuple[nn.Module, Accumulator] | None = None
-        self._shifts_in_secret = False
+        self._questions: Questions
         self._epoch: _Epoch | None = None
         self._turns = 1  # of the Trainer's loop in this update
-        self._known_items: dict[int, Any] = {}  # of this update's micro-batches, by their ids
+        self._known: dict[int, tuple[Any, Any]] = {}  # items and weight of this update's micro-batches, by their ids
         self._syncs_each = bool(self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
-        self.add_callback(_Ends(self))
+        self.callback_handler.callbacks.insert(0, _Ends(self))  # so that others find the record of this update
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse()
@@ -98,10 +101,15 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         if self._epoch is None or self._epoch.iterator is not epoch_iterator:
             self._leave_epoch()
             self._epoch = _Epoch(self._accumulator_of(self.model_wrapped), epoch_iterator)
-        self._turns, self._known_items = num_batches, {}
+        self._turns, self._known = num_batches, {}
         drawn = self._epoch.draw(num_batches)
         if self._epoch.window is None:  # no rank has any more
             return [], None
+        if self._questions.are_due(index := self._epoch.window.index):
+            counted = [one for one in drawn if self._known[id(one)][1]]
+            if self._questions.ask(counted, index):
+                drawn = self._epoch.draw_again(num_batches)
+        self._epoch.begin()
         name = getattr(self.model, "main_input_name", "input_ids")
         nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # for the loop, which counts tokens
         return drawn + [nothing] * (num_batches - len(drawn)), None
@@ -127,18 +135,18 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
         """Its part of the window's loss, times the number of ranks, over which the Trainer averages."""
-        items = self._known_items.get(id(micro_batch)) if not window.stand_in else self._items(micro_batch)
+        known = None if window.stand_in else self._known[id(micro_batch)]
+        items = self._questions.number(micro_batch) if known is None else known[0]
         with self._alone():
             self.accelerator.backward = lambda loss, **_: window.backward(loss)
             try:
                 loss: Tensor = super().training_step(model, micro_batch, items)
             finally:
                 del self.accelerator.backward
-        if window.stand_in:
+        if known is None:
             return 0.0
         (total,) = window.counts.values()
-        own = self._rows(micro_batch) if items is None else items
-        return loss * (own * self.accelerator.num_processes / total)
+        return loss * share_of(self._reduction, known[1], total, self.accelerator.num_processes)
 
     def _keep_pace(self, model: nn.Module, batch: Any) -> None:
         """Where `compute_loss` is another's, ranks may wait for each other in it: runs it without labels and backward.
@@ -151,10 +159,9 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             labels = {name: batch[name] for name in ("labels", "shift_labels") if name in batch}
             batch = {**batch, **{name: torch.full_like(one, IGNORED) for name, one in labels.items()}}
         model.train()
-        whole = model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
         with torch.no_grad(), self._alone(), self.compute_loss_context_manager():
             one = torch.ones((), device=self.args.device)
-            self.compute_loss(whole, self._prepare_inputs(batch), num_items_in_batch=one)
+            self.compute_loss(_inner(model), self._prepare_inputs(batch), num_items_in_batch=one)
 
     def end_window(self) -> None:
         """Records the update that the Trainer made."""
@@ -177,48 +184,51 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             made = Accumulator(
                 model,
                 steps=lambda _: self._turns,
+                reduction=self._reduction,
                 count=self._count,
                 scaler=self.accelerator.scaler,
                 sync="every" if self._syncs_each else "last",
                 on_nonfinite="ignore",  # as the Trainer does
             )
-            self._accumulator, self._shifts_in_secret = (model, made), self._shifts_unknown_to_trainer()
+            self._accumulator, self._questions = (model, made), Questions(self._asked(model))
         return self._accumulator[1]
 
     def _count(self, micro_batch: Any) -> float | Tensor:
-        items = self._known_items[id(micro_batch)] = self._items(micro_batch)
-        return self._rows(micro_batch) if items is None else items
+        questions = self._questions
+        weight = questions.weight(micro_batch)
+        self._known[id(micro_batch)] = questions.number(micro_batch), weight
+        return weight
+
+    def _asked(self, model: nn.Module) -> Asked:
+        is_overridden = type(self).compute_loss is not Trainer.compute_loss
+        own = self.accelerator.unwrap_model(self.model)
+        own = own.get_base_model() if hasattr(own, "get_base_model") else own  # of PEFT
+        return Asked(
+            name=f"{type(self).__name__}.compute_loss" if is_overridden else type(own).__name__,
+            loss=lambda micro_batch, number: self._taken(model, micro_batch, number),
+            items=self._items,
+            count=self._own_count,
+            reduction=self._reduction,
+            is_models=not is_overridden and self.compute_loss_func is None,
+            is_overridden=is_overridden,
+            meets=is_overridden or (self.accelerator.num_processes > 1 and _inner(model) is model),
+        )
 
     def _items(self, micro_batch: Any) -> Any:
-        """What the loss is told to divide by: this micro-batch's own, so that it is a mean. None: nothing."""
-        if self._own_count is not None:
-            return self._own_count(micro_batch)
+        """The items of this micro-batch alone, as the Trainer counts them, so that its loss is a mean."""
         with self._alone():
-            found = super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
-        if found is not None and self._shifts_in_secret and "shift_labels" not in micro_batch:
-            return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
-        return found
+            return super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
 
-    def _rows(self, micro_batch: Any) -> int:
-        labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else None
-        if isinstance(labels, Tensor) and labels.dim() > 1:
-            raise ValueError(
-                f"labels of shape {list(labels.shape)}, and a model that takes no num_items_in_batch, so it cannot be "
-                "seen over what its loss is a mean; give AccumulatingTrainer count=count_tokens('labels') (with "
-                "shift=True, if the model shifts them), or count=count_samples"
-            )
-        return batch_length(micro_batch)
-
-    def _shifts_unknown_to_trainer(self) -> bool:
-        """Whether the model shifts labels, and the Trainer, which looks for ForCausalLM in its name, counts the first.
-
-        GPT2LMHeadModel is one.
-        """
-        model = self.accelerator.unwrap_model(self.model)
-        model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of PEFT
-        name = type(model).__name__
-        is_causal = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and name not in ALIGNED
-        return is_causal and getattr(model, "loss_type", None) is None
+    def _taken(self, model: nn.Module, micro_batch: Any, number: Any) -> Taken:
+        with kept([model]) as before, torch.no_grad(), self._alone(), self.compute_loss_context_manager():
+            model.eval()
+            inputs = self._prepare_inputs({**micro_batch})
+            loss = self.compute_loss(_inner(model), inputs, num_items_in_batch=number)
+            after = random_state(random_devices([model]))
+        coarse = [torch.bfloat16] if self.args.bf16 or self.args.fp16 or self.args.tf32 else []
+        dtypes = {loss.dtype, *coarse, *(p.dtype for p in model.parameters() if p.is_floating_point())}
+        precision = max(torch.finfo(dtype).eps for dtype in dtypes)
+        return Taken(float(loss), precision, not same_random(before.random, after))
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
@@ -253,6 +263,10 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
                 )
 
 
+def _inner(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
+
+
 @final
 class _Epoch:
     """One pass over the Trainer's loader, and its window at work."""
@@ -264,11 +278,11 @@ class _Epoch:
         self.last: Any = None  # of the micro-batches that this rank drew
         self._idle = 0  # turns that are left without a micro-batch
         self._drawn: list[Any] = []
-        self._windows = accumulator.windows(self._noted())
+        self._accumulator, self._windows = accumulator, accumulator.windows(self._noted(iterator))
         self._micro_batches: Iterator[Any] = iter(())
 
-    def _noted(self) -> Iterator[Any]:
-        for micro_batch in self.iterator:
+    def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
+        for micro_batch in micro_batches:
             self._drawn.append(micro_batch)
             self.last = micro_batch
             yield micro_batch
@@ -280,8 +294,17 @@ class _Epoch:
         if self.window is not None:
             self.turns, self._idle = turns, turns - self.window.num_micro_steps
             self._micro_batches = iter(self.window)
-            self.window.begin()  # together, before some ranks idle
         return self._drawn
+
+    def draw_again(self, turns: int) -> list[Any]:
+        """The same window, counted anew."""
+        self.leave()
+        self._windows = self._accumulator.windows(self._noted(itertools.chain(self._drawn, self.iterator)))
+        return self.draw(turns)
+
+    def begin(self) -> None:
+        assert self.window is not None
+        self.window.begin()  # together, before some ranks idle
 
     def is_idle(self) -> bool:
         """Whether this turn is one; the first are."""
