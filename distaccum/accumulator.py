@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -27,11 +27,12 @@ from torch.optim.lr_scheduler import LRScheduler
 from .accumulating.commit import Committer
 from .accumulating.config import BatchNorm, Config, OnNonfinite, by_name
 from .accumulating.drawing import Batches, cut_up
+from .accumulating.feed import all_of
 from .accumulating.nonfinite import LookAtEnd
 from .accumulating.planner import Planner
 from .accumulating.progress import Progress
-from .accumulating.reuse import draw_from
 from .accumulating.setup import Setup
+from .accumulating.windows import Windows
 from .engines import Sync
 from .engines.pipeline import PipelineSchedule
 from .law.batches import Columns, Count, count_samples
@@ -156,7 +157,7 @@ class Accumulator:
         self._progress = Progress(config, setup)
         committer = Committer(config, setup, self._progress, self._noise)
         self._planner = Planner(config, setup, self._progress, committer, self._observers())
-        setup.accelerated.refuse_to_save_one_place(self._loaders_state)
+        setup.accelerated.refuse_to_save_one_place(self._loaders_place)
         if too_long := setup.accelerated.longer_schedules():
             setup.once("schedule", too_long)
 
@@ -179,24 +180,29 @@ class Accumulator:
 
     # Windows
 
-    def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
+    def windows(self, loader: Iterable[Any], *, ahead: bool = True) -> Windows:
         """One window after the other from a loader, until no rank has any micro-batch left; call it once per epoch.
+
+        Each micro-step of a window draws a part of the next one, at the pace of a loop by hand: a DataLoader's workers
+        never stand still, and at most two windows of micro-batches are alive.
 
         Args:
             loader: Yields micro-batches of any kind, which are never cut. It needs no length. The last window may be
-                short, and ranks may run out at different times. The state of a loader with `state_dict()` is kept in
-                ours.
+                short, and ranks may run out at different times. An error of it is raised where its window is asked
+                for. What was drawn ahead of an iterator that you leave begins its next `windows()`.
+            ahead: False draws a window when it is asked for, and nothing while one runs: for loaders whose items depend
+                on the process's global random numbers, or are large.
 
-        Yields:
-            A `Window`; call its `step()` before the next one is drawn. Leaving the loop discards the one at work.
+        Returns:
+            An iterator of `Window`, as long as one pass on this rank if the loader has a length. Call a window's
+            `step()` before the next one is asked for. Leaving the loop discards the one at work.
 
         Raises:
-            ValueError: No `steps`, and no `batch_size` with a `micro_batch_size` in numbers; or a count that is no
-                count.
+            ValueError: No `steps`, and no `batch_size` with a `micro_batch_size` in numbers; or no count.
             DistaccumError: The last window is not stepped, or ranks disagree on `steps`, the index or the kind of call.
         """
         self._config.refuse_to_group()
-        return self._planner.windows(loader)
+        return Windows(self._planner, loader, ahead=ahead)
 
     def split(self, batch: Any, length: int | None = None, whole: Names = ()) -> Window:
         """One window of the micro-batches that `batch` is cut into, in order, as even as can be, the larger ones last.
@@ -228,7 +234,7 @@ class Accumulator:
             ValueError: A count that is no count.
             DistaccumError: As in `windows()`.
         """
-        return self._planner.plan(lambda _: Batches(draw_from(iter(micro_batches))[0]))
+        return self._planner.plan(lambda _: Batches(all_of(micro_batches)))
 
     # The window, and all that can go wrong in it
 
@@ -320,9 +326,9 @@ class Accumulator:
         averages = None if self._noise is None else self._noise.averages
         return self._progress.state(self._setup, averages, self._planner.own_part())
 
-    def _loaders_state(self) -> Any:
+    def _loaders_place(self) -> Any:
         """Of this rank."""
-        return self._planner.loaders_state()
+        return self._planner.loaders_place()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with the window that was at work when `state_dict()` was taken, or with the next.

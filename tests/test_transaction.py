@@ -29,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 import distaccum
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 from distaccum.accumulating.drawing import Batches
-from distaccum.accumulating.planner import Manner
+from distaccum.accumulating.reporting import Manner
 from distaccum.window.observer import Complete, Observer
 from distaccum.window.status import Status
 
@@ -429,14 +429,6 @@ def unknown_name(accumulator, model, optimizer):
         window.backward(tokens=loss_of(model, micro_batch))
 
 
-def state_in_mid_window(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        loss = loss_of(model, micro_batch)
-        accumulator.state_dict()
-        window.backward(loss)
-
-
 MISUSES = {
     forget_backward: (DistaccumError, r"without window.backward\(loss\) \(in micro-batch 0 of 3\)"),
     backward_twice: (DistaccumError, r"a second backward\(\) in micro-batch 0 of 3.*window.parts"),
@@ -462,7 +454,6 @@ MISUSES = {
     parts_left_early: (DistaccumError, "left before its last item"),
     retry_a_failed_backward: (DistaccumError, "half added up; leave the loop"),
     unknown_name: (ValueError, r"\['tokens'\], expected losses by name, of \['samples'\]"),
-    state_in_mid_window: (DistaccumError, r"state_dict\(\) in micro-batch 0 of 3 before its backward"),
 }
 
 

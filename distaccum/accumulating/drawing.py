@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, final
@@ -12,16 +12,25 @@ import torch
 from torch import Tensor
 
 from ..engines import Engine
-from ..law.batches import Columns, Count, count_samples, cut_batch, cut_entries, fingerprint, largest_sample, pick_rows
+from ..law.batches import (
+    Columns,
+    Count,
+    count_samples,
+    cut_batch,
+    cut_entries,
+    fingerprint,
+    largest_sample,
+    pick_rows,
+    tensors_in,
+)
 from ..law.costs import cost_of_group, costs_of_rows, group_by_cost
+from ..law.errors import Once
 from ..law.lengths import Names
 from ..law.plan import RankReport
 from ..law.shares import cut_evenly
 from ..law.sizes import MicroBatchSize
 from ..window.source import Counts
-from ..window.status import Status
 from .config import Config
-from .reuse import draw_from
 
 NUMBERS = {int, float}
 
@@ -149,25 +158,30 @@ def candidate_of(
     has_stand_in: bool,
     agrees: bool,
     reduces_afterwards: Callable[[Batches], bool] | None,
+    may_wait: bool = True,
 ) -> Candidate:
     """This rank's micro-batches for window `index`; an error is kept until the other ranks have its report.
 
     `counts_of` None: a sum over samples. `has_stand_in`: it has a micro-batch of an earlier window. What counts nothing
-    is left out, but not where other ranks have parts of it, in which something may count.
+    is left out, but not where other ranks have parts of it. Raises WouldWait for a device if it may not wait.
     """
-    counts: list[Counts] = []
-    pieces: list[list[Counts]] = []
+    counts, pieces = list[Counts](), list[list[Counts]]()
     batches, error, peers = None, None, engine.peers
+    compares = peers.shares_samples or peers.has_parts
     try:
         batches = draw(index)
         if counts_of is None:
             counts = [(float(n),) for n in batches.lengths or []]
         elif engine.pipeline is None:
-            counts = count_all(counts_of, batches)
+            counts = count_all(counts_of, batches, may_wait=may_wait)
         else:
-            pieces = count_pieces(counts_of, batches.micro_batches, engine.pieces)
+            pieces = count_pieces(counts_of, batches.micro_batches, engine.pieces, may_wait=may_wait)
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
+        if compares and not may_wait:
+            refuse_to_wait(batches.micro_batches[:1])
     except Exception as caught:
+        if isinstance(caught, WouldWait):
+            raise
         batches, error = batches or Batches([]), caught
         peers.tell(caught)
     counted = [i for i, numbers in enumerate(counts) if any(numbers) or peers.has_parts]
@@ -187,7 +201,7 @@ def candidate_of(
         reduce_afterwards=reduces_afterwards is not None and reduces_afterwards(batches),
         largest=0 if batches.lengths is None else batches.largest,
         largest_sample=largest_sample(batches.micro_batches) if agrees else 0,
-        fingerprint=fingerprint(batches.micro_batches[:1]) if peers.shares_samples or peers.has_parts else 0,
+        fingerprint=fingerprint(batches.micro_batches[:1]) if compares else 0,
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if counts_of is None else len(counts_of)),
     )
     try:
@@ -196,13 +210,25 @@ def candidate_of(
         del error, batches  # or its traceback would keep this frame, and that itself and what was drawn
 
 
-def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
+class WouldWait(Exception):  # noqa: N818  # it never leaves this library
+    """Numbers are on a device, and nobody shall wait for it now."""
+
+
+def refuse_to_wait(values: Any) -> None:
+    """Raises WouldWait where a tensor is not on the host."""
+    if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
+        raise WouldWait
+
+
+def count_all(counts_of: Mapping[str, Count], batches: Batches, *, may_wait: bool = True) -> list[Counts]:
     """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
     values: list[Any] = []
     for count in counts_of.values():
         known = batches.lengths if count is count_samples else None  # split knows what it cut
         values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
     rows = len(batches.micro_batches)
+    if not may_wait:
+        refuse_to_wait(values)
     numbers: list[float] = []
     for value in values if NUMBERS.issuperset(map(type, values)) else _read(values):
         is_number = type(value) in (int, float) or isinstance(value, Real)
@@ -217,11 +243,15 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches) -> list[Counts]:
 
 
 def count_pieces(
-    counts_of: Mapping[str, Count], micro_batches: Sequence[Any], pieces_of: Callable[[Sequence[Any]], list[list[Any]]]
+    counts_of: Mapping[str, Count],
+    micro_batches: Sequence[Any],
+    pieces_of: Callable[[Sequence[Any]], list[list[Any]]],
+    *,
+    may_wait: bool,
 ) -> list[list[Counts]]:
     """The denominators of what each micro-batch is run in."""
     cut = pieces_of(micro_batches)
-    counts = iter(count_all(counts_of, Batches([piece for pieces in cut for piece in pieces])))
+    counts = iter(count_all(counts_of, Batches([piece for pieces in cut for piece in pieces]), may_wait=may_wait))
     return [[next(counts) for _ in pieces] for pieces in cut]
 
 
@@ -238,61 +268,26 @@ def _read(values: list[Any]) -> list[Any]:
 
 
 @final
-class Feed:
-    """Draws from `loader`, window by window; a stateful loader starts from `state`, if given."""
+class Take:
+    """How many items of a loader an update takes, and its micro-batches made of them."""
 
-    def __init__(self, loader: Iterable[Any], state: Any, *, tells_state: bool) -> None:
-        self._loader: Any = loader
-        self._state = state
-        self._tells_state = tells_state
-        self._iterator: Iterator[Any] | None = None
-        self.has_ended = False
-        self.is_in_loop = True  # over windows()
-        self.status: Status | None = None  # of the window that was handed out
-        self.at_start: Any = None  # the loader's state where that window began
+    def __init__(self, config: Config, size: MicroBatchSize, seen: Seen, ranks: int, once: Once) -> None:
+        self._config, self._size, self._seen, self._ranks, self._once = config, size, seen, ranks, once
 
-    def windows(
-        self, config: Config, size: MicroBatchSize, seen: Seen, ranks: int, warn: Callable[[str], None]
-    ) -> Drawing:
-        """A window each time."""
+    def num(self, index: int) -> int:
+        if self._config.cost is not None:
+            return 1  # which is cut
+        steps, warning = self._config.grouped_at(index, self._ranks)
+        if warning is not None:
+            self._once("batch_size", warning)
+        return steps
 
-        def draw(index: int) -> Batches:
-            if config.cost is not None:
-                self._begin()
-                drawn = self.draw(1)
-                batches = cut_up(drawn[0], config, size, seen, Columns())(index) if drawn else Batches([])
-                batches.no_more_after = self.has_ended
-                return batches
-            steps, warning = config.grouped_at(index, ranks)
-            if warning is not None:
-                warn(warning)
-            self._begin()
-            return Batches(self.draw(steps), steps=steps, no_more_after=self.has_ended)
-
-        return draw
-
-    def _begin(self) -> None:
-        """Begins a window."""
-        if self._iterator is None:
-            if self._state is not None:
-                self._loader.load_state_dict(self._state)
-            self._iterator = iter(self._loader)
-        self.at_start = self.state()
-
-    def state(self) -> Any:
-        """The loader's state after the drawn micro-batches; None if it has no state or none was drawn."""
-        if self._iterator is None or not self._tells_state:
-            return self._state
-        return self._loader.state_dict()
-
-    def leave(self) -> None:
-        """Ends the epoch early; `state` keeps its position even if the loader is used elsewhere."""
-        self._state, self._iterator = self.state(), None
-
-    def draw(self, number: int) -> list[Any]:
-        """That number of micro-batches, or all that are left."""
-        assert self._iterator is not None
-        if self.has_ended:
-            return []
-        drawn, self.has_ended = draw_from(self._iterator, number)
-        return drawn
+    def batches(self, items: list[Any], index: int, *, is_last: bool, ahead: bool) -> Batches:
+        """The micro-batches of update `index`; `is_last`: the loader has no more. As in `candidate_of`, not to wait."""
+        if self._config.cost is None:
+            return Batches(items, steps=self.num(index), no_more_after=is_last)
+        if ahead:
+            refuse_to_wait(items)  # costs are read
+        batches = cut_up(items[0], self._config, self._size, self._seen, Columns())(index) if items else Batches([])
+        batches.no_more_after = is_last
+        return batches

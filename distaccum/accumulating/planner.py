@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
 from ..engines.accelerate import is_dispatching
+from ..engines.peers import Rows
 from ..gradients.memory import in_short
-from ..law.batches import largest_sample
 from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
-from ..law.shares import Reduction, shorten
+from ..law.shares import shorten
 from ..observers.noise import Noise
-from ..window.ledger import Ledger, WeightedLedger
 from ..window.observer import Observer
 from ..window.seeds import Seeds
 from ..window.source import Source, StandIn
@@ -23,25 +21,11 @@ from ..window.status import Stage, Status
 from ..window.window import Trained, Window
 from .commit import Committer
 from .config import Config
-from .drawing import Batches, Candidate, Drawing, Feed, candidate_of
+from .drawing import Candidate, Drawing
+from .feed import Ahead, Feed, Given, Left, Place
 from .progress import Progress
+from .reporting import LOOP, SUM, Manner, Reporter
 from .setup import Setup, guard_steps
-
-SUM: Mapping[str, Reduction] = {"samples": "sum"}
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a window is run."""
-
-    agreement: Observer | None = None  # ranks agree before they reduce
-    is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
-    ledger: type[Ledger] = WeightedLedger
-    reduces_afterwards: bool = False  # no backward reduces
-    also: tuple[Observer, ...] = ()
-
-
-LOOP = Manner()
 
 
 @final
@@ -55,6 +39,9 @@ class Planner:
         self._committer, self.observers = committer, observers
         self._seeds = Seeds(setup.engine, setup.once, setup.scaler, scales=setup.scales_seeds)
         self._trained: Trained | None = None
+        self.reporter = Reporter(config, setup, progress)
+        self.feed: Ahead | None = None  # of the loop over windows(), or of one that was left
+        self.left: list[Left] = []  # iterators that were left
         self.status: Status | None = None  # of the window that was planned last
         self._window: weakref.ref[Window] | None = None
         self._watch()
@@ -93,29 +80,25 @@ class Planner:
         progress.size, progress.stand_in = self.progress.size, self.progress.stand_in
         return Planner(self.config, self.setup, progress, self._committer, ())
 
-    def plan(self, draw: Drawing, manner: Manner = LOOP) -> Window:
+    def plan(self, make: Drawing, manner: Manner = LOOP) -> Window:
+        """The window of the micro-batches that `make` gives for an update."""
+        return self.plan_from(Given(make, partial(self.reporter, manner=manner), self.setup.engine.peers), manner)
+
+    def plan_from(self, feed: Feed, manner: Manner = LOOP) -> Window:
         """Draws a window, exchanges reports with the other ranks, and returns it."""
         self.make_way()
         self.setup.accelerated.refuse_accumulation()
-        config, progress, engine = self.config, self.progress, self.setup.engine
-        may_postpone = manner is not LOOP or engine.pipeline is not None
-        candidate = candidate_of(
-            draw,
-            progress.index,
-            None if manner.is_sum else config.counts,
-            engine=engine,
-            has_stand_in=progress.stand_in is not None,
-            agrees=manner.agreement is not None,
-            reduces_afterwards=partial(self._reduces_afterwards, manner) if may_postpone else None,
-        )
-        plan = self._plan_with_others(candidate, tuple(SUM if manner.is_sum else config.reductions))
-        return self._window_of(candidate, plan, manner)
+        candidate, wait = feed.draw(self.progress.index)
+        plan = self._plan_with_others(candidate, wait, tuple(SUM if manner.is_sum else self.config.reductions))
+        window = self._window_of(candidate, plan, manner, feed)
+        feed.accept(candidate, ahead=not plan.no_more_after and not plan.epoch_over)
+        return window
 
-    def _plan_with_others(self, candidate: Candidate, names: Sequence[str]) -> Plan:
+    def _plan_with_others(self, candidate: Candidate, wait: Callable[[], Rows], names: Sequence[str]) -> Plan:
         peers = self.setup.engine.peers
         if candidate.error is not None and not candidate.report.num_drawn and is_dispatching():
             candidate.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
-        rows = peers.post(candidate.report.to_row())()
+        rows = wait()
         if any(row[FAILED] for row in rows):
             failed = peers.gather_objects(candidate.error and in_short(candidate.error), everyone=True)
             candidate.raise_error()
@@ -127,24 +110,7 @@ class Planner:
             refuse_unlike_parts(peers.parts, reports, self.config.counts_whole)
         return make_plan(names, reports)
 
-    def _reduces_afterwards(self, manner: Manner, batches: Batches) -> bool:
-        return (
-            manner.reduces_afterwards
-            or self.setup.engine.pipeline is not None
-            or (manner.agreement is not None and self._is_unproven(batches))
-        )
-
-    def _is_unproven(self, batches: Batches) -> bool:
-        """Whether these micro-batches are not yet proven to fit.
-
-        Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
-        """
-        is_auto = self.config.is_auto and "gathered" in self.setup.engine.policies
-        if self.setup.forwards_communicate and not is_auto:
-            return False
-        return not self.progress.size.is_proven(batches.largest, largest_sample(batches.micro_batches))
-
-    def _window_of(self, candidate: Candidate, plan: Plan, manner: Manner) -> Window:
+    def _window_of(self, candidate: Candidate, plan: Plan, manner: Manner, feed: Feed) -> Window:
         setup, progress, batches = self.setup, self.progress, candidate.batches
         engine = setup.engine
         reductions = SUM if manner.is_sum else self.config.reductions
@@ -163,7 +129,7 @@ class Planner:
         source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
         ledger = manner.ledger(engine, reductions, plan.counts, trained.parameters[0].device, self._seeds)
         self.status = status = Status(progress.index, plan, source, ledger, trained.parameters)
-        window = Window(status, trained, self._observers_of(manner), self._committer)
+        window = Window(status, trained, self._observers_of(manner), self._committer, feed.pace)
         self._window = weakref.ref(window)
         return window
 
@@ -236,63 +202,22 @@ class Planner:
                 "LayerNorm, or accept it with batchnorm='ignore'",
             )
 
-    def windows(self, loader: Iterable[Any]) -> Iterator[Window]:
-        """One window after the other from a loader, until no rank has any left."""
-        setup, progress = self.setup, self.progress
-        tells_state = setup.accelerated.tells_state(loader)
-        state, progress.loader = progress.loader, None
-        if state is not None and not tells_state:
-            setup.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
-            state = None
-        progress.feed = feed = Feed(loader, state, tells_state=tells_state)
-        draw = feed.windows(
-            self.config,
-            progress.size,
-            progress.seen,
-            len(setup.engine.peers.parts),
-            lambda message: setup.once("batch_size", message),
-        )
-        was_left = False
-        try:
-            with setup.accelerated.reading(loader):
-                while True:
-                    window = self.plan(draw)
-                    status = feed.status = self.status
-                    assert status is not None
-                    if status.plan.epoch_over:
-                        return
-                    try:
-                        yield window
-                    except GeneratorExit:
-                        status.allow_discard = True
-                        was_left = tells_state  # a state_dict() that comes now says where
-                        feed.leave()
-                        raise
-                    if status.plan.no_more_after:
-                        if self.status is status:  # else the caller has planned another
-                            self.make_way()  # or a step() forgotten on the last window would pass in silence
-                        return
-        finally:
-            feed.is_in_loop = False
-            if progress.feed is feed and not was_left:
-                progress.feed = None
-
     def own_part(self) -> tuple[dict[str, Any], Any]:
         """This rank's random numbers and its loader's state: of the start of the window at work, or of now."""
         status = self.status
         if not self.has_open_window or status is None:
-            return self.progress.start.now(), self.loaders_state()
+            return self.progress.start.now(), self.loaders_place()
         if status.stage is Stage.COMPLETE and not self.setup.steps:
             raise DistaccumError(
                 "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
                 "been stepped already; take it after window.step()"
             )
-        return self.progress.start.random, self.loaders_state()
+        return self.progress.start.random, self.loaders_place()
 
-    def loaders_state(self) -> Any:
-        """The loader's state where the window at work started, or where the loader stands."""
-        feed, window, status = self.progress.feed, self.standing(), self.status
+    def loaders_place(self) -> Place | None:
+        """Where the loader stood when the window at work started, or where it stands."""
+        feed, window, status = self.feed, self.standing(), self.status
         if feed is None:
-            return self.progress.loader
+            return self.progress.place
         is_of_window = window is not None and status is not None and not status.is_over and feed.status is status
-        return feed.at_start if is_of_window else feed.state()
+        return feed.at_start if is_of_window else feed.reader.place()

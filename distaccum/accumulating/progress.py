@@ -14,7 +14,8 @@ from ..observers.noise import Averages, averages_in
 from ..window.source import StandIn
 from ..window.start import Start, pack, unpack
 from .config import Config
-from .drawing import Feed, Seen
+from .drawing import Seen
+from .feed import Place
 from .setup import Setup
 
 
@@ -30,12 +31,13 @@ class Progress:
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.snapshot = Snapshot(setup.models)  # before a window that the library runs
         self.stand_in: StandIn | None = None  # of a window whose gradient was finite
-        self.feed: Feed | None = None  # of the loop over windows(), or of one that was left
         self.start = Start(setup.models, setup.once)
-        self.loader: Any = None  # the loader's state, of a state that was loaded
+        self.place: Place | None = None  # of the loader, of a state that was loaded
 
-    def state(self, setup: Setup, averages: Averages | None, own: tuple[dict[str, Any], Any]) -> dict[str, Any]:
-        """`own` is this rank's: its random numbers, and its loader's state."""
+    def state(
+        self, setup: Setup, averages: Averages | None, own: tuple[dict[str, Any], Place | None]
+    ) -> dict[str, Any]:
+        """`own` is this rank's: its random numbers, and its loader's place."""
         peers = setup.engine.peers
         return {
             "index": self.index,
@@ -44,7 +46,7 @@ class Progress:
             "noise": None if averages is None else averages.state(),
             "scaler": setup.scaler.state_dict() if setup.scaler else None,
             "ranks": peers.world_size,
-            f"rank {peers.global_rank}": pack(*own),
+            f"rank {peers.global_rank}": pack(own[0], own[1] and tuple(own[1])),
         }
 
     def load(self, state: Mapping[str, Any], setup: Setup, averages: Averages | None) -> None:
@@ -72,11 +74,9 @@ class Progress:
         learned, noise = learned_sizes(state["fit"]), averages_in(state.get("noise"))
         if setup.scaler is not None:
             refuse_broken_scaler(state["scaler"], setup.scaler)
-        random, loader = _own_part(state, ranks, setup)
+        random, place = _own_part(state, ranks, setup)
 
-        self.start.loaded, self.loader = random, loader
-        if self.feed is not None and not self.feed.is_in_loop:  # of an epoch that was left before
-            self.feed = None
+        self.start.loaded, self.place = random, None if place is None else Place(*place)
         self.index, self.skipped = index, skipped
         self.size.load(learned)
         if averages is not None:

@@ -115,6 +115,10 @@ class Accelerated:
             if _is_of("data_loader", "DataLoaderStateMixin", loader):
                 loader.end()
 
+    def dispatches(self, loader: Any) -> bool:
+        """Whether drawing from it communicates, which ranks that are at different micro-steps cannot."""
+        return _is_of("data_loader", "DataLoaderDispatcher", loader)
+
     def tells_state(self, loader: Any) -> bool:
         """Whether a loader's state_dict() works; that of Accelerate's may fail."""
         if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):

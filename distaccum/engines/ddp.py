@@ -271,6 +271,9 @@ class DDPEngine(RanksEngine):
         if self.sums is not None:
             self.sums.round()
         self.average(self._by_hand, self._zeroed.holds)
+        if self._reduces:
+            for wrapper in self.wrappers:
+                private.rebuild_buckets(wrapper)  # now, where all ranks are, and not when the next window begins
 
     def release(self) -> None:
         if self.sums is not None:

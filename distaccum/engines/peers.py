@@ -31,6 +31,21 @@ logger = logging.getLogger("distaccum")  # by default to stderr
 PATIENCE = timedelta(seconds=10)  # at the end of a process, with a sum that other ranks have not joined
 
 Rows = list[list[float]]
+ABANDONED = -1.0  # in the place of an update's index: this rank has nothing to report of it
+
+
+class Owed:
+    """A row that all ranks owe each other for the plan of `update`, which may come to nothing."""
+
+    def __init__(self, update: int, width: int) -> None:
+        self.update, self.width = update, width
+        self.wait: Callable[[], Rows] | None = None  # once it is posted
+        self.rows: Rows | None = None  # once they are there
+        self.is_settled = False
+
+    @property
+    def is_open(self) -> bool:
+        return self.wait is None
 
 
 class Peers:
@@ -46,6 +61,7 @@ class Peers:
     is_alone = True  # no other rank has a part in this one's updates
     shares_samples = False
     has_parts = False
+    _owed: Owed | None = None
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
         self.sharing, self.parts = sharing, parts
@@ -91,8 +107,51 @@ class Peers:
     def post(self, row: Sequence[float]) -> Callable[[], Rows]:
         """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates.
 
-        Through the host, never through the device's queue, and on a group on which nothing else travels.
+        Through the host, never through the device's queue, and on a group on which nothing else travels. A debt that
+        stands is settled first.
         """
+        self._settle_standing()
+        return self._send(row)
+
+    def owe(self, update: int, width: int) -> Owed:
+        """Notes that every rank owes its row for the plan of `update`, which it may `pay` ahead of its time.
+
+        Ranks may leave the window before it at different places, and never pay. So the debt is settled before the next
+        plan of whatever kind, of any Accumulator on these ranks: then all read the same rows in the same order.
+        """
+        self._settle_standing()
+        owed = Owed(update, width)
+        self._stand(owed)
+        return owed
+
+    def pay(self, owed: Owed, row: Sequence[float]) -> None:
+        assert owed.is_open
+        owed.wait = self._send(row)
+
+    def settle(self, owed: Owed) -> Rows | None:
+        """The rows of all ranks, or None if some rank did not pay: all plan anew then."""
+        if not owed.is_settled:
+            if owed.wait is None:
+                owed.wait = self._send([ABANDONED] * owed.width)
+            if self._standing() is owed:
+                self._stand(None)
+            rows, owed.is_settled = owed.wait(), True
+            owed.rows = None if any(row[0] == ABANDONED for row in rows) else rows
+        return owed.rows
+
+    def _settle_standing(self) -> None:
+        standing = self._standing()
+        if standing is not None:
+            self.settle(standing)
+
+    def _standing(self) -> Owed | None:
+        """The debt of these ranks."""
+        return self._owed
+
+    def _stand(self, owed: Owed | None) -> None:
+        self._owed = owed
+
+    def _send(self, row: Sequence[float]) -> Callable[[], Rows]:
         return lambda: [list(row)]
 
     def gather(self, row: Sequence[float]) -> Rows:
@@ -187,8 +246,17 @@ class GroupPeers(Peers):
         by_rank = dict(zip(dist.get_process_group_ranks(self._everyone), rows, strict=True))
         return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
 
-    def post(self, row: Sequence[float]) -> Callable[[], Rows]:
+    def _send(self, row: Sequence[float]) -> Callable[[], Rows]:
         return self._post(row, self._plans)
+
+    def _standing(self) -> Owed | None:
+        return _OWED.get(self._plans)
+
+    def _stand(self, owed: Owed | None) -> None:
+        if owed is None:
+            _OWED.pop(self._plans, None)
+        else:
+            _OWED[self._plans] = owed
 
     def gather(self, row: Sequence[float]) -> Rows:
         return self._post(row, self.host_group)()
@@ -291,6 +359,9 @@ def _end() -> None:
         with suppress(RuntimeError):  # of a rank that is gone
             work.wait(PATIENCE)
 
+
+# What the ranks of a group for plans owe each other.
+_OWED: weakref.WeakKeyDictionary[dist.ProcessGroup, Owed] = weakref.WeakKeyDictionary()
 
 # By process group, so that no Accumulator makes one that another has made; each keeps sockets and threads.
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]]

@@ -278,7 +278,7 @@ class _Epoch:
         self.last: Any = None  # of the micro-batches that this rank drew
         self._idle = 0  # turns that are left without a micro-batch
         self._drawn: list[Any] = []
-        self._accumulator, self._windows = accumulator, accumulator.windows(self._noted(iterator))
+        self._accumulator, self._windows = accumulator, accumulator.windows(self._noted(iterator), ahead=False)
         self._micro_batches: Iterator[Any] = iter(())
 
     def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
@@ -299,7 +299,7 @@ class _Epoch:
     def draw_again(self, turns: int) -> list[Any]:
         """The same window, counted anew."""
         self.leave()
-        self._windows = self._accumulator.windows(self._noted(itertools.chain(self._drawn, self.iterator)))
+        self._windows = self._accumulator.windows(self._noted(itertools.chain(self._drawn, self.iterator)), ahead=False)
         return self.draw(turns)
 
     def begin(self) -> None:
@@ -320,7 +320,7 @@ class _Epoch:
             raise AssertionError("a turn of the Trainer's loop ran no micro-batch")
 
     def leave(self) -> None:
-        self._windows.close()  # type: ignore[attr-defined]  # a generator: discards what is open
+        self._windows.close()  # discards what is open
 
 
 @final

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ..accumulating.drawing import cut_up
-from ..accumulating.planner import Manner, Planner
+from ..accumulating.planner import Planner
+from ..accumulating.reporting import Manner
 from ..engines.peers import Peers
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from ..accumulating.drawing import Drawing, cut_up
 from ..accumulating.nonfinite import NonfiniteError
-from ..accumulating.planner import LOOP, Manner, Planner
+from ..accumulating.planner import Planner
+from ..accumulating.reporting import LOOP, Manner
 from ..engines import Engine
 from ..gradients.memory import free, in_short, is_out_of_memory
 from ..law.batches import Columns

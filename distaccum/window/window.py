@@ -69,6 +69,7 @@ class Window:
         trained: Trained,
         observers: tuple[Observer, ...],
         commit: Callable[[Complete], Update],
+        pace: Callable[[int, int, int], None],
     ) -> None:
         self.index = status.index
         self.counts: dict[str, float] = dict(status.plan.counts)
@@ -76,6 +77,7 @@ class Window:
         self._status, self._plan, self._source = status, status.plan, status.source
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
         self._ledger, self._observers, self._commit = status.ledger, observers, commit
+        self._pace = pace  # draws a part of the next window
         self._is_begun = False  # by begin(), and not iterated yet
         self._tamper = Tamper(trained.engine, trained.groups, trained.scaler, trained.optimizers)
         self._backwards = Backwards(status, trained.engine, trained.parameters, observers, self._tamper)
@@ -121,6 +123,7 @@ class Window:
         checks_names = self._ledger.has_several
         try:
             while source.advance():
+                self._pace(self.index, source.place, source.num_micro_steps)
                 status.turn = WAITING
                 if source.is_stand_in:
                     self._engine.stand_in()

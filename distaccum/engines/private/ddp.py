@@ -58,13 +58,15 @@ def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:
     return bool(wrapper._has_rebuilt_buckets)
 
 
-def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
-    """Does now what DDP's forward would send, as Join does; returns whether a forward sends buffers at its end.
-
-    Ranks agree on rebuilt buckets (once, after the first reduction), and buffers are broadcast.
-    """
+def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
+    """Does now what DDP's next forward would: ranks agree on the buckets, once, after the first reduction."""
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
+
+
+def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
+    """Does now what DDP's forward would send, as Join does; returns whether a forward sends buffers at its end."""
+    rebuild_buckets(wrapper)
     if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]
     return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's

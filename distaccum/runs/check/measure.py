@@ -10,7 +10,8 @@ from typing import Any, final
 from torch import Tensor, nn
 
 from ...accumulating.drawing import Batches, cut_up
-from ...accumulating.planner import Manner, Planner
+from ...accumulating.planner import Planner
+from ...accumulating.reporting import Manner
 from ...gradients.norms import local
 from ...law.batches import Columns
 from ...law.errors import DistaccumError
