@@ -42,7 +42,6 @@ from contenders import (
     plain_distaccum,
     versions,
 )
-from fits import Language, is_out_of_memory
 from kit import (
     RETURNS,
     Options,
@@ -87,14 +86,28 @@ class Work:
     batch_size: int  # of an update that is cut into `sizes`
 
 
-class Decoder(Language):
+class Decoder(nn.Module):
     """Each token sees those before it."""
+
+    def __init__(self, tokens: int, width: int, layers: int, context: int) -> None:
+        super().__init__()
+        self.embedding, self.place = nn.Embedding(tokens, width), nn.Parameter(torch.zeros(context, width))
+        layer = nn.TransformerEncoderLayer(
+            width, width // 64, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, tokens)
 
     def forward(self, tokens: Tensor) -> Tensor:
         length = tokens.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=tokens.device)
         embedded = self.embedding(tokens) + self.place[:length]
         return self.head(self.layers(embedded, mask=mask, is_causal=True)).flatten(0, 1)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    messages = ("out of memory", "can't allocate memory", "ALLOC_FAILED")  # of allocators and CUDA libraries
+    return isinstance(error, MemoryError) or any(message in str(error) for message in messages)
 
 
 def resnet(device: torch.device, small: bool) -> Work:
