@@ -18,7 +18,7 @@ from ..gradients.scaling import has_unscaled
 class Tamper:
     """Watches every gradient that is stepped, from the end of a backward to the next one, or to the loop's end.
 
-    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a fifth of a microsecond. How
+    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a quarter of a microsecond. How
     many writes a window's own backwards make cannot be told in advance: a micro-batch may leave a parameter out, and
     checkpoints add to one several times in one backward.
     """
