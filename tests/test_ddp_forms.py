@@ -136,7 +136,7 @@ def test_one_process_that_torchrun_started_trains_as_several_do(programs, tmp_pa
     (alone,) = programs.start_ranks(1, str(script))
     done = alone.wait()
     assert done.status == 0, done.text
-    assert done.text.split("\n")[0] == "2 {'samples': 4}"
+    assert "2 {'samples': 4}" in done.text.split("\n")  # torch 2.9 prints of gloo's ranks too
 
 
 def models_in_parts(options):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import full
+from engines import TORCH, full
 from problems import IGNORED, error, make_batch
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -28,6 +28,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
 
+pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
 CHUNKS = 2
 SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
 # Micro-batches of 4 samples by data rank: even, uneven, a dry rank.

@@ -28,13 +28,12 @@ def why_blind(optimizer: Any) -> str | None:
 
     Stages 1 and 2 have two switches. Elsewhere the module uses `is_invalid_grad_norm`, in versions that look.
     """
-    if (looks := getattr(optimizer, "check_grad_overflow", None)) is not None:
-        if looks or (getattr(optimizer, "compute_grad_norm", True) and optimizer.dtype != torch.bfloat16):
-            return None
-        return 'by its config ("check_grad_overflow": false, or "compute_grad_norm": false); take that out of it'
-    if hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm"):
+    looks = getattr(optimizer, "check_grad_overflow", None)
+    if not looks and not hasattr(sys.modules[type(optimizer).__module__], "is_invalid_grad_norm"):
+        return "in this version; use DeepSpeed 0.19"
+    if looks is not False or (getattr(optimizer, "compute_grad_norm", True) and optimizer.dtype != torch.bfloat16):
         return None
-    return "in this version; use DeepSpeed 0.19"
+    return 'by its config ("check_grad_overflow": false, or "compute_grad_norm": false); take that out of it'
 
 
 def can_coalesce(optimizer: Any) -> bool:
