@@ -18,11 +18,12 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..law.batches import Count, count_samples, count_tokens, cut_batch
+from ..law.batches import Count, count_samples, count_tokens, cut_batch, map_tensors
 from ..law.lengths import batch_length
 from ..law.shares import Reduction
 
 IGNORED = -100
+MOST = 8  # ranks whose rows are compared with each other
 SAME = 1e-5  # relative, of losses of the same logits
 KNOWN: dict[str, tuple[Reduction, Count]] = {
     "count=count_samples": ("mean", count_samples),
@@ -148,14 +149,19 @@ class Questions:
 
     def _ask_parts(self, micro_batches: Sequence[Any], index: int, number: int) -> None:
         own: list[tuple[Any, ...]] = []
+        firsts, _ = self._together(
+            lambda: map_tensors(rows_in(micro_batches[0])[0], Tensor.cpu) if micro_batches else None
+        )
 
         def cut() -> int:
+            own.extend(in_pieces(firsts[:MOST]))
             own.extend(itertools.islice(in_pieces(micro_batches), None if index == 0 else 1))
             return len(own)
 
         lengths, reason = self._together(cut)
-        if self._asked.meets:
-            del own[0 if reason else min(lengths) :]
+        least = 0 if reason else min(lengths)
+        if least or self._asked.meets:  # a model's own loss may meet other ranks too, as DETR's number of boxes does
+            del own[least:]
         found, error = self._together(lambda: [self._compare(pieces) for pieces in own])
         every = [one for some in found for one in some]
         wrong = next((one for one in every if one.differs), None)
@@ -272,28 +278,34 @@ def _shifts_labels(loss: Callable[[Any, Any], Taken], micro_batch: Any, number: 
     return by_first <= SAME / 10 * abs(before)
 
 
-def in_pieces(micro_batches: Sequence[Any]) -> Iterator[tuple[Any, Any, Any]]:
-    """Each micro-batch of several rows, its first row and the others; of those with one row, two that follow."""
-    single = None
+def rows_in(micro_batch: Any) -> list[Any]:
+    """Its first row, and the others if there are any."""
+    rows = batch_length(micro_batch)
+    return [micro_batch] if rows == 1 else list(cut_batch(micro_batch, [1, rows - 1], rows))
+
+
+def in_pieces(micro_batches: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Wholes with two parts: a micro-batch, its first row and the others; the first rows of two that follow."""
+    before = None
     for micro_batch in micro_batches:
-        rows = batch_length(micro_batch)
-        if rows > 1:
-            yield micro_batch, *cut_batch(micro_batch, [1, rows - 1], rows)
-            continue
-        if single is not None and (whole := _joined(single, micro_batch)) is not None:
-            yield whole, single, micro_batch
-        single = micro_batch
+        first, *others = rows_in(micro_batch)
+        if others:
+            yield micro_batch, first, *others
+        # Rows of one micro-batch may be alike where those of two are not, as where they are sorted.
+        if before is not None and (whole := _joined(before, first)) is not None:
+            yield whole, before, first
+        before = first
 
 
 def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Both in one, texts padded on the right; None where that cannot be done without a guess."""
+    """Both rows in one, masked texts padded on the right; None where that cannot be done without a guess."""
     whole = {}
     for name, mine in one.items():
         pair = [mine, other.get(name)]
         if not all(isinstance(value, Tensor) and value.dim() for value in pair):
             return None
         if pair[0].shape[1:] != pair[1].shape[1:]:
-            if any(value.dim() != 2 or value.is_floating_point() for value in pair):
+            if "attention_mask" not in one or any(value.dim() != 2 or value.is_floating_point() for value in pair):
                 return None
             longest, fill = max(value.shape[1] for value in pair), IGNORED if "labels" in name else 0
             pair = [torch.nn.functional.pad(value, (0, longest - value.shape[1]), value=fill) for value in pair]
