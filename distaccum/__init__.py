@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .accumulator import Accumulator
     from .law.batches import count_samples, count_tokens
+    from .law.costs import ByCost
     from .law.errors import DistaccumError
     from .law.update import Update
     from .runs.check.report import Report
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Accumulator",
+    "ByCost",
     "DistaccumError",
     "Forecast",
     "Report",
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Accumulator": "accumulator",
+    "ByCost": "law.costs",
     "DistaccumError": "law.errors",
     "Forecast": "tools.plan.report",
     "Report": "runs.check.report",

@@ -15,7 +15,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
 import torch
@@ -36,7 +36,7 @@ from .accumulating.windows import Windows
 from .engines import Sync
 from .engines.pipeline import PipelineSchedule
 from .law.batches import Columns, Count, count_samples
-from .law.costs import Cost
+from .law.costs import ByCost
 from .law.errors import DistaccumError
 from .law.lengths import Names
 from .law.shares import Reduction, Schedule
@@ -65,11 +65,7 @@ class Accumulator:
             sets the window of `windows()`: `ceil(batch_size / (ranks * micro_batch_size))` micro-batches per rank.
         micro_batch_size: The most samples of one forward on one rank. `"auto"` is for `update()` and `contrast()`,
             which begin with the whole batch and halve what does not fit into memory; `windows()` needs a number.
-        micro_batch_cost: The most that one forward on one rank may cost, where rows differ in length: they are grouped
-            by `cost`. In `windows()` each batch of the loader is an update, and is cut. `"auto"` as above.
-        cost: What the rows of a batch cost: `count_tokens`, or a callable that returns a number for each row, or for
-            a row. A micro-batch costs its number of rows times the costliest: what is computed with the padding.
-        trim: A callable that gets each micro-batch and returns it without the padding that all its rows have.
+            `ByCost(4096, cost=count_tokens("labels"))` where rows differ in length; not together with `batch_size`.
         reduction: What your criterion did, or a dict of it by the loss's name. `"mean"`: it averages over what `count`
             counts, and the gradient is that of the global mean. `"sum"`: it sums, and the gradient is that of the
             global sum. `"sum_to_mean"`: it sums, and the gradient is that of the global mean.
@@ -112,10 +108,7 @@ class Accumulator:
         *,
         steps: Schedule | None = None,
         batch_size: Schedule | None = None,
-        micro_batch_size: int | Literal["auto"] | None = None,
-        micro_batch_cost: int | Literal["auto"] | None = None,
-        cost: Cost | None = None,
-        trim: Callable[[Any], Any] | None = None,
+        micro_batch_size: int | Literal["auto"] | ByCost | None = None,
         reduction: Reduction | Mapping[str, Reduction] = "mean",
         count: Count | Mapping[str, Count] = count_samples,
         max_norm: float | None = None,
@@ -134,9 +127,6 @@ class Accumulator:
             steps=steps,
             batch_size=batch_size,
             micro_batch_size=micro_batch_size,
-            micro_batch_cost=micro_batch_cost,
-            cost=cost,
-            trim=trim,
             reductions=reductions,
             counts=counts,
             max_norm=max_norm,

@@ -13,7 +13,7 @@ Batch = TypeVar("Batch")
 
 
 def trim_padding(mask: str = "attention_mask", *, multiple_of: int = 1, left: bool = False) -> Callable[[Batch], Batch]:
-    """A function that cuts off the columns in which no row of a micro-batch has anything, for `trim=`.
+    """A function that cuts off the columns in which no row of a micro-batch has anything, for `ByCost(trim=)`.
 
     Every tensor of two or more dimensions whose first two are the mask's is cut, as a view: `input_ids`,
     `attention_mask`, `labels` and what else there is. Columns on the left are cut where the batch has `position_ids` of

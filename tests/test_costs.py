@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from distaccum import Accumulator, count_samples, count_tokens
+from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.data import trim_padding
 from distaccum.law.costs import cost_of_group, group_by_cost, group_in_order
 
@@ -80,7 +80,10 @@ LENGTHS = [3, 12, 1, 5, 2, 2, 7, 1, 4]
 
 
 def make_accumulator(net: nn.Module, **options: Any) -> Accumulator:
-    options = {"micro_batch_cost": 12, "cost": COST, "count": count_tokens("labels"), **options}
+    by_cost = {"most": 12, "cost": COST} | {
+        name: options.pop(name) for name in ("most", "cost", "trim") & options.keys()
+    }
+    options = {"micro_batch_size": ByCost(**by_cost), "count": count_tokens("labels"), **options}
     return Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
 
 
@@ -155,7 +158,7 @@ def test_rows_are_grouped_beside_an_entry_that_is_said_to_be_whole():
 
 def test_row_over_the_limit_is_alone_with_one_warning():
     net = make_net_without_router()
-    accumulator = make_accumulator(net, micro_batch_cost=6)
+    accumulator = make_accumulator(net, most=6)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -164,7 +167,7 @@ def test_row_over_the_limit_is_alone_with_one_warning():
                 assert COST(one) <= 6 or len(one["x"]) == 1
                 window.backward(loss_of(net, one))
             window.step()
-    assert ["a row costs 12, more than micro_batch_cost=6" in str(one.message) for one in seen] == [True]
+    assert ["a row costs 12, more than the 6 of ByCost" in str(one.message) for one in seen] == [True]
 
 
 def test_auto_learns_in_cost_and_ends_at_one_row():
@@ -175,13 +178,13 @@ def test_auto_learns_in_cost_and_ends_at_one_row():
             raise torch.OutOfMemoryError("none left")
         return loss_of(net, batch)
 
-    accumulator = make_accumulator(net, micro_batch_cost="auto", trim=trim_padding("mask"))
+    accumulator = make_accumulator(net, most="auto", trim=trim_padding("mask"))
     update = accumulator.update(make_text(LENGTHS), loss_fn)
     assert update.micro_batches == 3  # 108 in whole, then 54, 27, and 14 where rows of 27 did not fit
     again = accumulator.update(make_text([2] * 6), loss_fn)
     assert again.micro_batches == 1
     with pytest.raises(Exception, match="does not fit into the memory"):
-        make_accumulator(net, micro_batch_cost="auto").update(
+        make_accumulator(net, most="auto").update(
             make_text([9, 12]), lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
         )
 
@@ -200,17 +203,15 @@ def test_contrast_keeps_the_order_of_rows():
     assert torch.allclose(seen[0], encode(batch).detach(), atol=1e-12) and update.micro_batches > 4
 
 
-def test_half_a_cost_and_two_sizes_are_refused():
+def test_two_sizes_and_costs_that_are_none_are_refused():
     net = make_net_without_router()
     for options, said in (
-        ({"cost": None}, "expected both"),
-        ({"micro_batch_cost": None}, "expected both"),
-        ({"micro_batch_size": 4}, "give one or the other"),
+        ({"batch_size": 4}, "leave batch_size out"),
         ({"steps": 4}, "give one or the other"),
     ):
         with pytest.raises(ValueError, match=said):
             make_accumulator(net, **options)
-    for options in ({"cost": 3}, {"trim": "mask"}, {"micro_batch_cost": 2.5}):
+    for options in ({"cost": None}, {"trim": "mask"}, {"most": 2.5}, {"most": None}):
         with pytest.raises(TypeError):
             make_accumulator(net, **options)
     for cost in (lambda batch: [1.5] * len(batch["x"]), lambda batch: [1, 2], lambda batch: [-1] * len(batch["x"])):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -10,7 +10,7 @@ import torch
 
 from ..engines import Sync
 from ..law.batches import Count, TokenCount, count_samples
-from ..law.costs import Cost
+from ..law.costs import ByCost
 from ..law.shares import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
 BatchNorm = Literal["warn", "ignore"]
@@ -22,10 +22,7 @@ WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_siz
 class Config:
     steps: Schedule | None
     batch_size: Schedule | None
-    micro_batch_size: int | Literal["auto"] | None
-    micro_batch_cost: int | Literal["auto"] | None
-    cost: Cost | None  # of a batch's rows
-    trim: Callable[[Any], Any] | None  # removes the padding of a micro-batch
+    micro_batch_size: int | Literal["auto"] | ByCost | None
     reductions: Mapping[str, Reduction]  # of each named loss
     counts: Mapping[str, Count]
     max_norm: float | None
@@ -64,7 +61,6 @@ class Config:
                 f"accumulate_dtype={self.accumulate_dtype!r}, expected torch.float32 or torch.float64, or None for the "
                 "parameters' own"
             )
-        self._refuse_half_a_cost()
         if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
             raise ValueError(
                 "steps is a number of micro-batches, batch_size and micro_batch_size are numbers of samples; give one "
@@ -75,11 +71,16 @@ class Config:
                 f"batch_size={self.batch_size!r} without micro_batch_size, the samples that one forward on a rank can "
                 "hold; give both"
             )
+        if self.batch_size is not None and self.by_cost is not None:
+            raise ValueError(
+                f"batch_size={self.batch_size!r} with micro_batch_size=ByCost(...), which cuts whole batches by what "
+                "rows cost; leave batch_size out, or give micro_batch_size in samples"
+            )
+        of_rows = None if self.micro_batch_size == "auto" or self.by_cost is not None else self.micro_batch_size
         for name, value, cure in (
             ("steps", self.steps, WHOLE),
             ("batch_size", self.batch_size, ""),
-            ("micro_batch_size", None if self.micro_batch_size == "auto" else self.micro_batch_size, ", or 'auto'"),
-            ("micro_batch_cost", None if self.micro_batch_cost == "auto" else self.micro_batch_cost, ", or 'auto'"),
+            ("micro_batch_size", of_rows, ", 'auto' or ByCost(...)"),
         ):
             if value is not None and (not callable(value) or name.startswith("micro")):
                 object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
@@ -89,45 +90,26 @@ class Config:
         """Of each count, whether it is of what is cut over ranks later; None: it is the caller's own."""
         return [one.over is not None if isinstance(one, TokenCount) else None for one in self.counts.values()]
 
-    def _refuse_half_a_cost(self) -> None:
-        sizes = {"steps": self.steps, "batch_size": self.batch_size, "micro_batch_size": self.micro_batch_size}
-        others = [name for name, value in sizes.items() if value is not None]
-        if self.micro_batch_cost is not None and others:
-            raise ValueError(
-                f"micro_batch_cost, which cuts batches by what rows cost, with {', '.join(others)}; give one or the "
-                "other"
-            )
-        if (self.micro_batch_cost is None) != (self.cost is None):
-            raise ValueError(
-                f"micro_batch_cost={self.micro_batch_cost!r} and cost={self.cost!r}, expected both: the most that a "
-                "micro-batch may cost, and what a row costs, as count_tokens('input_ids', ignore_index=0)"
-            )
-        for name, value in (("cost", self.cost), ("trim", self.trim)):
-            if value is not None and not callable(value):
-                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
+    @property
+    def by_cost(self) -> ByCost | None:
+        """The way to cut by what rows cost, where they are not counted."""
+        return self.micro_batch_size if isinstance(self.micro_batch_size, ByCost) else None
 
     @property
-    def most(self) -> int | None:
-        """The most that a micro-batch may hold, in samples or in cost; None: as much as fits."""
-        most = self.micro_batch_size if self.micro_batch_cost is None else self.micro_batch_cost
-        return None if most == "auto" else most
-
-    @property
-    def is_auto(self) -> bool:
-        return "auto" in (self.micro_batch_size, self.micro_batch_cost)
+    def most(self) -> int | Literal["auto"] | None:
+        """The most that a micro-batch may hold, in samples or in cost."""
+        return self.micro_batch_size.most if isinstance(self.micro_batch_size, ByCost) else self.micro_batch_size
 
     def refuse_to_cut(self, name: str) -> None:
         """Where no size says into what."""
-        if self.steps is None and self.micro_batch_size is None and self.micro_batch_cost is None:
-            raise ValueError(
-                f"{name}() cuts a batch and no size was given; pass micro_batch_size=, micro_batch_cost= or steps="
-            )
+        if self.steps is None and self.micro_batch_size is None:
+            raise ValueError(f"{name}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
 
     def refuse_to_group(self) -> None:
         """Where no number says how many micro-batches of a loader are a window."""
-        if isinstance(self.micro_batch_cost, int):
+        if self.by_cost is not None and self.most != "auto":
             return  # each batch of the loader is cut
-        if self.steps is None and (self.batch_size is None or self.micro_batch_size == "auto"):
+        if self.steps is None and (self.batch_size is None or self.most == "auto"):
             raise ValueError(
                 "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "
                 "micro_batch_size= as a number, to the Accumulator ('auto' is for update(), which cuts)"

@@ -23,7 +23,7 @@ from ..law.batches import (
     pick_rows,
     tensors_in,
 )
-from ..law.costs import cost_of_group, costs_of_rows, group_by_cost
+from ..law.costs import ByCost, cost_of_group, costs_of_rows, group_by_cost
 from ..law.errors import Once
 from ..law.lengths import Names
 from ..law.plan import RankReport
@@ -73,8 +73,8 @@ def cut_up(
 
     def draw(index: int) -> Batches:
         total = columns.length_of(batch)
-        if config.cost is not None:
-            found = _by_cost(batch, total, config, size, parts, columns.whole, group)
+        if config.by_cost is not None:
+            found = _by_cost(batch, total, config.by_cost, size, parts, columns.whole, group)
         else:
             steps = config.steps_at(index)
             largest = size.size or max(total, 1)
@@ -110,20 +110,19 @@ def _changed(seen: Seen, entries: Seen, total: int) -> dict[str, str]:
 
 
 def _by_cost(
-    batch: Any, total: int, config: Config, size: MicroBatchSize, parts: int, whole: Names, group: Group
+    batch: Any, total: int, by: ByCost, size: MicroBatchSize, parts: int, whole: Names, group: Group
 ) -> Batches:
     """`parts`: at least that many, where there are as many rows."""
-    assert config.cost is not None
-    costs = costs_of_rows(config.cost, batch, total, whole)
+    costs = costs_of_rows(by.cost, batch, total, whole)
     most = max(costs, default=0)
     at_once = len(costs) * most
     groups = group(costs, min(size.size or max(1, at_once), max(1, -(-at_once // parts))))
     micro_batches = list(pick_rows(batch, groups, total, whole)) if groups else []
     found = Batches(micro_batches, [len(rows) for rows in groups], [cost_of_group(costs, rows) for rows in groups])
-    if config.trim is not None:
-        found.micro_batches = list(map(config.trim, micro_batches))
-    if config.most is not None and most > config.most:
-        found.warnings["cost"] = f"a row costs {most}, more than micro_batch_cost={config.most}; such rows go alone"
+    if by.trim is not None:
+        found.micro_batches = list(map(by.trim, micro_batches))
+    if by.most != "auto" and most > by.most:
+        found.warnings["cost"] = f"a row costs {most}, more than the {by.most} of ByCost; such rows go alone"
     return found
 
 
@@ -275,7 +274,7 @@ class Take:
         self._config, self._size, self._seen, self._ranks, self._once = config, size, seen, ranks, once
 
     def num(self, index: int) -> int:
-        if self._config.cost is not None:
+        if self._config.by_cost is not None:
             return 1  # which is cut
         steps, warning = self._config.grouped_at(index, self._ranks)
         if warning is not None:
@@ -284,7 +283,7 @@ class Take:
 
     def batches(self, items: list[Any], index: int, *, is_last: bool, ahead: bool) -> Batches:
         """The micro-batches of update `index`; `is_last`: the loader has no more. As in `candidate_of`, not to wait."""
-        if self._config.cost is None:
+        if self._config.by_cost is None:
             return Batches(items, steps=self.num(index), no_more_after=is_last)
         if ahead:
             refuse_to_wait(items)  # costs are read

@@ -27,7 +27,7 @@ class Progress:
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # that ended well in this process
-        self.size = MicroBatchSize(config.most)
+        self.size = MicroBatchSize(None if config.most == "auto" else config.most)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.snapshot = Snapshot(setup.models)  # before a window that the library runs
         self.stand_in: StandIn | None = None  # of a window whose gradient was finite

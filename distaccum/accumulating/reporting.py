@@ -81,7 +81,7 @@ class Reporter:
 
         Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
         """
-        is_auto = self._config.is_auto and "gathered" in self._setup.engine.policies
+        is_auto = self._config.most == "auto" and "gathered" in self._setup.engine.policies
         if self._setup.forwards_communicate and not is_auto:
             return False
         return not self._progress.size.is_proven(batches.largest, largest_sample(batches.micro_batches))

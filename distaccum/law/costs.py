@@ -4,14 +4,43 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal
 
 from torch import Tensor
 
 from .batches import Count, TokenCount, cut_batch
 from .lengths import Names
+from .shares import whole_number
 
 Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
+
+
+@dataclass(frozen=True)
+class ByCost:
+    """A `micro_batch_size` in what rows cost, where they differ in length: rows of alike cost go together.
+
+    In `windows()` each batch of the loader is an update, and is cut.
+
+    Args:
+        most: The most that one forward on one rank may cost: a micro-batch costs its number of rows times the
+            costliest, which is what is computed with the padding. `"auto"` as for `micro_batch_size`.
+        cost: The cost of each row: `count_tokens`, or a callable that maps a batch to a number per row, or to one
+            number, and is then called with each row.
+        trim: A callable that gets each micro-batch and returns it without the padding that all its rows have.
+    """
+
+    most: int | Literal["auto"]
+    _: KW_ONLY
+    cost: Cost
+    trim: Callable[[Any], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.most != "auto":
+            object.__setattr__(self, "most", whole_number("most", self.most, ", or 'auto'"))
+        for name, value in (("cost", self.cost), ("trim", self.trim)):
+            if not callable(value) and (name, value) != ("trim", None):
+                raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
 
 
 def group_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:

@@ -5,7 +5,7 @@
 - fixed:  8 rows in a micro-batch, padded to the longest row of the whole batch.
 - short:  the same rows, padded to the longest of their micro-batch.
 - sorted: the rows of the batch sorted by length, then 8 in a micro-batch, padded to its longest.
-- cost:   `micro_batch_cost` of as many tokens as "fixed" has in a micro-batch, with `trim_padding`.
+- cost:   `ByCost` of as many tokens as "fixed" has in a micro-batch, with `trim_padding`.
 
 An update is 64 rows; all ways learn from the same rows, weighted by tokens. Lengths are log-normal, fitted to published
 statistics of two instruction sets, an eighth as long so that a processor can do it, and cut off at 256.
@@ -40,7 +40,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
-from distaccum import Accumulator, count_tokens
+from distaccum import Accumulator, ByCost, count_tokens
 from distaccum.data import trim_padding
 
 ROWS, FIXED, LONGEST, SCALE, VOCABULARY = 64, 8, 256, 8, 2048
@@ -115,7 +115,7 @@ def make_update(way: str, model: nn.Module, most: int) -> Callable[[Batch], Any]
     options: dict[str, Any] = {"count": count_tokens("labels")}
     if way == "cost":
         cost = count_tokens("attention_mask", ignore_index=0)
-        options |= {"micro_batch_cost": most, "cost": cost, "trim": trim_padding()}
+        options |= {"micro_batch_size": ByCost(most, cost=cost, trim=trim_padding())}
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), **options)
 
     def update(batch: Batch) -> Any:
