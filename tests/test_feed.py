@@ -131,7 +131,7 @@ def test_error_of_the_loader_is_raised_where_its_window_is_requested():
     assert accumulator.index == 1
 
 
-def test_what_was_drawn_before_an_error_of_an_iterator_is_not_lost():
+def test_items_before_an_error_of_an_iterator_are_not_lost():
     class Flaky:
         place, has_failed = -1, False
 
@@ -178,7 +178,7 @@ def test_error_of_a_ramp_is_raised_where_its_window_is_requested():
 
 
 @pytest.mark.parametrize("is_weak", [True, False])
-def test_what_was_drawn_of_an_iterator_that_is_left_comes_first_in_its_next_loop(is_weak):
+def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak):
     model, accumulator = one_weight(steps=2)
     batches = [torch.full((1, 1), float(i)) for i in range(11)]
     iterator = (x for x in batches) if is_weak else iter(batches)

@@ -116,7 +116,7 @@ assert found == {"DS_ACCELERATOR": None, "LOCAL_SIZE": "7", "LOCAL_RANK": None},
 """
     done = programs.run("-c", code)
     assert done.status == 0, done.text
-    assert "ZeRO 3" in done.text
+    assert "owns the step" in done.text, "DeepSpeed was tried"
 
 
 def test_window_without_micro_batches_is_not_false():

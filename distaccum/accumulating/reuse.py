@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, final
 
+import torch
 from torch import Tensor
 
 from ..gradients.private import own_version_of
@@ -36,7 +37,7 @@ class FirstDrawn:
 class _Seen(NamedTuple):
     tensor: Tensor
     version: int | None  # counts torch's writes
-    elements: str  # numpy and other libraries write without torch's knowledge
+    elements: bytes  # numpy and other libraries write without torch's knowledge
 
     def is_as(self, other: _Seen) -> bool:
         return self.tensor is other.tensor and self[1:] == other[1:]
@@ -46,9 +47,9 @@ def _look_at(micro_batch: Any) -> list[_Seen]:
     """The tensors of a micro-batch as they are now; nothing is read from a device."""
     found: list[_Seen] = []
     for _, tensor in tensors_in(micro_batch):
-        elements = ""
-        if tensor.is_cpu and not tensor.is_sparse and not tensor.is_nested and tensor.numel():
-            step = -(-tensor.numel() // NUM_ELEMENTS)
-            elements = str(tensor.detach().reshape(-1)[::step].tolist())  # as text NaN equals itself
+        elements = b""
+        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            some = tensor.detach().reshape(-1)[:: -(-tensor.numel() // NUM_ELEMENTS)]
+            elements = bytes(some.contiguous().view(torch.uint8).tolist())  # as bytes NaN equals itself
         found.append(_Seen(tensor, own_version_of(tensor), elements))
     return found

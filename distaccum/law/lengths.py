@@ -27,6 +27,11 @@ def batch_length(batch: Any, whole: Names = ()) -> int:
     """
     if isinstance(batch, Tensor) and batch.ndim:
         return batch.shape[0]
+    if not whole and type(batch) in (tuple, list, dict):  # the usual one, which each micro-step of a loader counts
+        columns = batch.values() if type(batch) is dict else batch
+        alike = {one.shape[0] if isinstance(one, Tensor) and one.ndim else None for one in columns}
+        if len(alike) == 1 and (length := alike.pop()) is not None:
+            return length
     votes: Counter[int] = Counter()
     firm: Counter[int] = Counter()  # of entries that have this length rather than another
     for lengths, rather in _votes(batch, whole, is_root=True):

@@ -12,6 +12,7 @@ ranks expect a gloo group and the environment that torchrun makes (`as_torchrun`
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import warnings
@@ -273,16 +274,13 @@ def with_distaccum(
             window.backward(loss_of(model, micro_batch))
         window.step()
 
-    coming: list[Any] = []
-
-    def loader() -> Iterator[Any]:
-        while True:
-            yield coming.pop(0)
-
-    windows = accumulator.windows(loader())
+    given: Sequence[Any] = ()
+    windows: Iterator[Any] = iter(())
 
     def run_next(micro_batches: Sequence[Any]) -> None:
-        coming.extend(micro_batches)
+        nonlocal given, windows
+        if micro_batches is not given:  # else of the loader that was read ahead in the last window
+            given, windows = micro_batches, accumulator.windows(itertools.cycle(micro_batches))
         window = next(windows)
         for micro_batch in window:
             window.backward(loss_of(model, micro_batch))
