@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator
+    from .extension import Extension
     from .law.batches import count_samples, count_tokens
     from .law.costs import ByCost
     from .law.errors import DistaccumError
@@ -17,6 +18,7 @@ __all__ = [
     "Accumulator",
     "ByCost",
     "DistaccumError",
+    "Extension",
     "Forecast",
     "Report",
     "Update",
@@ -31,6 +33,7 @@ _MODULES = {
     "Accumulator": "accumulator",
     "ByCost": "law.costs",
     "DistaccumError": "law.errors",
+    "Extension": "extension",
     "Forecast": "tools.plan.report",
     "Report": "runs.check.report",
     "Update": "law.update",

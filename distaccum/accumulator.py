@@ -28,25 +28,24 @@ from .accumulating.commit import Committer
 from .accumulating.config import BatchNorm, Config, OnNonfinite, by_name
 from .accumulating.drawing import Batches, cut_up
 from .accumulating.feed import all_of
-from .accumulating.nonfinite import LookAtEnd
 from .accumulating.planner import Planner
 from .accumulating.progress import Progress
 from .accumulating.setup import Setup
 from .accumulating.windows import Windows
 from .engines import Sync
 from .engines.pipeline import PipelineSchedule
+from .extension import Extension, hooks_of, join_all
+from .extensions.nonfinite import LookAtEnd
 from .law.batches import Columns, Count, count_samples
 from .law.costs import ByCost
 from .law.errors import DistaccumError
 from .law.lengths import Names
 from .law.shares import Reduction, Schedule
 from .law.update import Update
-from .observers.noise import Noise
 from .runs.check.measure import check
 from .runs.check.report import Report
 from .runs.contrast import Encode, PairsLoss, contrast
 from .runs.update import LossFn, update
-from .window.observer import Observer
 from .window.window import Window
 
 
@@ -89,9 +88,10 @@ class Accumulator:
             overflow always skips, and `"raise"` is for a loss that is not finite.
         batchnorm: What is done about batch normalisation in training mode, whose gradient is not that of the big batch.
             `"warn"`: warns once and names the layers. `"ignore"`: no warning.
-        measure_noise: Gives each update its `noise_scale`, the gradient noise scale in the unit of the count.
         mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more
             ranks, which have parts of the same samples (context parallelism).
+        extensions: A list of `Extension`: what takes part in windows without being one, as `NoiseScale()` and `Spans()`
+            of `distaccum.extensions`, or your own.
 
     Raises:
         TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.
@@ -119,8 +119,8 @@ class Accumulator:
         accumulate_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
-        measure_noise: bool = False,
         mesh: Any = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         reductions, counts = by_name(reduction, count)
         config = Config(
@@ -134,30 +134,19 @@ class Accumulator:
             accumulate_dtype=accumulate_dtype,
             on_nonfinite=on_nonfinite,
             batchnorm=batchnorm,
-            measure_noise=measure_noise,
             mesh=mesh,
         )
         self._config = config
         self._setup = setup = Setup(config, model, optimizer, scheduler, scaler, accelerator)
-        self._noise: Noise | None = None
-        if measure_noise:
-            self._noise = Noise(
-                setup.engine, reductions, counts, setup.stepped, setup.scaler, setup.once, steps=setup.steps
-            )
+        self._extensions = join_all(extensions, setup)
+        if not setup.steps and setup.scaler is None and on_nonfinite == "raise":
+            self._extensions = (*self._extensions, LookAtEnd(setup.engine))
         self._progress = Progress(config, setup)
-        committer = Committer(config, setup, self._progress, self._noise)
-        self._planner = Planner(config, setup, self._progress, committer, self._observers())
+        committer = Committer(config, setup, self._progress)
+        self._planner = Planner(config, setup, self._progress, committer, hooks_of(self._extensions))
         setup.accelerated.refuse_to_save_one_place(self._loaders_place)
         if too_long := setup.accelerated.longer_schedules():
             setup.once("schedule", too_long)
-
-    def _observers(self) -> tuple[Observer, ...]:
-        """In the order in which they hear of a window."""
-        config, setup = self._config, self._setup
-        found: list[Observer] = [] if self._noise is None else [self._noise]
-        if not setup.steps and setup.scaler is None and config.on_nonfinite == "raise":
-            found.append(LookAtEnd(setup.engine))
-        return tuple(found)
 
     def __getstate__(self) -> dict[str, Any]:
         self._planner.__getstate__()  # which a shallow copy would not ask
@@ -252,7 +241,7 @@ class Accumulator:
             ValueError: No size was given to the Accumulator.
         """
         self._config.refuse_to_cut("update")
-        return update(self._planner, batch, loss_fn, Columns(length, whole))
+        return update(self._planner, self._extensions, batch, loss_fn, Columns(length, whole))
 
     def contrast(
         self, batch: Any, encode: Encode, loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
@@ -276,7 +265,7 @@ class Accumulator:
             ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
         self._config.refuse_to_cut("contrast")
-        return contrast(self._planner, batch, encode, loss_fn, Columns(length, whole))
+        return contrast(self._planner, self._extensions, batch, encode, loss_fn, Columns(length, whole))
 
     def check(self, batch: Any, loss_fn: LossFn, *, length: int | None = None, whole: Names = ()) -> Report:
         """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
@@ -302,8 +291,8 @@ class Accumulator:
     # State
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank, to save: the index, the learned size, the scaler, the noise scale, the loader's
-        place, and the random numbers of the host and of the model's devices.
+        """The state of this rank, to save: the index, the learned size, the scaler, the loader's place, each
+        extension's under its key, and the random numbers of the host and of the model's devices.
 
         Call it anywhere. While a window is open, the state is that of its start, so that a job which resumes does it
         again. The loader's place is that of the loop over `windows()`, or of the last that was left by `break` or an
@@ -313,8 +302,8 @@ class Accumulator:
             DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call is between a
                 window's loop and its `step()`, where you may have stepped.
         """
-        averages = None if self._noise is None else self._noise.averages
-        return self._progress.state(self._setup, averages, self._planner.own_part())
+        states = {one.key: one.state() for one in self._extensions if one.key}
+        return self._progress.state(self._setup, states, self._planner.own_part())
 
     def _loaders_place(self) -> Any:
         """Of this rank."""
@@ -339,5 +328,5 @@ class Accumulator:
             raise DistaccumError(
                 f"load_state_dict() while a window is {self._planner.status.describe()}; finish it or discard() it"
             )
-        self._progress.load(state, self._setup, None if self._noise is None else self._noise.averages)
+        self._progress.load(state, self._setup, {one.key: one.load for one in self._extensions if one.key})
         self._planner.forget()

@@ -27,6 +27,7 @@ from training.tasks import make_task, to_device, try_model
 from training.wrapping import wrap
 
 from distaccum import Accumulator
+from distaccum.extensions import NoiseScale
 
 
 def train(config: Config, job: Job) -> int:
@@ -54,7 +55,7 @@ def train(config: Config, job: Job) -> int:
             accelerator=wrapped.accelerator,
             sync=config.sync,
             on_nonfinite=config.on_nonfinite,
-            measure_noise=config.measure_noise,
+            extensions=[NoiseScale()] if config.measure_noise else [],
             mesh=wrapped.mesh["data"] if config.cp > 1 else None,  # FSDP2 reduces over the ranks with parts, too
         )
     checkpoints = Checkpoints(config, job, wrapped, accumulator, order.num_samples)

@@ -6,22 +6,22 @@ from typing import Any
 
 from distaccum import Accumulator, Update
 from distaccum.accumulating.planner import Planner
+from distaccum.extensions.noise import Norms
 from distaccum.law.sizes import MicroBatchSize
-from distaccum.observers.noise import Norms
 from distaccum.window.window import Window
 
 
 def norms_of(update: Update) -> Norms | None:
     """Compared with autograd's norms; users see only a smoothed ratio of both."""
     update.noise_scale  # noqa: B018  # reads the numbers
-    record: Any = update._noise
+    record: Any = update.notes["noise"]
     norms: Norms | None = record.norms
     return norms
 
 
 def pending_updates(accumulator: Accumulator) -> int:
     """The number of updates whose numbers stay on the device: a bound on memory, which no result shows."""
-    noise: Any = accumulator._noise
+    noise: Any = accumulator._extensions[0]
     return len(noise.averages._pending)
 
 
@@ -49,5 +49,5 @@ def num_micro_steps_of(window: Window) -> int:
 
 
 def planner_of(accumulator: Accumulator) -> Planner:
-    """To plan a window with an observer of the test's own, which no option takes."""
+    """To make an engine fail, or to look at it."""
     return accumulator._planner

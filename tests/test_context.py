@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_tokens
+from distaccum.extensions import NoiseScale
 
 TOKENS = 6
 # Sizes of micro-batches by data rank: even, uneven, a dry rank.
@@ -292,7 +293,7 @@ def options_refused() -> list[str]:
     tokens, whole = count_tokens("labels"), count_tokens("labels", over=mesh["context"])
     said = []
     for options in (
-        {"count": tokens, "mesh": mesh["data"], "measure_noise": True},
+        {"count": tokens, "mesh": mesh["data"], "extensions": [NoiseScale()]},
         {"mesh": mesh["data"]},
         {"count": whole, "reduction": "sum_to_mean"},
         {"count": whole, "mesh": mesh["data"]},
@@ -322,7 +323,7 @@ def options_refused() -> list[str]:
 
 def test_options_that_need_whole_samples_are_refused(ranks):
     for said in ranks(4).run(options_refused):
-        assert "measure_noise=True with a mesh whose ranks have parts" in said[0]
+        assert "NoiseScale() with a mesh whose ranks have parts" in said[0]
         assert "count=count_samples with a mesh" in said[1]
         assert "say it to the Accumulator too" in said[2]
         assert "weighted by that part's own number" in said[3]

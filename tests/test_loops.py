@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, Update, Window, count_samples, count_tokens
+from distaccum.extensions import NoiseScale
 
 SAMPLES = torch.arange(1.0, 6.0)  # 1 2 3 4 5
 
@@ -271,7 +272,7 @@ def on_meta(run: Callable[[Window, nn.Module, Tensor], None], options: dict[str,
     [
         pytest.param(one_of, {}, id="plain"),
         pytest.param(one_of, {"max_norm": 1.0}, id="max_norm"),
-        pytest.param(one_of, {"measure_noise": True}, id="measure_noise"),
+        pytest.param(one_of, {"extensions": [NoiseScale()]}, id="noise"),
         pytest.param(one_of, {"accumulate_dtype": torch.float64}, id="accumulate_dtype"),
         pytest.param(parts_of, {}, id="parts"),
         pytest.param(heads_of, {}, id="heads"),

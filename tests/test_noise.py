@@ -32,8 +32,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum.extensions import NoiseScale
+from distaccum.extensions.noise import MOST_PENDING, Early, Norms, Small
 from distaccum.noise import meaning
-from distaccum.observers.noise import MOST_PENDING, Early, Noise, Norms, Small
 
 UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
 EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
@@ -77,7 +78,9 @@ def off(name: str, case: str, layouts: Any, **options: Any) -> float:
         if name == "ZeRO 1":
             warnings.simplefilter("ignore")
         model, optimizer = kind.wrap(make_net(kind.dtype), 0.0)
-        accumulator = Accumulator(model, optimizer, reduction=reduction, count=count, measure_noise=True, **options)
+        accumulator = Accumulator(
+            model, optimizer, reduction=reduction, count=count, extensions=[NoiseScale()], **options
+        )
     seen = of_windows(accumulator, lambda window, b: window.backward(loss_fn(model, b, how)), layouts, kind.dtype)
     exact = [exact_norms(case, layout, index, kind.dtype) for index, layout in enumerate(layouts)]
     return max(difference(one, other) for one, other in zip(seen, exact, strict=True))
@@ -136,14 +139,14 @@ def test_norms_are_exact_under_deepspeed(ranks, stage):
 
 def refused_under_deepspeed() -> list[str]:
     model, _ = zero(2)(make_net(torch.float32), 0.1)
-    with pytest.raises(ValueError, match="measure_noise=True with DeepSpeed") as caught:
-        Accumulator(model, measure_noise=True, sync="every")
+    with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as caught:
+        Accumulator(model, extensions=[NoiseScale()], sync="every")
     from deepspeed.accelerator import get_accelerator
 
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
     half, _ = zero(1, fp16={"enabled": True, "initial_scale_power": 8})(make_net(torch.float32), 0.1)
-    with pytest.raises(ValueError, match="measure_noise=True with DeepSpeed") as scaled:
-        Accumulator(half, measure_noise=True)
+    with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as scaled:
+        Accumulator(half, extensions=[NoiseScale()])
     return [str(caught.value), str(scaled.value)]
 
 
@@ -155,15 +158,15 @@ def test_deepspeed_is_refused_where_gradients_are_hidden(ranks):
 
 @pytest.mark.parametrize("what", ["factor", "count", "scale"])
 def test_wrong_share_count_or_scale_shows_in_the_norms(monkeypatch, what):
-    right = Noise.small
+    right = NoiseScale.small
 
-    def wrong(self: Noise, early: Early, share: float, count: float) -> Small:
+    def wrong(self: NoiseScale, early: Early, share: float, count: float) -> Small:
         if what == "scale":
             small = right(self, early, share, count)
             return small._replace(square=small.square * 1.001**2)
         return right(self, early, share * 1.001 if what == "factor" else share, count + (what == "count"))
 
-    monkeypatch.setattr(Noise, "small", wrong)
+    monkeypatch.setattr(NoiseScale, "small", wrong)
     assert off("plain", "samples mean", [[[2, 1, 3]]]) > 1e-4
 
 
@@ -179,14 +182,14 @@ def forms_of_ddp() -> dict[str, float]:
         "unused": {"find_unused_parameters": True},
     }.items():
         model = DistributedDataParallel(make_net_without_router(), **options)
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
         layouts = EVERYBODY if "static" in name else UNEVEN
         seen = of_windows(accumulator, lambda w, b, m=model: w.backward(loss_of(m, b)), layouts)
         found[name] = worst(seen, layouts)
     for sync in ("last", "every"):
         for name, run in {"parts": in_parts, "heads": in_heads}.items():
             model = ddp(make_net_without_router(), 0.0)[0]
-            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True, sync=sync)
+            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()], sync=sync)
             found[f"{name}, {sync}"] = worst(of_windows(accumulator, run(model), UNEVEN), UNEVEN)
     return found
 
@@ -223,10 +226,10 @@ def parts_under_fully_shard() -> Any:
     found = []
     for sync in ("last", "every", "gathered"):
         model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
-        accumulator = Accumulator(model, optimizer, measure_noise=True, sync=sync)
+        accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()], sync=sync)
         found.append(worst(of_windows(accumulator, in_parts(model), EVERYBODY), EVERYBODY))
     model, optimizer = fully_sharded(shape=(2, 1))(make_net_without_router(), 0.0)
-    accumulator = Accumulator(model, optimizer, measure_noise=True, sync="replicas")
+    accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()], sync="replicas")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         seen = of_windows(accumulator, in_parts(model), EVERYBODY)
@@ -237,7 +240,7 @@ def test_norms_of_parts_are_exact_under_fully_shard(ranks):
     for rank, (found, unseen, warned) in enumerate(ranks(2).run(parts_under_fully_shard)):
         assert max(found) <= 1e-12
         assert unseen == [None, None]  # each part is reduced separately
-        assert [one.startswith("measure_noise sees nothing") for one in warned] == [True] * (rank == 0)
+        assert [one.startswith("NoiseScale sees nothing") for one in warned] == [True] * (rank == 0)
 
 
 @pytest.mark.parametrize("caller_steps", [False, True])
@@ -246,7 +249,7 @@ def test_loss_scale_is_divided_out(fused, caller_steps):
     model = make_net(torch.float32)
     optimizer = SGD(model.parameters(), lr=0.0, fused=fused)
     scaler = GradScaler("cpu", init_scale=1024.0)
-    accumulator = Accumulator(model, None if caller_steps else optimizer, scaler=scaler, measure_noise=True)
+    accumulator = Accumulator(model, None if caller_steps else optimizer, scaler=scaler, extensions=[NoiseScale()])
     window = accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0, torch.float32))
     for batch in window:
         window.backward(sample_loss(model, batch))
@@ -261,7 +264,7 @@ def test_caller_may_clip_and_step():
     model = make_net()
     optimizer = SGD(model.parameters(), lr=0.0)
     for how in ("raise", "ignore"):
-        accumulator = Accumulator(model, measure_noise=True, on_nonfinite=how)
+        accumulator = Accumulator(model, extensions=[NoiseScale()], on_nonfinite=how)
         window = accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0))
         for batch in window:
             window.backward(sample_loss(model, batch))
@@ -274,7 +277,7 @@ def test_caller_may_clip_and_step():
 
 def test_norms_cover_only_the_optimizers_parameters():
     model = make_net()
-    accumulator = Accumulator(model, SGD(model.head.parameters(), lr=0.0), measure_noise=True)
+    accumulator = Accumulator(model, SGD(model.head.parameters(), lr=0.0), extensions=[NoiseScale()])
     window = accumulator.window(batches := micro_batches_of([[2, 3]], 0, 0))
     for batch in window:
         window.backward(sample_loss(model, batch))
@@ -295,7 +298,7 @@ def sums_under_ddp() -> list[float]:
             SGD(model.parameters(), lr=0.0),
             accumulate_dtype=torch.float32,
             sync=sync,
-            measure_noise=True,
+            extensions=[NoiseScale()],
         )
 
         def half(window: Any, batch: Batch, model: Any = model) -> None:
@@ -342,7 +345,7 @@ def over_all_arrangements(layout: list[list[int]], reduction: str, sync: str = "
     if len(layout) > 1:
         model = DistributedDataParallel(model)
     accumulator = Accumulator(
-        model, SGD(model.parameters(), lr=0.0), reduction=reduction, measure_noise=True, sync=sync
+        model, SGD(model.parameters(), lr=0.0), reduction=reduction, extensions=[NoiseScale()], sync=sync
     )
     splits = []
     for order in permutations(range(5), 4):
@@ -381,7 +384,7 @@ def long_run(updates: int = 400) -> list[float]:
     model: nn.Module = Linear(SIZE // 2)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, measure_noise=True)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, extensions=[NoiseScale()])
     loader = (
         MEAN + DEVIATION * torch.randn(4, SIZE, generator=generator, dtype=torch.float64) for _ in range(2 * updates)
     )
@@ -411,7 +414,7 @@ def cost(wrap: Any, layout: Any, **options: Any) -> list[Any]:
     seen = []
     for measures in (False, True):
         model, optimizer = wrap(make_net_without_router(), 0.0)
-        accumulator = Accumulator(model, optimizer, measure_noise=measures, **options)
+        accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()] if measures else [], **options)
         for index in range(3):
             batches = micro_batches_of(layout, index, dist.get_rank() if dist.is_initialized() else 0)
             with Counting() as count:
@@ -462,7 +465,7 @@ def test_noise_is_not_measured_by_default(monkeypatch):
 
 def made(**options: Any) -> tuple[nn.Module, Accumulator]:
     model = make_net()
-    return model, Accumulator(model, SGD(model.parameters(), lr=0.05), measure_noise=True, **options)
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.05), extensions=[NoiseScale()], **options)
 
 
 def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int, ...] = (2, 1, 3)) -> Any:
@@ -515,7 +518,7 @@ def test_scaled_overflow_is_skipped_without_blaming_a_loss():
     model = make_net(torch.float32)
     optimizer = SGD(model.parameters(), lr=0.0)
     scaler = GradScaler("cpu", init_scale=2.0**127)
-    accumulator = Accumulator(model, optimizer, scaler=scaler, measure_noise=True)
+    accumulator = Accumulator(model, optimizer, scaler=scaler, extensions=[NoiseScale()])
     window = accumulator.window([make_batch(2, seed=i, dtype=torch.float32) for i in range(2)])
     for batch in window:
         window.backward(1e4 * sample_loss(model, batch))
@@ -525,7 +528,7 @@ def test_scaled_overflow_is_skipped_without_blaming_a_loss():
 
 def test_noise_scale_is_infinite_without_a_signal():
     model = Linear(2)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
     window = accumulator.window([torch.ones(1, 4, dtype=torch.float64), -torch.ones(1, 4, dtype=torch.float64)])
     for x in window:
         window.backward(model(x).mean())
@@ -534,7 +537,7 @@ def test_noise_scale_is_infinite_without_a_signal():
 
 def test_equal_samples_have_no_noise():
     model = Linear(2)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
     window = accumulator.window([torch.ones(1, 4, dtype=torch.float64)] * 2)
     for x in window:
         window.backward(model(x).mean())
@@ -560,12 +563,12 @@ def test_averages_continue_from_a_loaded_state():
 
 def test_loss_over_pairs_has_no_estimate():
     model = nn.Linear(3, 2)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2, measure_noise=True)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2, extensions=[NoiseScale()])
     update = accumulator.contrast(torch.randn(4, 3), model, lambda z: (z @ z.T).square().mean())
     assert update.stepped and update.noise_scale is None
 
 
-def test_update_and_check_run_with_measure_noise():
+def test_update_and_check_run_with_the_noise_scale():
     model, accumulator = made(micro_batch_size=2)
     assert accumulator.check(make_batch(5, seed=0), sample_loss_of(model)).equivalent
     assert accumulator.update(make_batch(5, seed=0), sample_loss_of(model)).noise_scale is not None
@@ -598,7 +601,7 @@ def with_an_engine_from_outside() -> str:
 
     model = Summing(make_net_without_router())
     try:
-        Accumulator(model, SGD(model.parameters(), lr=0.0), measure_noise=True)
+        Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
     except (ValueError, DistaccumError) as caught:
         return str(caught)
     return ""

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
+from distaccum.extensions import NoiseScale
 
 
 class Experts(nn.Module):
@@ -193,7 +194,11 @@ def reads_hidden_parts(how: str) -> Any:
             model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
     optimizer = SGD(model.parameters(), lr=0.0)
     messages = []
-    for options in ({}, {"max_norm": 1.0, "on_nonfinite": "ignore"}, {"measure_noise": True, "on_nonfinite": "ignore"}):
+    for options in (
+        {},
+        {"max_norm": 1.0, "on_nonfinite": "ignore"},
+        {"extensions": [NoiseScale()], "on_nonfinite": "ignore"},
+    ):
         try:
             Accumulator(model, optimizer, **options)
             messages.append("nothing")
@@ -210,7 +215,7 @@ def reads_hidden_parts(how: str) -> Any:
 def test_options_that_read_the_gradient_are_refused_over_hidden_parts(ranks, how):
     for (finite, norm, noise), stepped in ranks(2).run(reads_hidden_parts, how):
         assert finite.startswith("on_nonfinite='raise' with") and "over tensor-parallel modules" in finite
-        assert norm.startswith("max_norm=1.0 with") and noise.startswith("measure_noise with")
+        assert norm.startswith("max_norm=1.0 with") and noise.startswith("NoiseScale() with")
         assert all("leave these out, with on_nonfinite='ignore'" in message for message in (finite, norm, noise))
         assert stepped
 

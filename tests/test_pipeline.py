@@ -27,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum.extensions import NoiseScale
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
 CHUNKS = 2
@@ -267,7 +268,7 @@ def misused() -> list[str]:
         lambda: accumulator.check(batches[0], lambda batch: pipe.modules[0](batch[0]).sum()),
         lambda: accumulator.contrast(batches[0], lambda batch: batch[0].flatten(1), lambda x: x.sum()),
         lambda: accumulator.window([tuple(one[:3] for one in batches[0])]),
-        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), measure_noise=True),
+        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), extensions=[NoiseScale()]),
         lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), sync="every"),
         lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), accumulate_dtype=torch.float64),
     ):
@@ -284,7 +285,7 @@ def test_misuse_of_a_pipeline_is_refused_on_all_stages(ranks):
         for call, message in zip(("update", "check", "contrast"), said[2:5], strict=True):
             assert f"{call}() takes a function that returns a loss" in message
         assert "a micro-batch has 3 samples" in said[5] and "a multiple of 2" in said[5]
-        assert "measure_noise=True with a pipeline's schedule" in said[6]
+        assert "NoiseScale() with a pipeline's schedule" in said[6]
         assert "sync='every' with a pipeline" in said[7]
         assert "accumulate_dtype with a pipeline's schedule" in said[8]
         assert "compute on the same samples together, and have" in said[9]

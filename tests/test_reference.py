@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 import distaccum
-from distaccum import batchnorm, data, noise
+from distaccum import batchnorm, data, extensions, noise
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 OPENED = [distaccum.Accumulator, distaccum.Window, distaccum.Update, distaccum.Report, distaccum.Forecast]
+OPENED += [distaccum.Extension]
 MADE_FOR_CALLERS = {distaccum.Window, distaccum.Update, distaccum.Report, distaccum.Forecast}  # which nobody calls
 SECTION = re.compile(r"^(\w+):$")
 ENTRY = re.compile(r"^ {4}([*\w]+(?:, [*\w]+)*)(?: \(.*?\))?: \S")
@@ -56,6 +57,7 @@ def members_of(kind):
 def public():
     yield from ((name, getattr(distaccum, name)) for name in distaccum.__all__)
     yield from (("noise.meaning", noise.meaning), ("batchnorm.freeze", batchnorm.freeze))
+    yield from ((f"extensions.{name}", getattr(extensions, name)) for name in extensions.__all__)
     yield "batchnorm.to_groupnorm", batchnorm.to_groupnorm
     yield "data.trim_padding", data.trim_padding
     for kind in OPENED:

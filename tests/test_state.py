@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
+from distaccum.extensions import NoiseScale
 
 
 class Noisy(nn.Module):
@@ -360,7 +361,7 @@ def packed(random: Any, loader: Any = None) -> bytes:
 
 
 def measured() -> Any:
-    options = {"measure_noise": True, "micro_batch_size": "auto", "scaler": GradScaler("cpu", init_scale=8.0)}
+    options = {"extensions": [NoiseScale()], "micro_batch_size": "auto", "scaler": GradScaler("cpu", init_scale=8.0)}
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.01)
     return model, optimizer, Accumulator(model, optimizer, **options)

@@ -12,6 +12,7 @@ import pickle
 import sys
 import time
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,13 +26,11 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Adam
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.profiler import ProfilerActivity, profile
 
 import distaccum
-from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from distaccum.accumulating.drawing import Batches
-from distaccum.accumulating.reporting import Manner
-from distaccum.window.observer import Complete, Observer
-from distaccum.window.status import Status
+from distaccum import Accumulator, DistaccumError, Extension, Update, Window, count_samples, count_tokens
+from distaccum.extensions import Spans
 
 ROOT = str(Path(distaccum.__file__).parent)
 
@@ -50,26 +49,57 @@ def next_is_exact(accumulator, model):
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-# What observers hear
+# What extensions hear
 
 
-class Recorder(Observer):
-    """Notes what it hears of a window."""
+class Recorder(Extension):
+    """Notes what it hears of a window; raises where it is told to."""
 
-    def __init__(self) -> None:
+    key = "recorder"
+
+    def __init__(self, fails: str = "") -> None:
         self.heard: list[str] = []
+        self.fails = fails
 
-    def before_backward(self, at: Status, reduces: bool) -> None:
-        self.heard.append("backward")
+    def hear(self, what: str) -> None:
+        self.heard.append(what)
+        if what == self.fails:
+            raise ArithmeticError(what)
 
-    def after_backward(self, at: Status) -> None:
-        self.heard.append("ended")
+    def begin(self, window: Window) -> None:
+        self.hear("begin")
 
-    def finishing(self, at: Status) -> None:
-        self.heard.append("finishing")
+    def before_backward(self, window: Window, reduces: bool) -> None:
+        self.hear("backward")
 
-    def complete(self, complete: Complete) -> None:
-        self.heard.append("complete")
+    def after_backward(self, window: Window) -> None:
+        self.hear("ended")
+
+    def finishing(self, window: Window) -> None:
+        self.hear("finishing")
+
+    def numbers(self, window: Window) -> torch.Tensor:
+        self.hear("numbers")
+        return torch.tensor([1.0, float(window.index)])
+
+    def judge(self, window: Window) -> str | None:
+        self.hear("judge")
+        return None
+
+    def end(self, window: Window, update: Update | None) -> None:
+        if update is not None:
+            update.notes["sum"] = update.summed("recorder").tolist()
+        self.hear("end" if update is None else "stepped")
+
+    def state(self) -> list[str]:
+        return self.heard
+
+    def load(self, state: Any) -> None:
+        self.heard = list(state or [])
+
+
+class Rekeyed(Recorder):
+    key = "other"
 
 
 class Fails(torch.autograd.Function):
@@ -82,34 +112,98 @@ class Fails(torch.autograd.Function):
         raise RuntimeError("a backward that fails")
 
 
-def test_observers_hear_of_each_backward_and_of_the_end_before_the_engine_reduces(monkeypatch):
+def test_extensions_hear_of_each_backward_and_of_the_end_before_the_engine_reduces(monkeypatch):
     """Of a loss that is refused they hear nothing, and of a backward that fails no end."""
-    model, _, accumulator = make()
-    planner, recorder = planner_of(accumulator), Recorder()
-    finish = planner.setup.engine.finish
+    recorder = Recorder()
+    model, _, accumulator = make(extensions=[recorder])
+    engine = planner_of(accumulator).setup.engine
+    finish = engine.finish
 
     def noted() -> None:
         recorder.heard.append("engine")
         finish()
 
-    monkeypatch.setattr(planner.setup.engine, "finish", noted)
+    monkeypatch.setattr(engine, "finish", noted)
 
     def window() -> Any:
         recorder.heard.clear()
-        return planner.plan(lambda _: Batches(list(BATCHES)), Manner(also=(recorder,)))
+        return accumulator.window(BATCHES)
 
-    run_window(window(), model).discard()
-    assert recorder.heard == ["backward", "ended"] * 3 + ["finishing", "engine", "complete"]
+    update = run_window(window(), model).step()
+    steps = ["begin", *["backward", "ended"] * 3, "finishing", "engine", "numbers", "judge", "stepped"]
+    assert recorder.heard == steps and update.notes == {"sum": [1.0, 0.0]}
+    assert accumulator.state_dict()["recorder"] == steps
     refused = window()
     with pytest.raises(ValueError, match="expected a scalar"):
         for batch in refused:
             refused.backward(loss_of(model, batch).expand(2))
-    assert recorder.heard == []
+    assert recorder.heard == ["begin", "end"]
     failing = window()
     with pytest.raises(RuntimeError, match="a backward that fails"):
         for batch in failing:
             failing.backward(Fails.apply(loss_of(model, batch)))
-    assert recorder.heard == ["backward"]
+    assert recorder.heard == ["begin", "backward", "end"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # `end` raises where the loop is closed
+@pytest.mark.parametrize("where", ["begin", "backward", "ended", "finishing", "numbers", "judge"])
+def test_extension_that_raises_discards_the_window_and_all_hear_of_the_end(where):
+    first, last = Recorder("end"), Rekeyed(where)
+    model, _, accumulator = make(extensions=[first, last])
+    with pytest.raises(ArithmeticError):
+        run_window(accumulator.window(BATCHES), model).step()
+    assert first.heard[-1] == last.heard[-1] == "end"
+    assert all(p.grad is None for p in model.parameters()) and accumulator.index == 0
+    first.fails = last.fails = ""
+    next_is_exact(accumulator, model)
+
+
+def test_end_that_raises_comes_after_the_step_and_hides_no_other():
+    first, last = Recorder("stepped"), Rekeyed("")
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    accumulator = Accumulator(model, optimizer, scheduler=schedule, extensions=[first, last])
+    before = weights(model)
+    with pytest.raises(ArithmeticError, match="stepped"):
+        run_window(accumulator.window(BATCHES), model).step()
+    assert last.heard[-1] == "stepped" and accumulator.index == schedule.last_epoch == 1
+    assert not torch.equal(before, weights(model))
+
+
+def test_judge_skips_an_update_and_unfit_extensions_are_refused():
+    class Judge(Extension):
+        def judge(self, window: Window) -> str | None:
+            return "it is odd" if window.index % 2 else None
+
+    model, optimizer, accumulator = make(extensions=[Judge()])
+    reasons = []
+    for _ in range(3):
+        before = weights(model)
+        update = run_window(accumulator.window(BATCHES), model).step()
+        assert torch.equal(before, weights(model)) == (not update.stepped)
+        reasons.append(update.reason)
+    assert reasons == [None, "it is odd", None]
+    for given, kind, said in (
+        ([Judge], TypeError, "expected a list of distaccum.Extension"),
+        ([Recorder(), Recorder()], ValueError, "expected each once"),
+    ):
+        with pytest.raises(kind, match=said):
+            Accumulator(model, optimizer, extensions=given)
+    with pytest.raises(ValueError, match=r"Judge\.judge skips where the library steps"):
+        Accumulator(model, extensions=[Judge()])
+
+
+def test_spans_name_what_a_window_does_in_a_trace():
+    model, _, accumulator = make(extensions=[Spans()])
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run_window(accumulator.window(BATCHES), model).step()
+        leave_by_break(accumulator, model)
+        run_window(accumulator.window(BATCHES[:1]), model).step()
+    found = Counter(
+        event.name.partition(": ")[2] for event in profiler.events() if event.name.startswith("distaccum: ")
+    )
+    assert found == {"window 0": 1, "window 1": 2, "backward": 5, "finish": 2, "step": 2}
 
 
 # Leaving a window

@@ -30,7 +30,6 @@ class Config:
     accumulate_dtype: torch.dtype | None
     on_nonfinite: OnNonfinite
     batchnorm: BatchNorm
-    measure_noise: bool
     mesh: Any
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from ..gradients.norms import local, norm_on_host, read
 from ..law.errors import DistaccumError
 from ..law.shares import shorten
 from ..window.ledger import PairsLedger
-from ..window.observer import Complete, Observer
+from ..window.window import Window
 from .config import OnNonfinite
 
 SHOWN = 3  # parameters that each rank names; of the others it gives the number
@@ -51,11 +51,11 @@ class NonfiniteError(DistaccumError):
     """A window was given up, and nothing was stepped."""
 
 
-def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
+def judge(window: Window, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
     """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip."""
     # Ranks that share samples may hold different parameters, as stages do, and only one of them the losses.
     found = min(
-        engine.peers.gather_objects(find_nonfinite(complete, engine), everyone=True), key=lambda one: one.vagueness
+        engine.peers.gather_objects(find_nonfinite(window, engine), everyone=True), key=lambda one: one.vagueness
     )
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({found.message})"
@@ -63,18 +63,6 @@ def judge(complete: Complete, engine: Engine, what: str, on_nonfinite: OnNonfini
         f"the {what} of this window is not finite ({found.message}), on all ranks alike; nothing was stepped and the "
         f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates"
     )
-
-
-@final
-class LookAtEnd(Observer):
-    """Raises for a gradient that is not finite before the caller steps it."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def complete(self, complete: Complete) -> None:
-        if not look_at(self._engine, complete.parameters).finite:
-            judge(complete, self._engine, "gradient", "raise")
 
 
 @dataclass(frozen=True)
@@ -89,9 +77,9 @@ class Found:
         return not self.is_placed, not self.names_some
 
 
-def find_nonfinite(complete: Complete, engine: Engine) -> Found:
+def find_nonfinite(window: Window, engine: Engine) -> Found:
     """The finding of all ranks; each must call it. Reads every gradient, and costs a small collective."""
-    names, ledger, parameters = names_of(engine.models), complete.ledger, complete.parameters
+    names, ledger, parameters = names_of(engine.models), window.status.ledger, window.status.parameters
     bad = [i for i, p in enumerate(parameters) if p.grad is not None and not _is_finite(p.grad)]
     # Nothing was stepped since, so these were not finite before the first backward.
     weights = [i for i, p in enumerate(parameters) if not _is_finite(p)]

@@ -13,8 +13,7 @@ from ..gradients.memory import in_short
 from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
 from ..law.shares import shorten
-from ..observers.noise import Noise
-from ..window.observer import Observer
+from ..window.hooks import Hooks
 from ..window.seeds import Seeds
 from ..window.source import Source, StandIn
 from ..window.status import Stage, Status
@@ -32,11 +31,9 @@ from .setup import Setup, guard_steps
 class Planner:
     """Plans the windows of one accumulator, one after the other."""
 
-    def __init__(
-        self, config: Config, setup: Setup, progress: Progress, committer: Committer, observers: tuple[Observer, ...]
-    ) -> None:
+    def __init__(self, config: Config, setup: Setup, progress: Progress, committer: Committer, hooks: Hooks) -> None:
         self.config, self.setup, self.progress = config, setup, progress
-        self._committer, self.observers = committer, observers
+        self._committer, self._hooks = committer, hooks
         self._seeds = Seeds(setup.engine, setup.once, setup.scaler, scales=setup.scales_seeds)
         self._trained: Trained | None = None
         self.reporter = Reporter(config, setup, progress)
@@ -75,10 +72,10 @@ class Planner:
         self._watch()
 
     def separate(self) -> Planner:
-        """A separate planner with the same setup, without observers and with its own progress."""
+        """A separate planner with the same setup, without extensions and with its own progress."""
         progress = Progress(self.config, self.setup)
         progress.size, progress.stand_in = self.progress.size, self.progress.stand_in
-        return Planner(self.config, self.setup, progress, self._committer, ())
+        return Planner(self.config, self.setup, progress, self._committer, Hooks())
 
     def plan(self, make: Drawing, manner: Manner = LOOP) -> Window:
         """The window of the micro-batches that `make` gives for an update."""
@@ -129,7 +126,8 @@ class Planner:
         source.pieces = [candidate.pieces[i] for i in candidate.counted] if candidate.pieces else []
         ledger = manner.ledger(engine, reductions, plan.counts, trained.parameters[0].device, self._seeds)
         self.status = status = Status(progress.index, plan, source, ledger, trained.parameters)
-        window = Window(status, trained, self._observers_of(manner), self._committer, feed.pace)
+        hooks = self._hooks if manner.hooks is None else manner.hooks
+        window = Window(status, trained, hooks, self._committer, feed.pace)
         self._window = weakref.ref(window)
         return window
 
@@ -149,14 +147,6 @@ class Planner:
                 once=setup.once,
             )
         return self._trained
-
-    def _observers_of(self, manner: Manner) -> tuple[Observer, ...]:
-        """In the order of their calls: those that wait for ranks, then those that measure."""
-        if manner is LOOP:
-            return self.observers
-        usual = [one for one in self.observers if not (manner.is_sum and isinstance(one, Noise))]
-        agreement = () if manner.agreement is None else (manner.agreement,)
-        return (*agreement, *usual, *manner.also)
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, final
 
 from ..gradients.scaling import refuse_broken_scaler
@@ -10,13 +10,14 @@ from ..gradients.snapshot import Snapshot
 from ..law.errors import DistaccumError, warn
 from ..law.shares import whole_number_in
 from ..law.sizes import MicroBatchSize, learned_sizes
-from ..observers.noise import Averages, averages_in
 from ..window.source import StandIn
 from ..window.start import Start, pack, unpack
 from .config import Config
 from .drawing import Seen
 from .feed import Place
 from .setup import Setup
+
+KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, beside each rank's part
 
 
 @final
@@ -35,22 +36,22 @@ class Progress:
         self.place: Place | None = None  # of the loader, of a state that was loaded
 
     def state(
-        self, setup: Setup, averages: Averages | None, own: tuple[dict[str, Any], Place | None]
+        self, setup: Setup, extensions: Mapping[str, Any], own: tuple[dict[str, Any], Place | None]
     ) -> dict[str, Any]:
-        """`own` is this rank's: its random numbers, and its loader's place."""
+        """`extensions` are states by key; `own` is this rank's: its random numbers, and its loader's place."""
         peers = setup.engine.peers
         return {
             "index": self.index,
             "skipped": self.skipped,
             "fit": self.size.state(),
-            "noise": None if averages is None else averages.state(),
+            **extensions,
             "scaler": setup.scaler.state_dict() if setup.scaler else None,
             "ranks": peers.world_size,
             f"rank {peers.global_rank}": pack(own[0], own[1] and tuple(own[1])),
         }
 
-    def load(self, state: Mapping[str, Any], setup: Setup, averages: Averages | None) -> None:
-        """Resumes from the state; everything is read before anything is set."""
+    def load(self, state: Mapping[str, Any], setup: Setup, extensions: Mapping[str, Callable[[Any], None]]) -> None:
+        """Resumes from the state; everything is read before anything is set. `extensions` load theirs, by key."""
         if not isinstance(state, Mapping):
             raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
         if "in_window" in state:
@@ -58,8 +59,7 @@ class Progress:
                 "the state is of an earlier version of distaccum, which this one does not read; go on with the version "
                 "that wrote it, or load the model and the optimizer alone"
             )
-        known = {"index", "scaler", "skipped", "fit", "ranks"}
-        if missing := sorted(known - set(state)):
+        if missing := sorted(KEYS - set(state)):
             raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
         if (state["scaler"] is None) != (setup.scaler is None):
             has, wants = ("no", "one") if state["scaler"] is None else ("a", "none")
@@ -71,16 +71,16 @@ class Progress:
                     f"the state has {name}={state[name]!r}, expected a dict; give what state_dict() gave, of this "
                     "version"
                 )
-        learned, noise = learned_sizes(state["fit"]), averages_in(state.get("noise"))
+        learned = learned_sizes(state["fit"])
         if setup.scaler is not None:
             refuse_broken_scaler(state["scaler"], setup.scaler)
         random, place = _own_part(state, ranks, setup)
+        for key, load in extensions.items():
+            load(state.get(key))
 
         self.start.loaded, self.place = random, None if place is None else Place(*place)
         self.index, self.skipped = index, skipped
         self.size.load(learned)
-        if averages is not None:
-            averages.load(noise)
         if setup.scaler is not None:
             setup.scaler.load_state_dict(state["scaler"])
 

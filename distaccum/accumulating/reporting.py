@@ -9,8 +9,8 @@ from typing import final
 
 from ..law.batches import largest_sample
 from ..law.shares import Reduction
+from ..window.hooks import Hooks
 from ..window.ledger import Ledger, WeightedLedger
-from ..window.observer import Observer
 from .config import Config
 from .drawing import Batches, Candidate, WouldWait, candidate_of
 from .progress import Progress
@@ -23,11 +23,11 @@ SUM: Mapping[str, Reduction] = {"samples": "sum"}
 class Manner:
     """How a window is run."""
 
-    agreement: Observer | None = None  # ranks agree before they reduce
+    hooks: Hooks | None = None  # None: those of the accumulator's extensions
+    agrees: bool = False  # ranks agree before they reduce
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     ledger: type[Ledger] = WeightedLedger
     reduces_afterwards: bool = False  # no backward reduces
-    also: tuple[Observer, ...] = ()
 
 
 LOOP = Manner()
@@ -57,7 +57,7 @@ class Reporter:
                 engine=engine,
                 # Ahead of its time: the window at work leaves one.
                 has_stand_in=progress.stand_in is not None or (ahead and engine.lockstep),
-                agrees=manner.agreement is not None,
+                agrees=manner.agrees,
                 reduces_afterwards=partial(self._reduces_afterwards, manner) if may_postpone else None,
                 may_wait=not ahead,
             )
@@ -73,7 +73,7 @@ class Reporter:
         return (
             manner.reduces_afterwards
             or setup.engine.pipeline is not None
-            or (manner.agreement is not None and self._is_unproven(batches))
+            or (manner.agrees and self._is_unproven(batches))
         )
 
     def _is_unproven(self, batches: Batches) -> bool:

@@ -52,6 +52,7 @@ class Setup:
         self._models_parameters = self.engine.parameters()
         self._owned: list[int] = []  # ids of what the optimizers had when they were seen last
         self._known: Parameters | None = None
+        self.config = config
         self._refuse(config)
         if config.accumulate_dtype is not None:
             self.engine.accumulate_in(config.accumulate_dtype, self.parameters().every)
@@ -124,7 +125,6 @@ class Setup:
             f"max_norm={config.max_norm}": config.max_norm is not None,
             f"on_nonfinite={config.on_nonfinite!r}": config.on_nonfinite != "ignore",
             "scaler": self.scaler is not None,
-            "measure_noise": config.measure_noise,
         }
         why = engine.hides_parts()
         if why is not None and any(looks.values()):
@@ -156,16 +156,10 @@ class Setup:
                     f"count_tokens(over=) is a mesh of ranks {seen}, and ranks {expected} have parts of the same "
                     "samples by mesh=; give the dimension that cuts samples to over, and those that carry data to mesh"
                 )
-        if config.measure_noise:
-            raise ValueError(
-                "measure_noise=True with a mesh whose ranks have parts of the same samples, which is for ranks with "
-                "samples of their own; leave it out"
-            )
 
     def _refuse_with_pieces(self, config: Config, pipeline: Pipeline) -> None:
         wanted = {
             "accelerator": self.accelerated.run_backward is not None,
-            "measure_noise=True": config.measure_noise,
             "accumulate_dtype": config.accumulate_dtype is not None and not pipeline.is_sharded,
         }
         if any(wanted.values()):

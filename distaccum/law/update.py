@@ -14,10 +14,6 @@ class Waitable(Protocol):
     def wait(self) -> Any: ...
 
 
-class Readable(Protocol):
-    def read(self) -> float | None: ...
-
-
 @dataclass(frozen=True, repr=False)
 class Update:
     """The record of a window, as `window.step()` returns it. Numbers on the device are read on first access.
@@ -29,6 +25,7 @@ class Update:
         stepped (bool): Whether the weights were stepped; True where the caller steps.
         reason (str | None): Why they were not; None if they were.
         seconds (float): From the window's plan to the end of its step, on this rank's host.
+        notes (dict[str, Any]): What extensions wrote there when the window ended, by names of their own.
     """
 
     index: int
@@ -37,11 +34,12 @@ class Update:
     stepped: bool
     reason: str | None
     seconds: float
+    notes: dict[str, Any] = field(default_factory=dict, compare=False)
     _terms: Tensor | list[float] | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
     _divisor: float = field(default=1, compare=False)
     _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
     _norm: Tensor | None = field(default=None, compare=False)
-    _noise: Readable | None = field(default=None, compare=False)
+    _numbers: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # of extensions, added up as `_terms`
 
     @cached_property
     def losses(self) -> dict[str, float]:
@@ -70,10 +68,21 @@ class Update:
     def noise_scale(self) -> float | None:
         """The gradient noise scale, smoothed up to this update, in the unit of its count; the same on all ranks.
 
-        None: `measure_noise` is off, or no update had two gradients to compare; inf: noise is all that can be seen.
-        `distaccum.noise.meaning` says what it means for a batch.
+        None: no `NoiseScale()` among the extensions, or no update had two gradients to compare; inf: noise is all that
+        can be seen. `distaccum.noise.meaning` says what it means for a batch.
         """
-        return None if self._noise is None else self._noise.read()
+        record = self.notes.get("noise")
+        return None if record is None else record.read()
+
+    def summed(self, key: str) -> Tensor | None:
+        """The sum over the ranks of an extension's `numbers`, which it waits for; None if there were none.
+
+        Args:
+            key: The extension's.
+        """
+        if self._reduction is not None:
+            self._reduction.wait()
+        return self._numbers.get(key)
 
     def as_dict(self) -> dict[str, Any]:
         """All public fields as plain numbers, texts and dicts, as for a line of a log. Reads what is on the device."""
@@ -84,7 +93,7 @@ class Update:
     def __getstate__(self) -> dict[str, Any]:
         """Read numbers travel; a running reduction does not."""
         read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale")}
-        return {**self.__dict__, **read, "_terms": None, "_reduction": None, "_norm": None, "_noise": None}
+        return {**self.__dict__, **read, "_terms": None, "_reduction": None, "_norm": None, "_numbers": {}}
 
     def __repr__(self) -> str:
         return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"

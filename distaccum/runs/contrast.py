@@ -15,6 +15,7 @@ from ..accumulating.drawing import cut_up
 from ..accumulating.planner import Planner
 from ..accumulating.reporting import Manner
 from ..engines.peers import Peers
+from ..extension import Extension, hooks_of
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
 from ..gradients.snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
@@ -24,7 +25,6 @@ from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
 from ..law.update import Update
 from ..window.ledger import PairsLedger
-from ..window.observer import Observer
 from ..window.seeds import refuse_loss
 from ..window.status import Status
 from ..window.window import Window
@@ -36,14 +36,22 @@ PairsLoss = Callable[..., Tensor]
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 
 
-def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, columns: Columns) -> Update:
+def contrast(
+    planner: Planner,
+    extensions: Sequence[Extension],
+    batch: Any,
+    encode: Encode,
+    loss_fn: PairsLoss,
+    columns: Columns,
+) -> Update:
     """One update of a loss over all pairs of a batch."""
     planner.setup.engine.refuse_closure("contrast")
     verifies = planner.progress.num_contrasts < PROOFS
 
     def begin(agreement: Agreement) -> tuple[Callable[[Window], None], Manner]:
         one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
-        return one.run, Manner(is_sum=True, ledger=PairsLedger, also=(one,))
+        hear = [agreement, *(other for other in extensions if other.in_contrast), one]
+        return one.run, Manner(hooks_of(hear), is_sum=True, ledger=PairsLedger)
 
     progress = planner.progress
     draw = cut_up(batch, planner.config, progress.size, progress.seen, columns, group=group_in_order)
@@ -53,7 +61,7 @@ def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, c
 
 
 @final
-class Contrast(Observer):
+class Contrast(Extension):
     """A loss over all representations of a window, carried back a micro-batch at a time.
 
     Equivalent to `loss_fn(*encode(whole_batch)).backward()`, with all ranks' samples in the whole batch: by the chain
@@ -89,8 +97,11 @@ class Contrast(Observer):
         if self._verifies:
             self._verify(window)
 
-    def begin(self, at: Status) -> None:
+    def begin(self, window: Window) -> None:
         """Takes the loss, on all ranks, before the first micro-batch that has a graph."""
+        at = window.status
+        if at.plan.is_empty:
+            return
         device = at.parameters[0].device
         before = Snapshot(self._engine.models)
         before.take()

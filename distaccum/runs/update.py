@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 from functools import partial
@@ -15,11 +15,11 @@ from ..accumulating.nonfinite import NonfiniteError
 from ..accumulating.planner import Planner
 from ..accumulating.reporting import LOOP, Manner
 from ..engines import Engine
+from ..extension import Extension, hooks_of
 from ..gradients.memory import free, in_short, is_out_of_memory
 from ..law.batches import Columns
 from ..law.errors import DistaccumError, LostRanksError, all_or_none, ranks_where
 from ..law.update import Update
-from ..window.observer import Observer
 from ..window.status import Stage, Status
 from ..window.window import Window
 
@@ -37,7 +37,7 @@ class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
 
 
 @final
-class Agreement(Observer):
+class Agreement(Extension):
     """Ranks agree that none has failed, before any of them reduces."""
 
     def __init__(self, engine: Engine) -> None:
@@ -47,15 +47,15 @@ class Agreement(Observer):
         self.failed: list[str] = []  # the error of each that has failed
         self.is_reducing = False  # in a backward that other ranks take part in
 
-    def before_backward(self, at: Status, reduces: bool) -> None:
+    def before_backward(self, window: Window, reduces: bool) -> None:
         if reduces:
             self.agree()
             self.is_reducing = True
 
-    def after_backward(self, at: Status) -> None:
+    def after_backward(self, window: Window) -> None:
         self.is_reducing = False
 
-    def finishing(self, at: Status) -> None:
+    def finishing(self, window: Window) -> None:
         if not self._engine.will_reduce(True):
             self.agree()
             self.is_reducing = True
@@ -97,11 +97,12 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
             window.backward(loss)
 
 
-def update(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
+def update(planner: Planner, extensions: Sequence[Extension], batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
     """One update of a batch that is cut."""
     planner.setup.engine.refuse_closure("update")
     draw = cut_up(batch, planner.config, planner.progress.size, planner.progress.seen, columns)
-    return retry(planner, draw, lambda _: (partial(run_all, loss_fn=loss_fn), LOOP))
+    run = partial(run_all, loss_fn=loss_fn)
+    return retry(planner, draw, lambda one: (run, replace(LOOP, hooks=hooks_of([one, *extensions]))))
 
 
 def retry(
@@ -111,7 +112,8 @@ def retry(
 ) -> Update:
     """Runs a window and steps it; where that failed for want of memory, again with smaller micro-batches.
 
-    `begin` gives what runs the window, and in which manner, anew for each attempt.
+    `begin` gives what runs the window, and in which manner, whose hooks are those of the agreement too, anew for each
+    attempt.
     """
     planner.make_way()
     engine, size = planner.setup.engine, planner.progress.size
@@ -121,7 +123,7 @@ def retry(
         snapshot.take()
         agreement = Agreement(engine)
         run, manner = begin(agreement)
-        window = planner.plan(draw, replace(manner, agreement=agreement))
+        window = planner.plan(draw, replace(manner, agrees=True))
         status = planner.status
         assert status is not None
         has_run = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 from ..engines import Engine
 from ..engines.pipeline import nothing_of
 from ..law.errors import DistaccumError
+from .hooks import Hooks
 from .ledger import Entry
-from .observer import Observer
 from .refusals import refuse_backward
 from .status import DONE, FAILED, WAITING, Status
 from .tamper import Tamper
@@ -28,15 +29,18 @@ class Backwards:
 
     def __init__(
         self,
+        window: weakref.ref[Any],
         status: Status,
         engine: Engine,
         parameters: Sequence[nn.Parameter],
-        observers: Sequence[Observer],
+        hooks: Hooks,
         tamper: Tamper,
     ) -> None:
+        """`window` is what extensions hear of; it holds these."""
         self._status, self._source, self._ledger = status, status.source, status.ledger
         self._engine, self._parameters = engine, parameters
-        self._observers, self._tamper = observers, tamper
+        self._window, self._before, self._after = window, hooks.before_backward, hooks.after_backward
+        self._tamper = tamper
         self.is_first = True  # none ended yet
 
     def begin(self, lose: Lose) -> bool:
@@ -54,11 +58,11 @@ class Backwards:
 
     def run(self, reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward, which reduces if `reduce`."""
-        status, observers = self._status, self._observers
-        if observers:
+        status = self._status
+        if self._before:
             sends = self._engine.will_reduce(reduce)
-            for observer in observers:
-                observer.before_backward(status, sends)
+            for hear in self._before:
+                hear(self._window(), sends)
         status.turn = FAILED
         try:
             outputs = call(*given)
@@ -66,16 +70,10 @@ class Backwards:
             if self._engine.lockstep or self._engine.will_reduce(reduce):
                 self._engine.peers.refuse_lost(error)
             raise
-        for observer in observers:
-            observer.after_backward(status)
+        for heard in self._after:
+            heard(self._window())
         status.turn, self.is_first = DONE, False
         return outputs
-
-    def end(self) -> None:
-        if not self._status.has_more_parts:
-            for observer in self._observers:
-                observer.after_micro_batch(self._status)
-        self._tamper.look()
 
     def run_trunk(self, lose: Lose, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """The backward of what `heads` cut off."""
@@ -89,7 +87,7 @@ class Backwards:
         if engine.will_reduce(reduce):
             losses, seeds = map(list, engine.with_earlier(losses, seeds))
         self.run(reduce, engine.backward, losses, seeds, reduce)
-        self.end()
+        self._tamper.look()
 
     def run_pieces(self, inputs: Sequence[Any], options: dict[str, Any], lose: Lose) -> Any:
         """A micro-batch in pieces: each loss is multiplied by its share, since no backward of ours takes a seed."""
@@ -110,5 +108,5 @@ class Backwards:
             ledger.note(entry, source.numbers[source.place])
         if not entries:
             ledger.expect_none()
-        self.end()
+        self._tamper.look()
         return outputs

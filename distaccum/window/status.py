@@ -35,7 +35,7 @@ DONE, WAITING, FAILED = Turn
 
 @final
 class Status:
-    """What a window, its observers and its accumulator share."""
+    """What a window, its extensions and its accumulator share."""
 
     __slots__ = (
         "allow_discard",

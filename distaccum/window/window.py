@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +19,7 @@ from ..gradients.scaling import forget
 from ..law.errors import DistaccumError, Once
 from ..law.update import Update
 from .backwards import TAMPERED, Backwards
-from .observer import Complete, Observer
+from .hooks import Hooks
 from .parts import each_head, each_part
 from .refusals import end_micro_batch, refuse_inference_mode
 from .source import untouched_statistics
@@ -67,23 +68,25 @@ class Window:
         self,
         status: Status,
         trained: Trained,
-        observers: tuple[Observer, ...],
-        commit: Callable[[Complete], Update],
+        hooks: Hooks,
+        commit: Callable[[Window], Update],
         pace: Callable[[int, int, int], None],
     ) -> None:
         self.index = status.index
         self.counts: dict[str, float] = dict(status.plan.counts)
-        self._started = time.perf_counter()
-        self._status, self._plan, self._source = status, status.plan, status.source
+        # For the library's own; `numbers` are those of extensions, by their key.
+        self.status, self.started, self.numbers = status, time.perf_counter(), dict[str, Tensor]()
+        self._plan, self._source = status.plan, status.source
         self._trained, self._engine, self._parameters = trained, trained.engine, trained.parameters
-        self._ledger, self._observers, self._commit = status.ledger, observers, commit
+        self._ledger, self._hooks, self._commit = status.ledger, hooks, commit
         self._pace = pace  # draws a part of the next window
         self._is_begun = False  # by begin(), and not iterated yet
+        self._is_heard = False  # extensions heard of its begin, and not of its end
         self._tamper = Tamper(trained.engine, trained.groups, trained.scaler, trained.optimizers)
-        self._backwards = Backwards(status, trained.engine, trained.parameters, observers, self._tamper)
+        self._backwards = Backwards(weakref.ref(self), status, trained.engine, trained.parameters, hooks, self._tamper)
 
     def __getstate__(self) -> dict[str, Any]:
-        self._status.refuse_copy()
+        self.status.refuse_copy()
         return self.__dict__
 
     def __len__(self) -> int:
@@ -102,21 +105,21 @@ class Window:
     @property
     def num_done(self) -> int:
         """Micro-batches of this rank that went backward, stand-ins included."""
-        return self._status.num_done
+        return self.status.num_done
 
     @property
     def stand_in(self) -> bool:
         """True while the micro-batch at work only keeps this rank in step with the others; it was there before, its
         share is 0, and it is counted nowhere. A plain module and DDP never need one.
         """
-        return self._status.stage is Stage.RUNNING and self._source.is_stand_in
+        return self.status.stage is Stage.RUNNING and self._source.is_stand_in
 
     def __iter__(self) -> Iterator[Any]:
         """Yields this rank's micro-batches in order, once; only the last one's backward reduces (`sync="last"`).
 
         Left early, by `break` or an exception, the window is discarded. A micro-batch without `backward` is an error.
         """
-        status, source = self._status, self._source
+        status, source = self.status, self._source
         if not self._is_begun:
             self.begin()
         self._is_begun = False
@@ -144,12 +147,15 @@ class Window:
 
     def begin(self) -> None:
         """What the loop does first, where ranks may communicate: for a rank that does so otherwise before its loop."""
-        if self._status.stage is not Stage.PLANNED:
-            raise DistaccumError(f"this window is {self._status.describe()}; a window is iterated once")
-        self._status.stage, self._is_begun = Stage.RUNNING, True
+        if self.status.stage is not Stage.PLANNED:
+            raise DistaccumError(f"this window is {self.status.describe()}; a window is iterated once")
+        self.status.stage, self._is_begun = Stage.RUNNING, True
         try:
             if not self._plan.is_empty:
                 self._begin()
+            self._is_heard = True
+            for hear in self._hooks.begin:
+                hear(self)
         except BaseException:
             self.discard()
             raise
@@ -168,13 +174,11 @@ class Window:
         self._engine.begin(self._plan, self._parameters)
         forget(self._trained.scaler, self._trained.optimizers)  # a window that was dropped may have left marks
         self._ledger.begin()
-        for observer in self._observers:
-            observer.begin(self._status)
 
     def _finish(self) -> None:
         """Gradients become final."""
-        for observer in self._observers:
-            observer.finishing(self._status)
+        for hear in self._hooks.finishing:
+            hear(self)
         try:
             self._engine.finish()
         except RuntimeError as error:
@@ -182,10 +186,10 @@ class Window:
             raise
         self._engine.release()
         self._tamper.complete()
-        if self._observers:
-            complete = _complete(self)
-            for observer in self._observers:
-                observer.complete(complete)
+        for give in self._hooks.numbers:
+            found = give(self)
+            if found is not None:
+                self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # of a bound method
 
     def backward(self, loss: Tensor | None = None, **named: Tensor | None) -> None:
         """Runs backward for this micro-batch, weighted so that the window adds up to the big batch.
@@ -209,7 +213,7 @@ class Window:
             backwards.run(reduce, self._engine.skip)
         if not source.is_stand_in:
             self._ledger.note(entry, source.numbers[source.place])
-        backwards.end()
+        self._tamper.look()
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
@@ -239,7 +243,7 @@ class Window:
             ValueError: `items` is empty.
             DistaccumError: An item got no `backward`, the loop is left early, or this micro-batch had a backward.
         """
-        return each_part(self._status, items)
+        return each_part(self.status, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
         """Yields each item with `outputs`, cut off from their trunk, which goes backward once after the last head::
@@ -257,7 +261,7 @@ class Window:
         """
         if self._engine.owns_step:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
-        return each_head(self._status, outputs, items, partial(self._backwards.run_trunk, self._refuse_lost))
+        return each_head(self.status, outputs, items, partial(self._backwards.run_trunk, self._refuse_lost))
 
     def step(self) -> Update:
         """The record of the update: clips, steps, updates the scaler, steps the schedule, clears the gradients.
@@ -267,34 +271,27 @@ class Window:
         Raises:
             DistaccumError: In mid-window, after a discard, for a gradient with NaN, or after 50 skips in a row.
         """
-        if self._status.stage is not Stage.COMPLETE:
+        if self.status.stage is not Stage.COMPLETE:
             raise DistaccumError(
-                f"step() on a window that is {self._status.describe()}; step once, after the loop over its "
-                "micro-batches"
+                f"step() on a window that is {self.status.describe()}; step once, after the loop over its micro-batches"
             )
-        self._status.was_asked_to_step = True
+        self.status.was_asked_to_step = True
         if (self._trained.optimizers or self._engine.owns_step) and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
-        return self._commit(_complete(self))
+        return self._commit(self)
 
     def discard(self) -> None:
         """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
-        status = self._status
+        status = self.status
         if status.is_over:
             return
         if status.stage is not Stage.PLANNED:
             self._engine.release()
             self._engine.clear(self._parameters)
             forget(self._trained.scaler, self._trained.optimizers)
-            for observer in self._observers:
-                observer.end("undone")
-        status.stage, status.turn = Stage.LEFT, DONE  # last, so that what Ctrl-C breaks off is done again
+        status.stage, status.turn = Stage.LEFT, DONE  # late, so that what Ctrl-C breaks off is done again
         self._release()
-
-    def _close(self) -> None:
-        self._status.stage = Stage.STEPPED
-        self._engine.clear(self._parameters)
-        self._release()
+        end_window(self, None)
 
     def _release(self) -> None:
         self._source.clear()
@@ -309,17 +306,26 @@ class Window:
         )
 
 
-def _complete(window: Window) -> Complete:
-    return Complete(
-        index=window.index,
-        plan=window._plan,
-        counts=window.counts,
-        num_micro_batches=window._source.num,
-        ledger=window._ledger,
-        parameters=window._parameters,
-        observers=window._observers,
-        started=window._started,
-        stand_in=window._source.stand_in,
-        undo=window.discard,
-        close=window._close,
-    )
+def refusal_of(window: Window) -> str | None:
+    """The reason of an extension not to step it."""
+    return next((why for one in window._hooks.judge if (why := one(window)) is not None), None)
+
+
+def close_window(window: Window) -> None:
+    """Clears what was stepped or skipped."""
+    window.status.stage = Stage.STEPPED
+    window._engine.clear(window._parameters)
+    window._release()
+
+
+def end_window(window: Window, update: Update | None) -> None:
+    """Tells all extensions, whatever one raises; twice is no harm."""
+    is_heard, window._is_heard = window._is_heard, False
+    errors: list[Exception] = []
+    for hear in window._hooks.end if is_heard else ():
+        try:
+            hear(window, update)
+        except Exception as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

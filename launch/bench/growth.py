@@ -22,6 +22,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
 from distaccum import Accumulator
+from distaccum.extensions import NoiseScale
 
 WARM = 200  # windows that come first: what is held once is there by then
 Update = Callable[[], object]
@@ -88,7 +89,7 @@ KINDS: dict[str, Callable[[], Update]] = {
     "max_norm, scheduler, a scaler": lambda: lists(
         max_norm=1.0, scheduled=True, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
     ),
-    "measure_noise": lambda: lists(measure_noise=True),
+    "measure_noise": lambda: lists(extensions=[NoiseScale()]),
     "update, micro_batch_size='auto'": whole,
     "contrast": pairs,
 }

@@ -3,7 +3,7 @@
     python launch/bench/noise.py --out launch/results/noise
     python launch/bench/noise.py --rounds 5 --runs 3  # a quick look
 
-Cost: updates with `measure_noise=True` beside the same without, in turns, in one process and on two gloo ranks (DDP),
+Cost: updates with `NoiseScale()` beside the same without, in turns, in one process and on two gloo ranks (DDP),
 which share a GPU. Value: a linear problem whose gradient of a sample is the sample, drawn from a known distribution.
 """
 
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
+from distaccum.extensions import NoiseScale
 
 STEPS = (1, 8)
 LAYERS = {"tiny": (16, 1, 8), "small": (256, 4, 32)}  # width, layers, samples in a micro-batch
@@ -44,7 +45,7 @@ def update_of(shape: str, steps: int, device: torch.device, *, measures: bool) -
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)]
     model = in_ddp(nn.Sequential(*blocks).to(device))
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-4), measure_noise=measures)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-4), extensions=[NoiseScale()] if measures else [])
     batches = [torch.randn(samples, width, device=device) for _ in range(steps)]
 
     def update() -> None:
@@ -101,7 +102,7 @@ def estimates(seeds: Sequence[int], after: Sequence[int]) -> list[list[float]]:
     for seed in seeds:
         generator = torch.Generator().manual_seed(1000 * seed + rank)
         model = in_ddp(Linear())
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), steps=MICRO_STEPS, measure_noise=True)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1e-3), steps=MICRO_STEPS, extensions=[NoiseScale()])
         number = MICRO_STEPS * max(after)
         loader = (MEAN + DEVIATION * torch.randn(MICRO_BATCH, SIZE, generator=generator) for _ in range(number))
         values: list[float] = []

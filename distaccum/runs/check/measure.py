@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,29 +15,22 @@ from ...accumulating.reporting import Manner
 from ...gradients.norms import local
 from ...law.batches import Columns
 from ...law.errors import DistaccumError
-from ...window.observer import Complete, Observer
 from ..update import LossFn, run_all
 from .compare import Measured, Subject
 from .report import Report, report
 
 
-@final
-class Reading(Observer):
-    """Keeps the gradient and the loss of a window, as they are when it is complete."""
-
-    def __init__(self, planner: Planner, parameters: Sequence[nn.Parameter]) -> None:
-        self._planner, self._parameters = planner, parameters
-        self.measured: Measured | None = None
-
-    def complete(self, complete: Complete) -> None:
-        engine, scaler = self._planner.setup.engine, self._planner.setup.scaler
-        sums = complete.ledger.sums()
-        reduction = engine.peers.sum(sums)
-        if reduction is not None:
-            reduction.wait()
-        scale = 1.0 if scaler is None else 1 / scaler.get_scale()
-        gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in self._parameters]
-        self.measured = Measured(gradients, float(sums.sum()) / engine.divisor, complete.plan.num_counted)
+def _measured(planner: Planner, parameters: Sequence[nn.Parameter]) -> Measured:
+    """The gradient and the loss of a window after its loop."""
+    engine, scaler, status = planner.setup.engine, planner.setup.scaler, planner.status
+    assert status is not None
+    sums = status.ledger.sums()
+    reduction = engine.peers.sum(sums)
+    if reduction is not None:
+        reduction.wait()
+    scale = 1.0 if scaler is None else 1 / scaler.get_scale()
+    gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in parameters]
+    return Measured(gradients, float(sums.sum()) / engine.divisor, status.plan.num_counted)
 
 
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
@@ -69,12 +62,10 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
             num = len(batches.micro_batches)
             return batches
 
-        reading = Reading(trial, parameters)
-        window = trial.plan(draw, Manner(is_sum=as_sum, reduces_afterwards=as_sum, also=(reading,)))
+        window = trial.plan(draw, Manner(is_sum=as_sum, reduces_afterwards=as_sum))
         try:
             run_all(window, loss_fn)
-            assert reading.measured is not None
-            return replace(reading.measured, left_out=num - len(window))
+            return replace(_measured(trial, parameters), left_out=num - len(window))
         finally:
             window.discard()
 

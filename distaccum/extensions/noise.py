@@ -12,23 +12,22 @@ equations give |G|^2 and tr(S), each without bias. They are averaged over update
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.amp import GradScaler
 
+from ..accumulating.setup import Setup
 from ..engines import Engine
 from ..engines.base import Leaf
+from ..extension import Extension
 from ..gradients.norms import HALF, total_norm, widest
-from ..law.errors import Once
 from ..law.shares import Reduction, share_of
-from ..law.update import Waitable
-from ..window.observer import Complete, Observer
-from ..window.status import Status
+from ..law.update import Update
+from ..window.window import Window
 
 KEPT = 0.99  # of the averages, at each update: about the last hundred count
 MOST_PENDING = 16  # updates whose numbers stay on the device; all are read together
@@ -113,8 +112,7 @@ class NoiseRecord:
     """One update's norms, and the noise scale up to that update."""
 
     of: Averages | None  # None once it is read
-    numbers: Tensor | None = None  # of all ranks, when they are added up: those of `Noise.terms`
-    reduction: Waitable | None = None
+    numbers: Callable[[], Tensor | None] | None = None  # of all ranks, when they are added up
     norm: Tensor | None = None  # of the window, where the numbers do not have it
     count: float = 0.0
     norms: Norms | None = None
@@ -136,13 +134,12 @@ class Averages:
 
     def add(
         self,
-        numbers: Tensor | None = None,
-        reduction: Waitable | None = None,
+        numbers: Callable[[], Tensor | None] | None = None,
         norm: Tensor | None = None,
         count: float = 0.0,
     ) -> NoiseRecord:
         """An update's record; without numbers it leaves the noise scale as it is."""
-        record = NoiseRecord(self, numbers, reduction, norm, count)
+        record = NoiseRecord(self, numbers, norm, count)
         self._pending.append(record)
         if len(self._pending) > MOST_PENDING:
             self.fold()
@@ -158,7 +155,7 @@ class Averages:
                 record.norms = self._norms(next(rows), record.count)
                 self._average(record.norms)
             record.scale = self.scale
-            record.of = record.numbers = record.reduction = record.norm = None
+            record.of = record.numbers = record.norm = None
 
     def _norms(self, row: Sequence[float], count: float) -> Norms | None:
         squares, per_sample, num, large = row
@@ -205,67 +202,64 @@ def averages_in(state: Any) -> Sequence[float]:
 
 
 @final
-class Noise(Observer):
-    """Measures the noise scale of an accumulator's updates; it is the same on all ranks."""
+class NoiseScale(Extension):
+    """Gives each update its `noise_scale`, the gradient noise scale in the unit of the count; the same on all ranks."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        reductions: Mapping[str, Reduction],
-        counts: Mapping[str, object],
-        parameters: Callable[[], Sequence[nn.Parameter]],
-        scaler: GradScaler | None,
-        once: Once,
-        *,
-        steps: bool,
-    ) -> None:
-        """`steps`: the library does, and its gradient has no scale when `numbers` is called."""
-        if len(set(reductions.values())) > 1 or len(set(map(id, counts.values()))) > 1:
+    key = "noise"
+    in_contrast = False
+
+    _engine: Engine
+    averages: Averages
+
+    def join(self, job: Setup) -> None:
+        engine, config = job.engine, job.config
+        if len(set(config.reductions.values())) > 1 or len(set(map(id, config.counts.values()))) > 1:
             raise ValueError(
-                f"measure_noise=True with several denominators ({', '.join(reductions)}), expected one: a noise scale "
+                f"NoiseScale() with several denominators ({', '.join(config.reductions)}), expected one: a noise scale "
                 "is a number of samples, or of tokens; give all losses one count and reduction, or leave it out"
             )
-        why = engine.hides_own(parameters())
+        if engine.peers.has_parts:
+            raise ValueError(
+                "NoiseScale() with a mesh whose ranks have parts of the same samples, which is for ranks with samples "
+                "of their own; leave it out"
+            )
+        if engine.pipeline is not None:
+            raise ValueError(
+                "NoiseScale() with a pipeline's schedule, which runs forward and backward of its chunks itself; leave "
+                "it out"
+            )
+        why = engine.hides_parts() or engine.hides_own(job.stepped())
         if why is not None:
-            raise ValueError(f"measure_noise=True with {engine.name}, {why}, or leave measure_noise out")
-        self._engine, self._parameters, self._scaler = engine, parameters, scaler
-        self._once, self._steps = once, steps
-        (self._reduction, *_) = reductions.values()
+            raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave NoiseScale out")
+        self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
+        (self._reduction, *_) = config.reductions.values()
         self.averages = Averages(self._reduction)
         self._early: Early | None = None  # to the end of the first micro-batch
         self._small: Small | None = None
-        self._part: Tensor | None = None  # of the window's |g|^2, where the caller steps
 
-    @property
-    def compares(self) -> bool:
-        """Whether any rank may have two gradients to compare in this window; the same on all ranks."""
-        return self._engine.peers.num_ranks > 1 or self._small is not None
-
-    def begin(self, at: Status) -> None:
-        source = at.source
+    def begin(self, window: Window) -> None:
         # Alone, and in one micro-batch, the first gradient is the window's.
-        is_alone = self._engine.peers.num_ranks == 1 and source.num == 1
-        self._early = Early(self._engine, self._parameters) if source.num and not is_alone else None
-        self._small = self._part = None
+        is_alone = self._engine.peers.num_ranks == 1 and len(window) == 1
+        self._early = Early(self._engine, self._parameters) if len(window) and not is_alone else None
+        self._small = None
 
-    def before_backward(self, at: Status, reduces: bool) -> None:
+    def before_backward(self, window: Window, reduces: bool) -> None:
         if self._early is not None:
             self._early.before_backward(reduces)
 
-    def after_backward(self, at: Status) -> None:
-        if self._early is not None:
-            self._early.remove_hooks()
-
-    def after_micro_batch(self, at: Status) -> None:
+    def after_backward(self, window: Window) -> None:
         """Measures this rank's own gradient after its first micro-batch."""
-        early, self._early = self._early, None
-        if early is None:
+        early, at = self._early, window.status
+        if early is not None:
+            early.remove_hooks()
+        if early is None or at.has_more_parts:
             return
+        self._early = None
         if early.is_lost:
             self._once(
                 "noise",
-                "measure_noise sees nothing of a first micro-batch whose parts are reduced one by one, so "
-                "noise_scale stays as it was; add the parts' losses up, or use sync='last'",
+                "NoiseScale sees nothing of a first micro-batch whose parts are reduced one by one, so noise_scale "
+                "stays as it was; add the parts' losses up, or use sync='last'",
             )
             return
         (count, *_), (total, *_) = at.source.counts[0], at.plan.counts.values()
@@ -277,30 +271,40 @@ class Noise(Observer):
         factor = share if self._reduction == "mean" else share * count
         return Small((norm / factor).square(), 1 / count)
 
-    def complete(self, complete: Complete) -> None:
-        if self.compares and not self._steps:
-            self._part = self._unscaled(self._unscaled(widest(self._engine.part_of_square(complete.parameters))))
-
-    def numbers(self, like: Tensor, norm: Tensor | None, parameters: Sequence[nn.Parameter]) -> Tensor | None:
+    def numbers(self, window: Window) -> Tensor | None:
         """Squares, 1 / counts, how many ranks have them, and the window's |g|^2 in parts."""
-        if not self.compares:
-            return None
-        part = self._part
-        if norm is not None:
-            part = widest(norm).square() / self._engine.peers.num_ranks
-        elif self._steps and not self._engine.judges_gradients:  # else it is known after the step
-            part = widest(self._engine.part_of_square(parameters))
+        small = self._small
+        if self._engine.peers.num_ranks == 1 and small is None:
+            return None  # nothing to compare
         # Filled, and not copied from the host, which would wait for the device.
-        nothing = like.new_zeros(())
-        of_small = [nothing] * 3
-        if (small := self._small) is not None:
-            of_small = [small.square.to(like), like.new_full((), small.per_sample), like.new_ones(())]
-        return torch.stack([*of_small, nothing if part is None else part.to(like)])
+        if self._engine.judges_gradients:  # it is known after the step
+            part = widest(torch.zeros((), device=window.status.parameters[0].device))
+        else:
+            square = widest(self._engine.part_of_square(self._parameters()))
+            part = self._unscaled(self._unscaled(square))
+        of_small = [part.new_zeros(())] * 3
+        if small is not None:
+            of_small = [small.square.to(part), part.new_full((), small.per_sample), part.new_ones(())]
+        return torch.stack([*of_small, part])
 
-    def end(self, outcome: str) -> None:
+    def end(self, window: Window, update: Update | None) -> None:
         if self._early is not None:
             self._early.remove_hooks()
         self._early = None
+        if update is not None:
+            is_measured = update.stepped and self.key in window.numbers
+            after = is_measured and self._engine.judges_gradients
+            update.notes[self.key] = self.averages.add(
+                partial(update.summed, self.key) if is_measured else None,
+                self._engine.whole_norm(self._parameters()) if after else None,
+                next(iter(update.counts.values())),
+            )
+
+    def state(self) -> list[float]:
+        return self.averages.state()
+
+    def load(self, state: Any) -> None:
+        self.averages.load(averages_in(state))
 
     def _unscaled(self, number: Tensor) -> Tensor:
         if self._scaler is None:
@@ -312,9 +316,8 @@ class Noise(Observer):
 def _read_rows(records: Sequence[NoiseRecord]) -> list[list[float]]:
     rows = []
     for record in records:
-        if record.reduction is not None:
-            record.reduction.wait()
-        row = record.numbers
+        assert record.numbers is not None
+        row = record.numbers()
         assert row is not None
         if record.norm is not None:
             row = torch.cat([row[:3], record.norm.to(row).square().reshape(1)])

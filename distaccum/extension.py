@@ -1,0 +1,133 @@
+"""Extension: what takes part in windows without being one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from .accumulating.progress import KEYS
+from .accumulating.setup import Setup
+from .law.update import Update
+from .window.hooks import Hooks
+from .window.window import Window
+
+
+class Extension:
+    """A participant in the windows of one Accumulator; override the methods that you need.
+
+    Only methods that are overridden are called, in the order of `extensions=`. One that raises discards the window, as
+    an error of the loop does.
+
+    Attributes:
+        key (str): The name of its state and of its numbers; "" if it has neither.
+        in_contrast (bool): False leaves out windows of `contrast()`, whose loss is no mean over micro-batches.
+    """
+
+    key = ""
+    in_contrast: ClassVar[bool] = True
+
+    def join(self, job: Setup) -> None:
+        """Raises if it cannot work with this Accumulator, which is being made.
+
+        Args:
+            job: Has the `engine`, `models`, `optimizers`, `scaler` and `config`.
+        """
+
+    def begin(self, window: Window) -> None:
+        """The window begins, before its first micro-batch.
+
+        Args:
+            window: With its `index`, its `counts`, and this rank's `len(window)`.
+        """
+
+    def before_backward(self, window: Window, reduces: bool) -> None:
+        """A backward begins.
+
+        Args:
+            window: The one at work.
+            reduces: Other ranks take part in this backward.
+        """
+
+    def after_backward(self, window: Window) -> None:
+        """A backward ended without an error.
+
+        Args:
+            window: The one at work.
+        """
+
+    def finishing(self, window: Window) -> None:
+        """The loop ended; what no backward reduced is reduced next.
+
+        Args:
+            window: The one at work.
+        """
+
+    def numbers(self, window: Window) -> Tensor | None:
+        """Numbers that the ranks add up with the losses: a tensor of one dimension, as long on each rank.
+
+        Called when the gradients are final, still multiplied by a scaler's scale. `end` gets the sums, as
+        `update.summed(key)`.
+
+        Args:
+            window: The one at work.
+        """
+        return None
+
+    def judge(self, window: Window) -> str | None:
+        """The reason not to step, or None: the update is skipped for that reason. It must be the same on all ranks.
+
+        Called before clipping, where the Accumulator steps and nothing else skips the update.
+
+        Args:
+            window: The one at work.
+        """
+        return None
+
+    def end(self, window: Window, update: Update | None) -> None:
+        """The window that began is over. Every extension hears of it, whatever another raises.
+
+        Args:
+            window: It; its gradients are cleared.
+            update: Its record, whose `notes` are yours to fill; None if it was discarded.
+        """
+
+    def state(self) -> Any:
+        """The state that `Accumulator.state_dict()` holds under `key`."""
+        return None
+
+    def load(self, state: Any) -> None:
+        """Takes up a state; raises before it changes anything.
+
+        Args:
+            state: What `state` returned, or None if there was none.
+        """
+
+
+def hooks_of(extensions: Iterable[Extension]) -> Hooks:
+    """The methods that they override."""
+    every = list(extensions)
+    return Hooks(
+        *(
+            tuple(getattr(one, name) for one in every if getattr(type(one), name) is not getattr(Extension, name))
+            for name in Hooks._fields
+        )
+    )
+
+
+def join_all(extensions: Sequence[Extension], job: Setup) -> tuple[Extension, ...]:
+    """They have joined, or one raised."""
+    if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
+        raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")
+    keys = [one.key for one in extensions if one.key]
+    if len(set(keys)) < len(keys) or KEYS.intersection(keys):
+        raise ValueError(f"extensions have the keys {keys}, expected each once, and none of {', '.join(sorted(KEYS))}")
+    for one in extensions:
+        if not job.steps and type(one).judge is not Extension.judge:
+            raise ValueError(
+                f"{type(one).__name__}.judge skips where the library steps, and no optimizer was given; pass it, or "
+                "skip yourself before window.step()"
+            )
+        one.join(job)
+    return tuple(extensions)
