@@ -226,10 +226,8 @@ def count_all(counts_of: Mapping[str, Count], batches: Batches, *, may_wait: boo
         known = batches.lengths if count is count_samples else None  # split knows what it cut
         values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
     rows = len(batches.micro_batches)
-    if not may_wait:
-        refuse_to_wait(values)
     numbers: list[float] = []
-    for value in values if NUMBERS.issuperset(map(type, values)) else _read(values):
+    for value in values if NUMBERS.issuperset(map(type, values)) else _read(values, may_wait):
         is_number = type(value) in (int, float) or isinstance(value, Real)
         if not is_number or not 0 <= (number := float(value)) < math.inf:
             name, place = divmod(len(numbers), rows)
@@ -254,11 +252,13 @@ def count_pieces(
     return [[next(counts) for _ in pieces] for pieces in cut]
 
 
-def _read(values: list[Any]) -> list[Any]:
+def _read(values: list[Any], may_wait: bool) -> list[Any]:
     """The values with numbers in the place of one-element tensors: one read for all of them."""
     tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
     if not tensors:
         return values
+    if not may_wait:
+        refuse_to_wait(list(tensors.values()))
     device = next(iter(tensors.values())).device
     wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
     stacked = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()])

@@ -108,7 +108,7 @@ class Ahead:
         self.at_start = self.reader.use(self._num)
         if ahead and self._reads_ahead:
             report = candidate.report
-            self._owed, self._is_due = self._peers.owe(report.update + 1, len(report.to_row())), True
+            self._owed, self._is_due = self._peers.owe(report.update + 1, len(report) - 1 + len(report.totals)), True
 
     def pace(self, index: int, place: int, num_micro_steps: int) -> None:
         if not self._is_due:
@@ -117,6 +117,8 @@ class Ahead:
             self._num, self._fault = self._num_of(index + 1)
         if self._fault is None:  # else it raises where that window is asked for
             self.reader.fill(-(-self._num * (place + 1) // num_micro_steps))
+            if place == 0:
+                self.reader.settle_reuse()
             if not self.reader.has(self._num):
                 return
             self._report_ahead(index + 1)
@@ -181,7 +183,8 @@ class Reader:
         self.is_of_iterator = False  # the loader is its own
         self._drawn: list[Any] = []
         self._place = place  # before the first of these
-        self._first: FirstDrawn | None = None
+        self._is_fresh = True
+        self._first: FirstDrawn | None = None  # of the first window, until the next one is begun
         self._error: Exception | None = None  # after these
         self._has_ended = False
 
@@ -199,8 +202,8 @@ class Reader:
                 self._has_ended = True
             except Exception as error:  # raised where its window is asked for, on all ranks
                 self._error = error
-            if len(self._drawn) == 1 < num and self._first is None:
-                self._first = FirstDrawn(self._drawn[0])
+            if self._is_fresh and self._drawn:
+                self._first, self._is_fresh = FirstDrawn(self._drawn[0]), False
 
     @property
     def holds_any(self) -> bool:
@@ -217,15 +220,24 @@ class Reader:
         """The first `num` items, or as many as there are; they stay until `use`."""
         if self._error is not None and len(self._drawn) < num:
             raise self._error
-        if self._first is not None and len(self._drawn) > 1:
-            self._first.refuse_change()
+        if len(self._drawn) > 1:
+            self.refuse_reuse()
         return self._drawn[:num]
+
+    def refuse_reuse(self) -> None:
+        """Raises where the loader wrote to the first item that it yielded, since a later one was drawn."""
+        if self._first is not None:
+            self._first.refuse_change()
+
+    def settle_reuse(self) -> None:
+        """Looks for the last time, before the loop gets the first item: one of the next window was drawn since then."""
+        self.refuse_reuse()
+        self._first = None
 
     def use(self, num: int) -> Place | None:
         """Lets the first `num` items go; returns where the loader stood before them."""
         before, used = self._place, min(num, len(self._drawn))
         del self._drawn[:used]
-        self._first = None
         if before is not None:
             self._place = Place(before.state, before.num_after + used)
         return before
