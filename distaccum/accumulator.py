@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, final
 
-import torch
 from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -81,8 +80,6 @@ class Accumulator:
             - `"every"`: in each micro-step, so that sharded engines keep only a shard of the gradient.
             - `"replicas"`: FSDP2 on a hybrid mesh: reduce-scatter in each micro-step, all-reduce in the last.
             - `"gathered"`: FSDP2: gathers the parameters once per window and reduces once.
-        accumulate_dtype: `torch.float32` or `torch.float64`, in which gradients of narrower parameters add up; they are
-            rounded once, before the reduction. None adds up in the parameters' dtype, or as FSDP or DeepSpeed does.
         on_nonfinite: What a gradient with NaN or infinity does, the same on all ranks. `"raise"`: an error, and the
             window is discarded. `"skip"`: no step; `Update.reason` says why. `"ignore"`: no check. With a scaler an
             overflow always skips, and `"raise"` is for a loss that is not finite.
@@ -90,8 +87,8 @@ class Accumulator:
             `"warn"`: warns once and names the layers. `"ignore"`: no warning.
         mesh: The dimensions of a `DeviceMesh` that carry data, as `mesh["data"]`, if the wrapper reduces over more
             ranks, which have parts of the same samples (context parallelism).
-        extensions: A list of `Extension`: what takes part in windows without being one, as `NoiseScale()` and `Spans()`
-            of `distaccum.extensions`, or your own.
+        extensions: A list of `Extension`: what takes part in windows without being one, as `NoiseScale()`,
+            `WideSums(torch.float32)` and `Spans()` of `distaccum.extensions`, or your own.
 
     Raises:
         TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.
@@ -116,7 +113,6 @@ class Accumulator:
         scaler: GradScaler | None = None,
         accelerator: Any = None,
         sync: Sync = "last",
-        accumulate_dtype: torch.dtype | None = None,
         on_nonfinite: OnNonfinite = "raise",
         batchnorm: BatchNorm = "warn",
         mesh: Any = None,
@@ -131,7 +127,6 @@ class Accumulator:
             counts=counts,
             max_norm=max_norm,
             sync=sync,
-            accumulate_dtype=accumulate_dtype,
             on_nonfinite=on_nonfinite,
             batchnorm=batchnorm,
             mesh=mesh,

@@ -1,4 +1,4 @@
-"""`accumulate_dtype`: low-precision gradients are summed in float32 and rounded once.
+"""`WideSums`: low-precision gradients are summed in float32 and rounded once.
 
 The gradients are the data themselves: multiples of 1/16 that bfloat16 and float16 represent. Their float32 sum has no
 rounding, so the expected result is known to the last bit.
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
 from distaccum import Accumulator, DistaccumError
+from distaccum.extensions import WideSums
 
 SIZE = 64
 LOW = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -61,7 +62,7 @@ def accumulate(model, batches, **options):
         model,
         SGD(model.parameters(), lr=0.25),
         reduction="sum",
-        accumulate_dtype=torch.float32,
+        extensions=[WideSums(torch.float32)],
         **{"steps": 4, **options},
     )
     return accumulator, accumulator.window(batches)
@@ -195,7 +196,7 @@ def test_sparse_gradients_add_up_in_float32():
     embedding = nn.Embedding(8, 4, sparse=True, dtype=torch.bfloat16)
     weights = data(100)
     accumulator = Accumulator(
-        embedding, SGD(embedding.parameters(), lr=1.0), reduction="sum", steps=1, accumulate_dtype=torch.float32
+        embedding, SGD(embedding.parameters(), lr=1.0), reduction="sum", steps=1, extensions=[WideSums(torch.float32)]
     )
     window = accumulator.window([w[0, :3] for w in weights])
     for factors in window:
@@ -212,7 +213,7 @@ def test_sparse_gradients_add_up_in_float32():
 def test_sparse_and_dense_gradients_of_one_parameter_add_up(first):
     torch.manual_seed(0)
     embedding = nn.Embedding(5, 3, sparse=True, dtype=torch.bfloat16)
-    accumulator = Accumulator(embedding, SGD(embedding.parameters(), lr=1.0), accumulate_dtype=torch.float32)
+    accumulator = Accumulator(embedding, SGD(embedding.parameters(), lr=1.0), extensions=[WideSums(torch.float32)])
     x = torch.tensor([[0, 1]])
     window = accumulator.window([x, x])
     for i, _ in enumerate(window):
@@ -232,7 +233,7 @@ def test_window_of_a_second_accumulator_is_refused_in_mid_window():
     _, other = accumulate(model, batches)
     for rows in one:
         one.backward(model(rows))
-        with pytest.raises(DistaccumError, match="another accumulator's window with accumulate_dtype"):
+        with pytest.raises(DistaccumError, match="another accumulator's window with WideSums"):
             run(other, model)
         break
     _, again = accumulate(model, batches)
@@ -258,7 +259,7 @@ def test_weight_in_many_reentrant_checkpoints_is_rounded_once():
 def test_optimizer_clips_and_steps_after_sums_in_float32(optimizer):
     model, batches = Linear(), data(8, rows=lambda i: 2)
     accumulator = Accumulator(
-        model, optimizer(model.parameters(), lr=0.25), steps=8, max_norm=1.0, accumulate_dtype=torch.float32
+        model, optimizer(model.parameters(), lr=0.25), steps=8, max_norm=1.0, extensions=[WideSums(torch.float32)]
     )
     for window in accumulator.windows(batches):
         assert run(window, model).step().grad_norm > 0
@@ -284,11 +285,11 @@ def test_parameter_unfrozen_later_adds_up_in_float32():
         assert torch.equal(parameter.grad, exact.to(torch.bfloat16))
 
 
-def test_update_and_check_run_with_accumulate_dtype():
+def test_update_and_check_run_with_wide_sums():
     torch.manual_seed(0)
     model = nn.Linear(4, 4, dtype=torch.bfloat16)
     accumulator = Accumulator(
-        model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", accumulate_dtype=torch.float32
+        model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", extensions=[WideSums(torch.float32)]
     )
     batch = torch.randn(16, 4, dtype=torch.bfloat16)
     sizes = []
@@ -305,16 +306,16 @@ def test_update_and_check_run_with_accumulate_dtype():
 
 
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.int32, "float32"])
-def test_accumulate_dtype_other_than_float32_or_float64_is_refused(value):
+def test_dtype_other_than_float32_or_float64_is_refused(value):
     model = Linear()
-    with pytest.raises(ValueError, match=r"accumulate_dtype=.*expected torch.float32 or torch.float64"):
-        Accumulator(model, steps=1, accumulate_dtype=value)
+    with pytest.raises(ValueError, match=r"WideSums\(.*expected torch.float32 or torch.float64"):
+        Accumulator(model, steps=1, extensions=[WideSums(value)])
 
 
 def test_float32_parameters_can_add_up_in_float64():
     model = Alone(torch.float32)
     accumulator = Accumulator(
-        model, SGD(model.parameters(), lr=1.0), reduction="sum", steps=1, accumulate_dtype=torch.float64
+        model, SGD(model.parameters(), lr=1.0), reduction="sum", steps=1, extensions=[WideSums(torch.float64)]
     )
     batches = [torch.full((1, SIZE), value) for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)]
     run(accumulator.window(batches), model)
@@ -462,7 +463,12 @@ def law(form, case, layouts, sync):
     rank, world = dist.get_rank(), dist.get_world_size()
     ddp = DistributedDataParallel(make_net(torch.float32), find_unused_parameters=True, **FORMS[form])
     accumulator = Accumulator(
-        ddp, SGD(ddp.parameters(), lr=0.0), reduction=reduction, count=count, accumulate_dtype=torch.float64, sync=sync
+        ddp,
+        SGD(ddp.parameters(), lr=0.0),
+        reduction=reduction,
+        count=count,
+        extensions=[WideSums(torch.float64)],
+        sync=sync,
     )
     errors = []
     for index, layout in enumerate(layouts):
@@ -516,7 +522,7 @@ def in_another_order(kind):
         net[2].weight = nn.Parameter(net[2].weight.detach().t().contiguous().t())
     exact = copy.deepcopy(net).double()
     ddp = DistributedDataParallel(net)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3, accumulate_dtype=torch.float32)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3, extensions=[WideSums(torch.float32)])
     generator = torch.Generator().manual_seed(1)
     everyone = [[torch.randn(2, 3, 6, 6, generator=generator).bfloat16() for _ in range(3)] for _ in range(2)]
     window = accumulator.window(everyone[rank])
@@ -553,7 +559,7 @@ def with_hook(name, dtype, sync):
         SGD(ddp.parameters(), lr=0.25),
         reduction="sum",
         sync=sync,
-        accumulate_dtype=torch.float32 if low else None,
+        extensions=[WideSums(torch.float32)] if low else [],
     )
     seen = []
     for lengths in ((5, 5), (5, 5), (3, 2)):
@@ -586,7 +592,7 @@ def fsdp2(policy, sync, model_dtype=torch.float32, accumulate_dtype=torch.float3
     fully_shard(model, mp_policy=MixedPrecisionPolicy(**policy))
     warnings.simplefilter("ignore")  # the warning about sums in half precision
     try:
-        Accumulator(model, steps=4, sync=sync, accumulate_dtype=accumulate_dtype)
+        Accumulator(model, steps=4, sync=sync, extensions=[WideSums(accumulate_dtype)])
     except ValueError as refused:
         return str(refused)
     return None
@@ -607,7 +613,7 @@ BF16 = torch.bfloat16
         ({}, "last", torch.float32, False),
     ],
 )
-def test_fsdp2_policy_below_accumulate_dtype_is_refused(ranks, policy, sync, dtype, is_refused):
+def test_fsdp2_policy_below_the_wide_sums_is_refused(ranks, policy, sync, dtype, is_refused):
     for refused in ranks(2).run(fsdp2, policy, sync, dtype):
         if is_refused:
             assert "add up in torch.bfloat16; wrap with MixedPrecisionPolicy" in refused
@@ -623,7 +629,7 @@ def fsdp1(sync):
         nn.Linear(8, 8), device_id=torch.device("cpu"), mixed_precision=MixedPrecision(param_dtype=BF16)
     )
     try:
-        Accumulator(model, steps=4, sync=sync, accumulate_dtype=torch.float32)
+        Accumulator(model, steps=4, sync=sync, extensions=[WideSums(torch.float32)])
     except ValueError as refused:
         return str(refused)
     return None
@@ -641,7 +647,7 @@ def zero(stage, config):
         model=model, optimizer=SGD(model.parameters(), lr=0.1), config={**zero_config(stage), **config}
     )
     try:
-        Accumulator(engine, steps=2, accumulate_dtype=torch.float32)
+        Accumulator(engine, steps=2, extensions=[WideSums(torch.float32)])
     except ValueError as refused:
         return str(refused)
     return None
@@ -655,7 +661,7 @@ def zero(stage, config):
         (1, {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, False),
     ],
 )
-def test_deepspeed_config_below_accumulate_dtype_is_refused(ranks, stage, config, is_refused):
+def test_deepspeed_config_below_the_wide_sums_is_refused(ranks, stage, config, is_refused):
     for refused in ranks(2).run(zero, stage, config):
         assert (refused is not None) == is_refused
         if is_refused:

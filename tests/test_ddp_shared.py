@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
+from distaccum.extensions import WideSums
 
 F64 = torch.float64
 
@@ -384,7 +385,7 @@ def after_it_is_gone() -> list[float]:
     optimizer = SGD(ddp.parameters(), lr=0.1)
     for _ in range(2):
         optimizer.zero_grad()
-        accumulator = Accumulator(ddp, optimizer, accumulate_dtype=torch.float32)
+        accumulator = Accumulator(ddp, optimizer, extensions=[WideSums(torch.float32)])
         for x in (window := accumulator.window(inputs(3, rank))):
             window.backward(ddp(x.bfloat16()).float().square().mean())
             break

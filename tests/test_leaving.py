@@ -21,6 +21,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator
+from distaccum.extensions import WideSums
 
 HOOKS = (
     "_forward_pre_hooks",
@@ -56,8 +57,8 @@ def hooks_after(kind: str, accumulators: int, options: dict[str, Any]) -> list[i
     ("kind", "options"),
     [
         ("plain", {}),
-        ("plain", {"accumulate_dtype": torch.float64}),
-        ("DDP", {"accumulate_dtype": torch.float64}),
+        ("plain", {"extensions": [WideSums(torch.float64)]}),
+        ("DDP", {"extensions": [WideSums(torch.float64)]}),
         pytest.param("DDP", {}, marks=pytest.mark.slow),
         pytest.param("FSDP2", {}, marks=pytest.mark.slow),
         pytest.param("ZeRO 1", {}, marks=pytest.mark.slow),
@@ -160,6 +161,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from distaccum import Accumulator
+from distaccum.extensions import WideSums
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(nn.Linear(8, 8))

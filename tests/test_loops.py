@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, Update, Window, count_samples, count_tokens
-from distaccum.extensions import NoiseScale
+from distaccum.extensions import NoiseScale, WideSums
 
 SAMPLES = torch.arange(1.0, 6.0)  # 1 2 3 4 5
 
@@ -273,7 +273,7 @@ def on_meta(run: Callable[[Window, nn.Module, Tensor], None], options: dict[str,
         pytest.param(one_of, {}, id="plain"),
         pytest.param(one_of, {"max_norm": 1.0}, id="max_norm"),
         pytest.param(one_of, {"extensions": [NoiseScale()]}, id="noise"),
-        pytest.param(one_of, {"accumulate_dtype": torch.float64}, id="accumulate_dtype"),
+        pytest.param(one_of, {"extensions": [WideSums(torch.float64)]}, id="wide"),
         pytest.param(parts_of, {}, id="parts"),
         pytest.param(heads_of, {}, id="heads"),
         pytest.param(names_of, {"reduction": {"squares": "mean", "sums": "sum_to_mean"}}, id="names"),

@@ -32,7 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from distaccum.extensions import NoiseScale
+from distaccum.extensions import NoiseScale, WideSums
 from distaccum.extensions.noise import MOST_PENDING, Early, Norms, Small
 from distaccum.noise import meaning
 
@@ -296,9 +296,8 @@ def sums_under_ddp() -> list[float]:
         accumulator = Accumulator(
             model,
             SGD(model.parameters(), lr=0.0),
-            accumulate_dtype=torch.float32,
             sync=sync,
-            extensions=[NoiseScale()],
+            extensions=[WideSums(torch.float32), NoiseScale()],
         )
 
         def half(window: Any, batch: Batch, model: Any = model) -> None:
@@ -310,7 +309,7 @@ def sums_under_ddp() -> list[float]:
     return found
 
 
-def test_norms_measure_the_sums_of_accumulate_dtype(ranks):
+def test_norms_measure_wide_sums(ranks):
     for found in ranks(2).run(sums_under_ddp):
         assert max(found) < 0.05  # bfloat16 rounds this much; a missing part would give 0.75
 

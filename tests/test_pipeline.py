@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from distaccum.extensions import NoiseScale
+from distaccum.extensions import NoiseScale, WideSums
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
 CHUNKS = 2
@@ -270,7 +270,7 @@ def misused() -> list[str]:
         lambda: accumulator.window([tuple(one[:3] for one in batches[0])]),
         lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), extensions=[NoiseScale()]),
         lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), sync="every"),
-        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), accumulate_dtype=torch.float64),
+        lambda: Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.1), extensions=[WideSums(torch.float64)]),
     ):
         said.append(message_of(call))
     other = batches_of(5, dist.get_rank(), 1)  # other samples on each stage
@@ -287,7 +287,7 @@ def test_misuse_of_a_pipeline_is_refused_on_all_stages(ranks):
         assert "a micro-batch has 3 samples" in said[5] and "a multiple of 2" in said[5]
         assert "NoiseScale() with a pipeline's schedule" in said[6]
         assert "sync='every' with a pipeline" in said[7]
-        assert "accumulate_dtype with a pipeline's schedule" in said[8]
+        assert "WideSums with a pipeline's schedule" in said[8]
         assert "compute on the same samples together, and have" in said[9]
 
 

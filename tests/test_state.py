@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.extensions import NoiseScale
+from distaccum.extensions import NoiseScale, WideSums
 
 
 class Noisy(nn.Module):
@@ -486,7 +486,7 @@ def test_state_is_refused_where_the_caller_may_have_stepped():
 def test_deep_copy_is_whole_between_windows_and_refused_within(wide):
     model = nn.Linear(3, 1)
     sgd = SGD(model.parameters(), lr=0.1)
-    made = model, sgd, Accumulator(model, sgd, steps=2, accumulate_dtype=wide)
+    made = model, sgd, Accumulator(model, sgd, steps=2, extensions=[] if wide is None else [WideSums(wide)])
     batches = [torch.randn(2, 3) for _ in range(3)]
     for x in (window := made[2].window(batches)):
         with pytest.raises(

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-import torch
-
 from ..engines import Sync
 from ..law.batches import Count, TokenCount, count_samples
 from ..law.costs import ByCost
@@ -27,7 +25,6 @@ class Config:
     counts: Mapping[str, Count]
     max_norm: float | None
     sync: Sync
-    accumulate_dtype: torch.dtype | None
     on_nonfinite: OnNonfinite
     batchnorm: BatchNorm
     mesh: Any
@@ -55,11 +52,6 @@ class Config:
                 )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm!r}, expected a number above 0, or None")
-        if self.accumulate_dtype not in (None, torch.float32, torch.float64):
-            raise ValueError(
-                f"accumulate_dtype={self.accumulate_dtype!r}, expected torch.float32 or torch.float64, or None for the "
-                "parameters' own"
-            )
         if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
             raise ValueError(
                 "steps is a number of micro-batches, batch_size and micro_batch_size are numbers of samples; give one "

@@ -16,7 +16,6 @@ from ..batchnorm import batchnorms
 from ..engines import Engine, choose_engine
 from ..engines.accelerate import Accelerated
 from ..engines.fabric import FromFabric
-from ..engines.pipeline import Pipeline
 from ..gradients.scaling import refuse_mixed
 from ..law.batches import TokenCount, count_samples
 from ..law.errors import DistaccumError, Once
@@ -54,8 +53,6 @@ class Setup:
         self._known: Parameters | None = None
         self.config = config
         self._refuse(config)
-        if config.accumulate_dtype is not None:
-            self.engine.accumulate_in(config.accumulate_dtype, self.parameters().every)
 
     def after_step(self, stepped: bool) -> None:
         """Lets the trainers whose wrappers were taken off know of a step, or of one that was skipped."""
@@ -95,8 +92,11 @@ class Setup:
             )
         if engine.peers.has_parts:
             self._refuse_with_parts(config)
-        if engine.pipeline is not None:
-            self._refuse_with_pieces(config, engine.pipeline)
+        if engine.pipeline is not None and self.accelerated.run_backward is not None:
+            raise ValueError(
+                "accelerator with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it"
+                " out"
+            )
         if not self.steps and (config.max_norm is not None or config.on_nonfinite == "skip"):
             raise ValueError(
                 "max_norm and on_nonfinite='skip' act where the library steps, and no optimizer was given; pass "
@@ -156,18 +156,6 @@ class Setup:
                     f"count_tokens(over=) is a mesh of ranks {seen}, and ranks {expected} have parts of the same "
                     "samples by mesh=; give the dimension that cuts samples to over, and those that carry data to mesh"
                 )
-
-    def _refuse_with_pieces(self, config: Config, pipeline: Pipeline) -> None:
-        wanted = {
-            "accelerator": self.accelerated.run_backward is not None,
-            "accumulate_dtype": config.accumulate_dtype is not None and not pipeline.is_sharded,
-        }
-        if any(wanted.values()):
-            given = ", ".join(name for name, is_wanted in wanted.items() if is_wanted)
-            raise ValueError(
-                f"{given} with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it "
-                "out"
-            )
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,7 @@ class Engine(RunsStages, ABC):
             dtype: `torch.float32` or `torch.float64`.
             parameters: The models' and the optimizers', each once.
         """
-        raise ValueError(f"{self.name} does not support accumulate_dtype; remove the argument")
+        raise ValueError(f"{self.name} does not support WideSums; leave it out")
 
     # A window
 

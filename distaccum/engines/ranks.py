@@ -165,7 +165,7 @@ def refuse_narrower(adds_up: Iterable[tuple[str, torch.dtype]], dtype: torch.dty
     """`adds_up`: parts by name, and the dtype in which the wrapper adds up their gradients by itself."""
     for name, seen in adds_up:
         if torch.promote_types(seen, dtype) != seen:
-            raise ValueError(f"accumulate_dtype={dtype}, and gradients of {name} add up in {seen}; {cure}")
+            raise ValueError(f"WideSums({dtype}), and gradients of {name} add up in {seen}; {cure}")
 
 
 def refuse_narrower_outside(parameters: Sequence[nn.Parameter], dtype: torch.dtype) -> None:

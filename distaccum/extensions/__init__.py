@@ -2,5 +2,6 @@
 
 from .noise import NoiseScale
 from .spans import Spans
+from .wide_sums import WideSums
 
-__all__ = ["NoiseScale", "Spans"]
+__all__ = ["NoiseScale", "Spans", "WideSums"]

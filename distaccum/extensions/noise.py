@@ -228,7 +228,13 @@ class NoiseScale(Extension):
                 "NoiseScale() with a pipeline's schedule, which runs forward and backward of its chunks itself; leave "
                 "it out"
             )
-        why = engine.hides_parts() or engine.hides_own(job.stepped())
+        hidden = engine.hides_parts()
+        if hidden is not None:
+            raise ValueError(
+                f"NoiseScale() with {engine.name} {hidden}: each rank would look at its own part of the gradient; use "
+                "fully_shard over the data-parallel mesh, or leave it out"
+            )
+        why = engine.hides_own(job.stepped())
         if why is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave NoiseScale out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once

@@ -37,7 +37,7 @@ def multiply(alike: Sequence[Tensor], factor: Tensor | float) -> None:
 def hooks_after_accumulation(parameter: Tensor) -> Iterable[Any]:
     """The hooks that `register_post_accumulate_grad_hook` added, which cannot be listed publicly.
 
-    Without the name: none, so that two windows with accumulate_dtype on one parameter are not refused.
+    Without the name: none, so that two windows with WideSums on one parameter are not refused.
     """
     return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
 

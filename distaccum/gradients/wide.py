@@ -64,7 +64,7 @@ class Sums:
             others = [other() for hook in hooks if (other := getattr(hook, "sums", this)) is not this]
             if any(other is not None and other is not self and other.phase is not Phase.OFF for other in others):
                 raise DistaccumError(
-                    "another accumulator's window with accumulate_dtype is open on this model and takes its "
+                    "another accumulator's window with WideSums is open on this model and takes its "
                     "gradients; finish that window before the next begins"
                 )
             if id(p) not in self._sums and p.requires_grad and (wide := _wider(p, self._dtype)):
