@@ -1,219 +1,230 @@
-"""Puts each defect of mutants.txt into a copy of the library, one at a time, and runs the tests, which must find it.
+"""Changes the law, the feed and the window in one place at a time, at random, and runs the tests, which must fail.
 
-    python tests/mutants.py              # all defects: the quick tests first, the others where those pass
-    python tests/mutants.py --only ddp   # the defects whose area or name contains this
-    python tests/mutants.py --table      # the table of the results so far
-    python tests/mutants.py --list
+    python tests/mutants.py --seed 7 --num 60               # prints a table of the mutants
+    python tests/mutants.py --seed 7 --num 6 --only shares  # in the files whose path contains this
+    python tests/mutants.py --seed 7 --num 60 --list        # runs nothing
 
-The text of a defect must occur exactly once in the library; otherwise the program stops, and the entry must be
-rewritten for the current code. Results are saved to runs/mutants.json after each defect, and the next run continues;
-`--again` discards them. This program is not part of the suite: all defects take half an hour.
+A mutant turns a condition, drops a statement, or changes a constant or an operator; a seed gives the same mutants of
+the same source, and a smaller number the first of them. Texts, annotations and assertions stay, since no test can see a
+change of them. Each mutant runs in a copy of the repository, against the tests that TESTS names for its file. A test
+that hangs has failed. This program is not part of the suite: a mutant takes 10 to 100 seconds.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import ast
 import os
+import random
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
-ANSWERS = ROOT / "runs/mutants.json"
-MINUTES = 20  # per run of the tests; a defect that makes them hang counts as found
-# The files that are tested first for a defect.
-AREAS = {
-    "window": ("law", "loops", "transaction", "state", "ddp", "precision"),
-    "planning": ("law", "loaders", "loops", "transaction", "state", "ddp"),
-    "ddp": ("ddp", "ddp_shared", "accumulate_dtype", "ddp_forms"),
-    "fsdp2": ("fully_shard", "engines", "parts", "state"),
-    "deepspeed": ("deepspeed", "engines", "accelerate"),
-    "trainers": ("fabric", "lightning", "accelerate"),
-    "transformers": ("transformers",),
-    "stepping": ("precision", "transaction", "batchnorm", "memory", "state", "ddp"),
-    "meshes": ("pipeline", "context", "meshes", "mesh_states"),
-    "runs": ("contrast", "memory", "transaction", "ddp"),
+HANG = 240  # seconds of one test
+# The tests of each file, which run in this order, after the examples in it.
+TESTS = {
+    "law/batches": "batches loaders costs transaction memory",
+    "law/costs": "costs law",
+    "law/errors": "law transaction ddp",
+    "law/lengths": "batches loaders costs",
+    "law/plan": "law loops transaction ddp ddp_shared context fully_shard",
+    "law/shares": "law loops batches state ddp",
+    "law/sizes": "memory costs",
+    "law/table": "cli",
+    "law/update": "law loops transaction ddp noise",
+    "accumulating/feed": "feed drawing loaders state law ddp",
+    "accumulating/reporting": "law feed drawing memory contrast ddp",
+    "accumulating/drawing": "law feed drawing loaders transaction costs ddp fully_shard",
+    "accumulating/planner": "law transaction feed drawing state batchnorm ddp fully_shard",
+    "accumulating/reuse": "loaders transaction",
+    "accumulating/windows": "feed loaders drawing state",
+    "accumulating/commit": "precision transaction law noise state ddp fully_shard deepspeed",
+    "window/backwards": "law transaction parts heads noise ddp fully_shard pipeline",
+    "window/hooks": "law transaction noise",
+    "window/ledger": "law loops precision transaction ddp contrast",
+    "window/parts": "parts heads",
+    "window/refusals": "transaction parts heads",
+    "window/seeds": "law precision transaction heads",
+    "window/source": "law loops transaction ddp fully_shard contrast",
+    "window/start": "state",
+    "window/status": "law transaction parts state",
+    "window/tamper": "transaction precision ddp fully_shard",
+    "window/window": "law loops transaction precision parts heads ddp fully_shard memory",
 }
+PAIRS = ["FloorDiv Mult", "Mult Div", "Add Sub", "And Or", "Lt LtE", "Gt GtE", "Eq NotEq", "Is IsNot", "In NotIn"]
+OPERATORS = {
+    getattr(ast, a): getattr(ast, b) for one, two in map(str.split, PAIRS) for a, b in ((one, two), (two, one))
+}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 @dataclass(frozen=True)
 class Mutant:
-    area: str
-    name: str  # the defect, in words
-    file: str  # under distaccum/
-    before: str  # occurs once in the file
-    after: str
+    file: str  # under distaccum/, without .py
+    line: int
+    change: str
+    source: str  # of the whole file
 
     @property
-    def title(self) -> str:
-        return f"{self.file}: {self.name}"
+    def place(self) -> str:
+        return f"{self.file}.py:{self.line}"
 
 
-def mutants() -> list[Mutant]:
-    """The entries of mutants.txt: each is a heading, `@ area: name (file)`, and a diff."""
-    found = []
-    for block in (Path(__file__).parent / "mutants.txt").read_text().split("\n@ ")[1:]:
-        heading, *lines = block.rstrip().splitlines()
-        match = re.fullmatch(r"(\w+): (.+) \((\S+)\)", heading)
-        assert match is not None, heading
-        before, after = ("".join(f"{line[1:]}\n" for line in lines if line[:1] != sign) for sign in "+-")
-        found.append(Mutant(*match.groups(), before, after))
-    return found
+def mutants_of(source: str, file: str = "") -> Iterator[Mutant]:
+    """All mutants of a file, each of valid Python that differs from it."""
+    lines = source.splitlines(keepends=True)
+
+    def offset(line: int, column: int) -> int:
+        return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+    for node, fresh in _changes(ast.parse(source)):
+        start, end = offset(node.lineno, node.col_offset), offset(node.end_lineno or 0, node.end_col_offset or 0)
+        before, after = source[start:end], "pass" if isinstance(fresh, ast.Pass) else f"({ast.unparse(fresh)})"
+        change = f"`{' '.join(before.split())}`: " + ("dropped" if after == "pass" else f"`{after[1:-1]}`")
+        yield Mutant(file, node.lineno, change, source[:start] + after + source[end:])
 
 
-def broken(mutants: Sequence[Mutant]) -> list[str]:
-    """Names the defects whose text is not in the library exactly once."""
-    problems = []
-    for one in mutants:
-        found = (ROOT / "distaccum" / one.file).read_text().count(one.before)
-        if found != 1 or one.before == one.after:
-            problems.append(f"{one.area}: {one.name}: its text is {found} times in distaccum/{one.file}, expected once")
-    return problems
+def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
+    """What can be changed in a node and below it, each with what takes its place."""
+    match node:
+        case ast.Expr(ast.Call()) | ast.Raise() | ast.Delete() | ast.AugAssign() | ast.Continue() | ast.Break():
+            yield node, ast.Pass()
+        case ast.Return(None) | ast.Assign([ast.Attribute() | ast.Subscript()]):  # a local name would be missing
+            yield node, ast.Pass()
+        case ast.If(test) | ast.While(test) | ast.IfExp(test) if not isinstance(test, ast.Compare):
+            yield test, ast.UnaryOp(ast.Not(), test)  # of a comparison the operator is changed
+        case ast.comprehension(ifs=tests):
+            yield from ((one, ast.UnaryOp(ast.Not(), one)) for one in tests)
+        case ast.Compare(left, operators, others):
+            for place, operator in enumerate(operators):
+                if other := OPERATORS.get(type(operator)):
+                    changed = [*operators[:place], other(), *operators[place + 1 :]]
+                    yield node, ast.Compare(left, changed, others)
+        case ast.BinOp(op=operator) | ast.BoolOp(op=operator) if other := OPERATORS.get(type(operator)):
+            yield node, type(node)(**{**dict(ast.iter_fields(node)), "op": other()})
+        case ast.Constant(bool(value)):
+            yield node, ast.Constant(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield node, ast.Constant(value + 1)
+        case ast.Call(ast.Name(name) as called) if name in CALLS:
+            yield called, ast.Name(CALLS[name])
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list", "type_params"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not _is_unseen(child):
+                    yield from _changes(child)
+
+
+def _is_unseen(node: ast.AST) -> bool:
+    """Texts, errors, assertions of the library's own mistakes, and what only a type checker or `==` reads."""
+    match node:
+        case ast.IfExp(_, one, other):
+            return _is_unseen(one) or _is_unseen(other)  # a choice of words
+        case ast.BinOp(left, operator):
+            return _is_unseen(left) or isinstance(operator, ast.BitOr)
+        case ast.Call(ast.Name(name)):
+            return name == "field" or name.endswith("Error")
+        case ast.FunctionDef(returns=ast.Name("str")) | ast.Constant(str()) | ast.keyword("strict"):
+            return True
+    return isinstance(node, ast.JoinedStr | ast.Assert)
+
+
+def chosen(seed: int, num: int, only: str = "") -> list[Mutant]:
+    files = [file for file in TESTS if only in file]
+    every = [one for file in files for one in mutants_of((ROOT / f"distaccum/{file}.py").read_text(), file)]
+    random.Random(seed).shuffle(every)
+    return every[:num]
 
 
 def copied_tree(folder: Path) -> Path:
     """Copies tracked and new files; the tests run on that copy of the library."""
-    listing = subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    for name in listing.stdout.splitlines():
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
         if (ROOT / name).is_file():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     return folder
 
 
-def run_tests(tree: Path, files: Sequence[str], marker: str) -> str | None:
-    """The first failing test among those with the marker, or None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "--tb=no", "-m", marker, *files]
+def failed_tests(files: Sequence[str], words: Sequence[str], tree: Path) -> list[str]:
+    """The tests that fail, or the one that hangs."""
+    hangs = ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-n", "0", "-m", "not slow", *hangs, *words, *files]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "400"}
+    environment.pop("DISTACCUM_FORKS", None)  # a process that has imported the library without the mutant
     log = tree / "tests.log"
     with log.open("w") as file:
-        running = subprocess.Popen(
-            command,
-            cwd=tree,
-            env={**os.environ, "PYTHONPATH": str(tree)},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            status = running.wait(60 * MINUTES)
-        except subprocess.TimeoutExpired:
-            os.killpg(running.pid, signal.SIGTERM)  # on SIGTERM the tests end their processes
-            running.wait()
-            return f"does not end within {MINUTES} minutes"
+        status = subprocess.run(command, cwd=tree, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    text = log.read_text()
     if status in (0, 5):  # 5: nothing was selected
-        return None
-    failed = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", log.read_text(), re.MULTILINE)
-    return str(failed[0]).removeprefix("tests/") if failed else f"status {status}: {log.read_text()[-300:]}"
+        return []
+    found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    begun = re.findall(r"^(\S+::.+?) *$", text, re.MULTILINE)  # without an outcome
+    return found or begun[-1:] or [f"status {status}: {' '.join(text.split())[-200:]}"]
 
 
-def examine(mutant: Mutant, tree: Path, *, quick_alone: bool, known: dict[str, Any]) -> dict[str, Any]:
-    """Runs the quick tests of the defect's area, then all quick tests, then the others, until one fails."""
-    path = tree / "distaccum" / mutant.file
-    whole, began = path.read_text(), time.monotonic()
-    path.write_text(whole.replace(mutant.before, mutant.after))
-    near = [f"tests/test_{name}.py" for name in AREAS[mutant.area]]
-    # Without the tests that read the source as text: they would fail on any added line.
-    every = [one for one in (tree / "tests").glob("test_*.py") if one.stem not in ("test_architecture", "test_suite")]
-    far = sorted(str(one.relative_to(tree)) for one in every)
-    far = [*(one for one in far if one not in near), "distaccum"]
+def files_of(mutant: Mutant) -> list[str]:
+    return [f"distaccum/{mutant.file}.py", *(f"tests/test_{name}.py" for name in TESTS[mutant.file].split())]
+
+
+def killer(mutant: Mutant, words: Sequence[str], tree: Path) -> str | None:
+    """The first test that fails with the mutant; None: it survives."""
+    path = tree / f"distaccum/{mutant.file}.py"
+    whole = path.read_text()
+    path.write_text(mutant.source)
     try:
-        quick, rest = known.get("quick"), "not run"
-        if not known:
-            quick = run_tests(tree, near, "quick") or run_tests(tree, far, "quick")
-        if not quick and not quick_alone:
-            rest = run_tests(tree, [*near, *far, "launch/training"], "not quick")
+        return next(iter(failed_tests(files_of(mutant), ["-x", *words], tree)), None)
     finally:
         path.write_text(whole)
-    seconds = known.get("seconds", 0) + round(time.monotonic() - began)
-    return {"area": mutant.area, "quick": quick, "rest": None if quick else rest, "seconds": seconds}
 
 
-def table(answers: dict[str, Any]) -> str:
-    lines = ["| area | defect | found by | quick |", "| --- | --- | --- | --- |"]
-    for name, answer in answers.items():
-        found = answer["quick"] or answer["rest"]
-        by = "**nobody**" if found is None else found if found == "not run" else f"`{found}`"
-        lines.append(f"| {answer['area']} | {name} | {by} | {'yes' if answer['quick'] else ''} |")
-    quick = sum(bool(answer["quick"]) for answer in answers.values())
-    every = sum((answer["quick"] or answer["rest"] or "not run") != "not run" for answer in answers.values())
-    lines.append(f"\n{len(answers)} defects: {every} found, {quick} of them by the quick tests")
-    return "\n".join(lines)
+def run(mutants: Sequence[Mutant], jobs: int) -> int:
+    """Prints a row for each mutant; returns the number that survived."""
+    own = threading.local()  # the tree of each worker
+    survived = 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+
+        def start() -> None:
+            own.tree = copied_tree(Path(tempfile.mkdtemp(dir=folder)))
+
+        with ThreadPoolExecutor(jobs, initializer=start) as pool:
+            files = sorted({file for mutant in mutants for file in files_of(mutant)})
+            found = pool.map(lambda file: failed_tests([file], [], own.tree), files)
+            broken = [test for tests in found for test in tests]
+            print(f"Left out, since they fail without a mutant: {', '.join(broken) or 'none'}\n")
+            print("| mutant | change | killed by |\n| --- | --- | --- |", flush=True)
+            words = [f"--deselect={test}" for test in broken]
+            for mutant, test in zip(mutants, pool.map(lambda one: killer(one, words, own.tree), mutants), strict=True):
+                survived += test is None
+                by = "**SURVIVED**" if test is None else f"`{test.removeprefix('tests/')}`"
+                print(f"| {mutant.place} | {mutant.change} | {by} |", flush=True)
+    print(f"\n{len(mutants) - survived} of {len(mutants)} killed")
+    return survived
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], epilog="Each takes 10 to 60 seconds, more where the quick tests pass."
-    )
-    parser.add_argument("--only", default="", metavar="TEXT", help="only the defects whose area or name contains this")
-    parser.add_argument("--list", action="store_true", help="print the defects and run nothing")
-    parser.add_argument("--table", action="store_true", help="print the results so far and run nothing")
-    parser.add_argument("--again", action="store_true", help="discard earlier results")
-    parser.add_argument(
-        "--quick", action="store_true", help="run only the quick tests; a later run without it adds the others"
-    )
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="number of defects tested at a time (2)")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--num", type=int, default=60, help="mutants (60)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only files whose path contains this")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants that run at a time (2)")
     arguments = parser.parse_args()
-    every = mutants()
-    answers = json.loads(ANSWERS.read_text()) if ANSWERS.exists() else {}
-    chosen = [one for one in every if arguments.only in f"{one.area} {one.name}"]
-    if arguments.table:
-        print(table(answers))
-        return 0
-    if not chosen:
-        parser.error(f"no defect has {arguments.only!r} in its area or name; --list names them")
-    if problems := broken(every):
-        parser.error("\n".join(problems))
+    mutants = chosen(arguments.seed, arguments.num, arguments.only)
+    if not mutants:
+        parser.error(f"no mutant of a file with {arguments.only!r} in its path, expected part of: {', '.join(TESTS)}")
     if arguments.list:
-        print("\n".join(f"{one.area}: {one.name}" for one in chosen))
+        print("\n".join(f"{one.place}: {one.change}" for one in mutants))
         return 0
-    ANSWERS.parent.mkdir(exist_ok=True)
-    if arguments.again:
-        answers = {title: one for title, one in answers.items() if title not in {mutant.title for mutant in chosen}}
-    done = {title for title, one in answers.items() if arguments.quick or one["rest"] != "not run"}
-    wanted = [one for one in chosen if one.title not in done]
-    waiting, lock = iter(wanted), threading.Lock()
-
-    def work() -> None:
-        with tempfile.TemporaryDirectory() as folder:
-            tree = copied_tree(Path(folder))
-            while True:
-                with lock:
-                    mutant = next(waiting, None)
-                if mutant is None:
-                    return
-                known = answers.get(mutant.title, {})
-                answer = examine(mutant, tree, quick_alone=arguments.quick, known=known)
-                with lock:
-                    answers[mutant.title] = answer
-                    ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
-                    found = answer["quick"] or answer["rest"] or "NOBODY"
-                    print(f"{mutant.title}: {found} ({answer['seconds']} s)", flush=True)
-
-    workers = [threading.Thread(target=work) for _ in range(min(arguments.jobs, len(wanted)))]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    answers = {one.title: answers[one.title] for one in every if one.title in answers}  # in their order
-    ANSWERS.write_text(json.dumps(answers, indent=1) + "\n")
-    alive = [name for name, answer in answers.items() if (answer["quick"] or answer["rest"]) in (None, "not run")]
-    return 1 if alive else 0
+    return 1 if run(mutants, arguments.jobs) else 0
 
 
 if __name__ == "__main__":

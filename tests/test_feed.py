@@ -175,6 +175,9 @@ def test_error_of_a_ramp_is_raised_where_its_window_is_requested():
     assert run(next(windows), model) == [0, 1, 2]
     with pytest.raises(ValueError, match="steps"):
         next(windows)
+    _, accumulator = one_weight(steps=lambda index: index)
+    with pytest.raises(ValueError, match="steps"):
+        next(accumulator.windows(noting(9, [])))
 
 
 @pytest.mark.parametrize("is_weak", [True, False])

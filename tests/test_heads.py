@@ -160,6 +160,12 @@ def test_misuse_of_heads_raises_an_error_and_leaves_no_trace():
         for _ in window.heads(model(x), NAMES):
             pass
 
+    def clears_after_the_last_head(window: Any, x: Tensor) -> None:
+        for name, features in window.heads(model(x), NAMES):
+            window.backward(loss_of(model(features, name), 0))
+            if name == NAMES[-1]:
+                model.zero_grad()
+
     def past_the_trunk(window: Any, x: Tensor) -> None:
         for name, _ in window.heads(model(x), NAMES):
             window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
@@ -183,6 +189,7 @@ def test_misuse_of_heads_raises_an_error_and_leaves_no_trace():
     def without_graph(window: Any, x: Tensor) -> None:
         next(window.heads(model(x).detach(), NAMES))
 
+    fails(DistaccumError, "cleared or changed", clears_after_the_last_head)
     fails(DistaccumError, "heads.. was left before its last item", left)
     fails(DistaccumError, "a head without window.backward", without_backward)
     fails(ValueError, "heads.. got no items, expected one for each backward", without_items)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -12,6 +13,7 @@ from problems import CASES, IGNORED, big_batch, error, gradient, make_batch, mak
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.law.plan import RankReport, make_plan
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
 LAYOUTS = {
@@ -59,6 +61,27 @@ def test_record_has_losses_as_they_went_backward(kind, sizes):
         a.detach().zero_()
         b.detach().mul_(3)
     assert window.step().losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_plan_has_the_largest_micro_batch_of_all_ranks_and_is_empty_where_nothing_counts():
+    plain = dict.fromkeys(RankReport._fields, 0) | {"num_counted": 1, "totals": (3.0,)}
+    first = RankReport(**{**plain, "largest": 3, "largest_sample": 7})
+    plan = make_plan(["samples"], [first, first._replace(largest=5, largest_sample=2)])
+    assert (plan.largest, plan.largest_sample, plan.is_empty) == (5, 7, False)
+    assert make_plan(["samples"], [first._replace(totals=(0.0,))]).is_empty  # a part of a sample, with no labels
+
+
+def test_window_that_was_stepped_holds_no_losses():
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    window = accumulator.window([make_batch(2, seed=0), make_batch(3, seed=1)])
+    for batch in window:
+        window.backward(sample_loss(net, batch, "mean").as_subclass(OnDevice))
+    held = lambda: sum(type(one) is OnDevice for one in gc.get_objects())  # noqa: E731
+    assert held() == 2
+    window.step()
+    gc.collect()
+    assert held() == 0
 
 
 def test_hook_that_writes_to_its_gradient_changes_no_other_micro_batch():

@@ -1,11 +1,13 @@
-"""The tests themselves: names are sentences with a subject, and only one file uses the library's private names."""
+"""The tests themselves: their names are sentences, one file uses private names, and mutants.py makes real mutants."""
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from pathlib import Path
 
+import mutants
 import pytest
 
 FILES = sorted(Path(__file__).parent.glob("test_*.py"))
@@ -37,3 +39,56 @@ def test_rules_can_fail():
     assert unfit_names("def test_the_window():\n\ndef test_law():\n") == ["the_window", "law"]
     assert unfit_names("def test_window_ends():\n\ndef test_window_ends():\n") == ["window_ends"]
     assert reaches("seen = accumulator._engine.finish") == ["accumulator._engine"]
+
+
+SOURCE = '''
+"""Of 3 texts."""
+NAMES: Literal[7] = ("a",)
+
+
+def most(values: list[int] | None = None, *, least=0) -> int:
+    """The largest of 2."""
+    if not values:
+        raise ValueError(f"no values, expected at least {1 + 1}")
+    found = max(values)
+    assert found > least
+    self.words = "one" if found == 1 else "more"
+    log.write(self.words)
+    return found + 1
+
+
+def describe(number: int) -> str:
+    return str(number + 1)
+'''
+CHANGES = """
+`0`: `1`
+`not values`: `not not values`
+`raise ValueError(f"no values, expected at least {1 + 1}")`: dropped
+`max`: `min`
+`self.words = "one" if found == 1 else "more"`: dropped
+`log.write(self.words)`: dropped
+`found + 1`: `found - 1`
+`1`: `2`
+"""
+
+
+def test_mutants_change_what_a_test_can_see():
+    assert [one.change for one in mutants.mutants_of(SOURCE)] == CHANGES.strip().splitlines()
+
+
+def test_seed_gives_the_same_mutants_of_valid_python_that_differ():
+    found = mutants.chosen(seed=7, num=40)
+    assert found == mutants.chosen(seed=7, num=60)[:40]
+    for one in found:
+        before = (mutants.ROOT / "distaccum" / f"{one.file}.py").read_text()
+        assert ast.dump(ast.parse(one.source)) != ast.dump(ast.parse(before)), one
+
+
+@pytest.mark.slow
+def test_known_mutant_is_killed(tmp_path):
+    tree = mutants.copied_tree(tmp_path)
+    path = tree / "distaccum/law/shares.py"
+    source = path.read_text()
+    (fault,) = [one for one in mutants.mutants_of(source, "law/shares") if one.change.endswith("`divisor / count`")]
+    assert mutants.killer(fault, [], tree) == "distaccum/law/shares.py::distaccum.law.shares.share_of"
+    assert path.read_text() == source

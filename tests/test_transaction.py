@@ -805,6 +805,7 @@ def ranks_disagree(what):
         "batch_size": {"batch_size": lambda index: 4 + 4 * rank * index, "micro_batch_size": 1},
         "index": {"steps": 2},
         "kind": {"steps": 2},
+        "any": {"steps": 1},
     }[what]
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), **sizes)
     batches = [make_batch(1, seed=i) for i in range(20)]
@@ -814,6 +815,8 @@ def ranks_disagree(what):
     try:
         if what == "kind" and rank:
             accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
+        if what == "any" and rank:
+            run_window(accumulator.window(batches[:1]), ddp)
         for window in accumulator.windows(batches):
             run_window(window, ddp).step()
     except DistaccumError as caught:
@@ -830,6 +833,7 @@ def ranks_disagree(what):
         ("batch_size", 1, "ranks disagree on steps (rank 0: 2, rank 1: 4)"),
         ("index", 0, "ranks disagree on the update's index (rank 0: 0, rank 1: 3)"),
         ("kind", 0, "ranks disagree on who runs the window (rank 0: a loop, rank 1: update())"),
+        ("any", 0, "ranks disagree on steps (rank 0: 1, rank 1: any)"),
     ],
 )
 def test_ranks_that_disagree_are_named_before_the_window(ranks, what, index, expected):

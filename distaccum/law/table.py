@@ -35,6 +35,8 @@ def table(rows: Sequence[Sequence[str]], columns: int) -> list[str]:
 
     >>> table([["", "first", "second"], ["rank 0", "1", "2"]], columns=16)
     ['          first', '  rank 0      1', '', '          second', '  rank 0       2']
+    >>> table([["", "first", "second"], ["rank 0", "1", "2"]], columns=30)
+    ['          first  second', '  rank 0      1       2']
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines: list[str] = []
