@@ -38,7 +38,7 @@ def planned(lengths, workers):
     rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
-    sent, errors, windows = [], [], accumulator.windows(loader_of(lengths[rank], workers), ahead=False)
+    sent, errors, windows = [], [], accumulator.windows(loader_of(lengths[rank], workers))
     everyone = [[make_batch(1, seed=i) for i in range(length)] for length in lengths]
     while True:
         with Counting() as count:

@@ -202,13 +202,19 @@ def test_loader_that_yields_the_same_memory_again_is_refused(loader, steps):
 
 
 def test_same_memory_may_be_yielded_again_unchanged():
-    """One batch for ever, views of one tensor that the loop writes to, and NaN."""
+    """One batch for ever, views of one tensor that the loop writes to, NaN, and what is not contiguous."""
     one, parts, array = (
         torch.ones(1, 1),
         torch.tensor([[1.0], [2.0], [3.0], [4.0]]).split(1),
         np.ones((1, 1), "float32"),
     )
-    for loader in ([one] * 4, parts, [torch.from_numpy(array) for _ in range(4)], [one * torch.nan] * 4):
+    for loader in (
+        [one] * 4,
+        parts,
+        [torch.from_numpy(array) for _ in range(4)],
+        [one * torch.nan] * 4,
+        [torch.ones(1, 8)[:, ::8]] * 4,
+    ):
         model = nn.Linear(1, 1, bias=False)
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="ignore")
         for window in accumulator.windows(loader):

@@ -50,6 +50,7 @@ def _look_at(micro_batch: Any) -> list[_Seen]:
         elements = b""
         if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
             some = tensor.detach().reshape(-1)[:: -(-tensor.numel() // NUM_ELEMENTS)]
-            elements = bytes(some.contiguous().view(torch.uint8).tolist())  # as bytes NaN equals itself
+            packed = some.clone(memory_format=torch.contiguous_format)
+            elements = bytes(packed.view(torch.uint8).tolist())  # as bytes NaN equals itself
         found.append(_Seen(tensor, own_version_of(tensor), elements))
     return found
