@@ -292,6 +292,8 @@ class Left:
 
 def all_of(micro_batches: Any) -> list[Any]:
     """Those of an iterable, drawn at once."""
+    if isinstance(micro_batches, list | tuple):
+        return list(micro_batches)  # made before
     reader = Reader(micro_batches, None, tells_state=False)
     reader.fill(sys.maxsize)
     return reader.peek(sys.maxsize)

@@ -96,7 +96,7 @@ def by_accelerate(job: Job) -> Iterator[None]:
 
 
 def by_fabric(job: Job) -> Iterator[None]:
-    from lightning.fabric import Fabric
+    from lightning_fabric import Fabric
 
     fabric = Fabric(accelerator="cpu", devices=1)
     model, optimizer = fabric.setup(job.model, job.optimizer)
