@@ -201,7 +201,8 @@ def test_loader_that_yields_the_same_memory_again_is_refused(loader, steps):
     assert seen_in(accumulator.windows(batches()), model)[0] == NUMBERS[:4]
 
 
-def test_same_memory_may_be_yielded_again_unchanged():
+@pytest.mark.parametrize("ahead", [True, False])
+def test_same_memory_may_be_yielded_again_unchanged(ahead):
     """One batch for ever, views of one tensor that the loop writes to, NaN, and what is not contiguous."""
     one, parts, array = (
         torch.ones(1, 1),
@@ -217,7 +218,7 @@ def test_same_memory_may_be_yielded_again_unchanged():
     ):
         model = nn.Linear(1, 1, bias=False)
         accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="ignore")
-        for window in accumulator.windows(loader):
+        for window in accumulator.windows(loader, ahead=ahead):
             for micro_batch in window:
                 window.backward(model(micro_batch.mul_(2.0)).mean())
             window.step()

@@ -109,6 +109,8 @@ class Ahead:
         if ahead and self._reads_ahead:
             report = candidate.report
             self._owed, self._is_due = self._peers.owe(report.update + 1, len(report) - 1 + len(report.totals)), True
+        else:
+            self.reader.settle_reuse()  # the loop may write to what it gets
 
     def pace(self, index: int, place: int, num_micro_steps: int) -> None:
         if not self._is_due:
