@@ -32,7 +32,6 @@ from .accumulating.progress import Progress
 from .accumulating.setup import Setup
 from .accumulating.windows import Windows
 from .engines import Sync
-from .engines.pipeline import PipelineSchedule
 from .extension import Extension, hooks_of, join_all
 from .extensions.nonfinite import LookAtEnd
 from .law.batches import Columns, Count, count_samples
@@ -41,6 +40,7 @@ from .law.errors import DistaccumError
 from .law.lengths import Names
 from .law.shares import Reduction, Schedule
 from .law.update import Update
+from .meshes.pipeline import PipelineSchedule
 from .runs.check.measure import check
 from .runs.check.report import Report
 from .runs.contrast import Encode, PairsLoss, contrast

@@ -17,8 +17,9 @@ ROOT = Path(__file__).parent.parent
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
     "law",
-    "gradients noise batchnorm data",
-    "engines",
+    "gradients noise batchnorm data private",
+    "ranks",
+    "engines wrappers meshes",
     "window",
     "accumulating",
     "extension extensions",
@@ -29,7 +30,14 @@ FLOORS = (
 )
 LARGEST = {"class": 300, "function": 60, "file": 420, "signature": 8}
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
-FOREIGN_ROOMS = ("engines/private/", "gradients/private.py", "gradients/scaling.py")
+FOREIGN_ROOMS = (
+    "private.py",
+    "engines/private/",
+    "wrappers/private/",
+    "meshes/private.py",
+    "gradients/private.py",
+    "gradients/scaling.py",
+)
 # Public in spite of the underscore: a named tuple's, and what this library notes on a user's object.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_distaccum_takers"}
 

@@ -19,7 +19,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.engines import Engine, RanksEngine
-from distaccum.engines.private import require
+from distaccum.private import require
 
 
 def chosen(name: str) -> str:

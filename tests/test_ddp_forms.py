@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.engines.peers import host_group
+from distaccum.ranks import host_group
 
 LAYOUT = [[2, 3], [1, 4, 2]]
 

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.engines.peers import GroupPeers
+from distaccum.ranks import GroupPeers
 
 ROW = [0.1, -0.0, math.inf, 1e300]
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, final
 
-from ..engines.peers import Owed, Peers, Rows
+from ..ranks import Owed, Peers, Rows
 from ..window.status import Status
 from .drawing import Batches, Candidate, Take
 from .reuse import FirstDrawn

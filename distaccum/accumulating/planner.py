@@ -7,17 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-from ..engines.accelerate import is_dispatching
-from ..engines.peers import Rows
 from ..gradients.memory import in_short
 from ..law.errors import DistaccumError, all_or_none
 from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
 from ..law.shares import shorten
+from ..ranks import Rows
 from ..window.hooks import Hooks
 from ..window.seeds import Seeds
 from ..window.source import Source, StandIn
 from ..window.status import Stage, Status
 from ..window.window import Trained, Window
+from ..wrappers.accelerate import is_dispatching
 from .commit import Committer
 from .config import Config
 from .drawing import Candidate, Drawing

@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batchnorm import batchnorms
 from ..engines import Engine, choose_engine
-from ..engines.accelerate import Accelerated
-from ..engines.fabric import FromFabric
 from ..gradients.scaling import refuse_mixed
 from ..law.batches import TokenCount, count_samples
 from ..law.errors import DistaccumError, Once
+from ..wrappers.accelerate import Accelerated
+from ..wrappers.fabric import FromFabric
 from .config import Config, as_list
 
 

@@ -8,9 +8,10 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from . import ddp, deepspeed, fsdp1, fsdp2  # noqa: F401  # an engine is found as a subclass
+from ..meshes.pipeline import Pipeline, schedule_in
+from ..wrappers import deepspeed, fsdp1  # noqa: F401  # an engine is found as a subclass
+from . import ddp, fsdp2  # noqa: F401
 from .base import Engine, Sync
-from .pipeline import Pipeline, schedule_in
 from .plain import PlainEngine
 from .ranks import RanksEngine
 from .shards import num_ranks_of_meshes

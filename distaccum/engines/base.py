@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..gradients.norms import clip, total_norm
 from ..gradients.wide import Sums
 from ..law.plan import Plan
-from .peers import Peers
-from .pipeline import RunsStages
+from ..meshes.pipeline import RunsStages
+from ..ranks import Peers
 from .private.autograd import run_backward
 
 Sync = Literal["last", "every", "replicas", "gathered"]

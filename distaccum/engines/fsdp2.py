@@ -28,8 +28,8 @@ from ..gradients.norms import HALF
 from ..law.errors import DistaccumError, warn
 from ..law.plan import Plan
 from ..law.shares import shorten
+from ..ranks import own_group
 from .base import Leaf, Sync
-from .peers import own_group
 from .private import fsdp2 as private
 from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
 from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing, shards_of, why_tensor_parallel

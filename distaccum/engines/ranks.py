@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ..law.errors import DistaccumError, ranks_where
 from ..law.plan import Plan
 from ..law.shares import shorten
+from ..ranks import GroupPeers, own_group
 from .averaging import average_by_hand, unlike
 from .base import Engine, Sync
-from .peers import GroupPeers, own_group
 from .shards import cut_over, is_part, lies_over
 
 

@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..law.plan import Plan
+from ..ranks import own_group
 from .averaging import settle_placements
 from .base import Sync
-from .peers import own_group
 from .ranks import RanksEngine
 from .shards import norm_over_shards, ranks_sharing, shards_of, why_tensor_parallel
 

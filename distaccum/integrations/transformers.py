@@ -23,13 +23,13 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 from ..accumulator import Accumulator
-from ..engines.private.accelerate import leave_out_step, note_step
 from ..gradients.scaling import forget
 from ..gradients.snapshot import kept, random_devices, random_state, same_random
 from ..law.batches import Count
 from ..law.shares import Reduction, share_of
 from ..law.update import Update
 from ..window.window import Window
+from ..wrappers.private.accelerate import leave_out_step, note_step
 from .questions import IGNORED, Asked, Questions, Taken
 
 OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..accumulating.drawing import cut_up
 from ..accumulating.planner import Planner
 from ..accumulating.reporting import Manner
-from ..engines.peers import Peers
 from ..extension import Extension, hooks_of
 from ..gradients.memory import in_short, is_out_of_memory
 from ..gradients.norms import HALF, leaves
@@ -24,6 +23,7 @@ from ..law.costs import group_in_order
 from ..law.errors import DistaccumError, ranks_where
 from ..law.sizes import PROOFS
 from ..law.update import Update
+from ..ranks import Peers
 from ..window.ledger import PairsLedger
 from ..window.seeds import refuse_loss
 from ..window.status import Status

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engines import Engine
-from ..engines.pipeline import nothing_of
 from ..law.errors import DistaccumError
+from ..meshes.pipeline import nothing_of
 from .hooks import Hooks
 from .ledger import Entry
 from .refusals import refuse_backward

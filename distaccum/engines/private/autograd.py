@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require
+from ...private import require
 
 # Skips the checks of shapes in torch.autograd.backward. Without it the public call does the same.
 _run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)

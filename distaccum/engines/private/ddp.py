@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from . import require
+from ...private import require
 
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import require
+from ...private import require
 
 FLAGS = (
     "reduce_grads",

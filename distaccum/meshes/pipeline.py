@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ..law.batches import cut_batch
 from ..law.errors import DistaccumError
 from ..law.lengths import batch_length
-from .peers import Peers, host_group
-from .private import pipelining as private
-from .private.pipelining import WeighChunk
+from ..ranks import Peers, host_group
+from . import private
+from .private import WeighChunk
 
 
 class PipelineSchedule(Protocol):

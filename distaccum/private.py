@@ -1,4 +1,4 @@
-"""Private names of torch's process groups."""
+"""Private names of torch's process groups, and what refuses a version of a library that lacks a name."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from .law.errors import DistaccumError
+
+SEEN = {"torch": "2.9 to 2.15", "DeepSpeed": "0.18 to 0.19.8"}
 FIRST = 10**9  # number of a group of ours, far from the caller's
 _made: Counter[tuple[int, ...]] = Counter()  # groups of ours by their ranks
 
@@ -38,3 +41,14 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
         world.group_count = before
     assert isinstance(made, dist.ProcessGroup)
     return made
+
+
+def require(library: str, owner: object, *names: str) -> None:
+    """Raises if this version of a library lacks private names without which an engine cannot work."""
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        kind = owner.__name__ if isinstance(owner, type) else type(owner).__name__
+        raise DistaccumError(
+            f"{kind} of this version of {library} has no {', '.join(missing)}, which distaccum needs; use {library} "
+            f"{SEEN[library]}"
+        )

@@ -28,14 +28,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..engines.base import Sync
+from ..engines.private.autograd import is_reached
+from ..engines.ranks import RanksEngine, refuse_narrower
 from ..gradients.norms import total_norm
 from ..law.errors import DistaccumError, ranks_where, warn
 from ..law.plan import Plan
 from ..law.shares import shorten
-from .base import Sync
 from .private import deepspeed as private
-from .private.autograd import is_reached
-from .ranks import RanksEngine, refuse_narrower
 
 # The way in which backwards are kept from reducing.
 Form = Literal["no_sync", "coalesced", "each"]

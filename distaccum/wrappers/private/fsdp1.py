@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from . import require
+from ...private import require
 
 RUNTIME = "torch.distributed.fsdp._runtime_utils"
 KEPT_SHARD = "_saved_grad_shard"  # of a flat parameter: its reduced gradient, until a window's last backward

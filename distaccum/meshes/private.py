@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import require
+from ..private import require
 
 WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor]  # its number, its output, what takes its loss
 

@@ -1,0 +1,1 @@
+"""Private names of the wrappers, a file each; `engines/private` says for which versions."""
