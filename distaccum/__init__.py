@@ -4,14 +4,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .accumulator import Accumulator
+    from .cutting import count_samples, count_tokens
     from .extension import Extension
-    from .law.batches import count_samples, count_tokens
-    from .law.costs import ByCost
-    from .law.errors import DistaccumError
-    from .law.update import Update
+    from .feeding.by_cost import ByCost
+    from .law import DistaccumError
     from .runs.check.report import Report
     from .tools.plan.forecast import plan
     from .tools.plan.report import Forecast
+    from .update import Update
     from .window.window import Window
 
 __all__ = [
@@ -31,15 +31,15 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "Accumulator": "accumulator",
-    "ByCost": "law.costs",
-    "DistaccumError": "law.errors",
+    "ByCost": "feeding.by_cost",
+    "DistaccumError": "law",
     "Extension": "extension",
     "Forecast": "tools.plan.report",
     "Report": "runs.check.report",
-    "Update": "law.update",
+    "Update": "update",
     "Window": "window.window",
-    "count_samples": "law.batches",
-    "count_tokens": "law.batches",
+    "count_samples": "cutting",
+    "count_tokens": "cutting",
     "plan": "tools.plan.forecast",
 }
 

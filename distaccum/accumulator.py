@@ -31,20 +31,18 @@ from .accumulating.planner import Planner
 from .accumulating.progress import Progress
 from .accumulating.setup import Setup
 from .accumulating.windows import Windows
+from .cutting import Columns, Count, Names, count_samples
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .extensions.nonfinite import LookAtEnd
-from .law.batches import Columns, Count, count_samples
-from .law.costs import ByCost
-from .law.errors import DistaccumError
-from .law.lengths import Names
-from .law.shares import Reduction, Schedule
-from .law.update import Update
+from .feeding.by_cost import ByCost
+from .law import DistaccumError, Reduction, Schedule
 from .meshes.pipeline import PipelineSchedule
 from .runs.check.measure import check
 from .runs.check.report import Report
 from .runs.contrast import Encode, PairsLoss, contrast
 from .runs.update import LossFn, update
+from .update import Update
 from .window.window import Window
 
 

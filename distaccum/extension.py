@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .accumulating.progress import KEYS
 from .accumulating.setup import Setup
-from .law.update import Update
+from .update import Update
 from .window.hooks import Hooks
 from .window.window import Window
 

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .gradients.memory import in_short
-from .law.errors import DistaccumError, LostRanksError
-from .law.update import Waitable
+from .law import DistaccumError, LostRanksError, in_short
 from .private import new_group, timeout_of
+from .update import Waitable
 
 # The errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")

@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.law.sizes import PROOFS
+from distaccum.sizes import PROOFS
 
 ENGINES = {"plain": 1, "DDP": 2, "FSDP2": 2}
 POSITIONS = ("first", "middle", "last")

@@ -7,7 +7,7 @@ from typing import Any
 from distaccum import Accumulator, Update
 from distaccum.accumulating.planner import Planner
 from distaccum.extensions.noise import Norms
-from distaccum.law.sizes import MicroBatchSize
+from distaccum.sizes import MicroBatchSize
 from distaccum.window.window import Window
 
 

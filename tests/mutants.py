@@ -31,15 +31,12 @@ ROOT = Path(__file__).parent.parent
 HANG = 240  # seconds of one test
 # The tests of each file, which run in this order, after the examples in it.
 TESTS = {
-    "law/batches": "batches loaders costs transaction memory",
-    "law/costs": "costs law",
-    "law/errors": "law transaction ddp",
-    "law/lengths": "batches loaders costs",
-    "law/plan": "law loops transaction ddp ddp_shared context fully_shard",
-    "law/shares": "law loops batches state ddp",
-    "law/sizes": "memory costs",
-    "law/table": "cli",
-    "law/update": "law loops transaction ddp noise",
+    "cutting": "batches loaders costs transaction memory",
+    "feeding/by_cost": "costs law",
+    "law": "law loops batches transaction state ddp ddp_shared context fully_shard",
+    "sizes": "memory costs",
+    "tools/table": "cli",
+    "update": "law loops transaction ddp noise",
     "accumulating/feed": "feed drawing loaders state law ddp",
     "accumulating/reporting": "law feed drawing memory contrast ddp",
     "accumulating/drawing": "law feed drawing loaders transaction costs ddp fully_shard",

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
     "law",
-    "gradients noise batchnorm data private",
+    "update cutting private norms scaling gradients snapshot sizes noise batchnorm feeding",
     "ranks",
     "engines wrappers meshes",
     "window",
@@ -28,15 +28,14 @@ FLOORS = (
     "tools integrations",
     "transformers __main__",
 )
-LARGEST = {"class": 300, "function": 60, "file": 420, "signature": 8}
+LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
 FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
 FOREIGN_ROOMS = (
     "private.py",
     "engines/private/",
     "wrappers/private/",
     "meshes/private.py",
-    "gradients/private.py",
-    "gradients/scaling.py",
+    "scaling.py",
 )
 # Public in spite of the underscore: a named tuple's, and what this library notes on a user's object.
 PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_distaccum_takers"}
@@ -254,7 +253,7 @@ def test_rules_can_fail():
     wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
     assert sizes({"a.py": wide}) == {"a.py wide()": 9}
     assert sizes({"a.py": "class Long:\n" + "    a = 1\n" * 300}) == {"a.py Long": 301}
-    assert sizes({"a.py": "\n" * 421}) == {"a.py": 421}
+    assert sizes({"a.py": "\n" * 501}) == {"a.py": 501}
     reach = {"a.py": "class A:\n    def __init__(self):\n        self._x = 1\n", "b.py": "def f(a):\n    a._x, a._y\n"}
     assert private_reaches(reach) == ({"b.py": 1}, {"b.py": 1})
     assert private_reaches({"a.py": "getattr(a, '_y')\n"})[1] == {"a.py": 1}

@@ -16,8 +16,8 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.law.batches import fingerprint, join_batches, largest_sample
-from distaccum.law.shares import cut_evenly
+from distaccum.cutting import fingerprint, join_batches, largest_sample
+from distaccum.law import cut_evenly
 
 Pair = namedtuple("Pair", "image label")
 

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
-from distaccum.data import trim_padding
-from distaccum.law.costs import cost_of_group, group_by_cost, group_in_order
+from distaccum.feeding import trim_padding
+from distaccum.feeding.by_cost import cost_of_group, group_by_cost, group_in_order
 
 COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 COST = count_tokens("mask", ignore_index=0)

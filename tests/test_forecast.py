@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from distaccum import Accumulator, plan
-from distaccum.law.shares import cut_evenly, steps_for
+from distaccum.law import cut_evenly, steps_for
 from distaccum.tools.cli import main
 from distaccum.tools.plan.fitting import fit
 from distaccum.tools.plan.forecast import amount

@@ -13,7 +13,7 @@ from problems import CASES, IGNORED, big_batch, error, gradient, make_batch, mak
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.law.plan import RankReport, make_plan
+from distaccum.law import RankReport, make_plan
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
 LAYOUTS = {

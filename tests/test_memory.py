@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.gradients.memory import is_out_of_memory
-from distaccum.gradients.snapshot import Snapshot
-from distaccum.law.sizes import FIRST_WAIT, MicroBatchSize
+from distaccum.runs.memory import is_out_of_memory
+from distaccum.sizes import FIRST_WAIT, MicroBatchSize
+from distaccum.snapshot import Snapshot
 
 
 class Limited:

@@ -21,8 +21,8 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.accumulating.commit import MOST_SKIPS
-from distaccum.gradients.norms import clip, total_norm
-from distaccum.gradients.scaling import forget, stamp_of_scale
+from distaccum.norms import clip, total_norm
+from distaccum.scaling import forget, stamp_of_scale
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 

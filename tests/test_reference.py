@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import distaccum
-from distaccum import batchnorm, data, extensions, noise
+from distaccum import batchnorm, extensions, feeding, noise
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 OPENED = [distaccum.Accumulator, distaccum.Window, distaccum.Update, distaccum.Report, distaccum.Forecast]
@@ -59,7 +59,7 @@ def public():
     yield from (("noise.meaning", noise.meaning), ("batchnorm.freeze", batchnorm.freeze))
     yield from ((f"extensions.{name}", getattr(extensions, name)) for name in extensions.__all__)
     yield "batchnorm.to_groupnorm", batchnorm.to_groupnorm
-    yield "data.trim_padding", data.trim_padding
+    yield "feeding.trim_padding", feeding.trim_padding
     for kind in OPENED:
         yield from members_of(kind)
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..gradients.norms import EPSILON
-from ..gradients.scaling import (
+from ..law import DistaccumError
+from ..norms import EPSILON
+from ..scaling import (
     divide_in_step,
     divided,
     note_overflow,
@@ -24,8 +25,7 @@ from ..gradients.scaling import (
     unscales_in_step,
     update_without_gradients,
 )
-from ..law.errors import DistaccumError
-from ..law.update import Update, Waitable
+from ..update import Update, Waitable
 from ..window.window import Window, close_window, end_window, refusal_of
 from .config import Config
 from .nonfinite import judge, look_at

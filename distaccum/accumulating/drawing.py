@@ -11,10 +11,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from ..engines import Engine
-from ..law.batches import (
+from ..cutting import (
     Columns,
     Count,
+    Names,
     count_samples,
     cut_batch,
     cut_entries,
@@ -23,12 +23,10 @@ from ..law.batches import (
     pick_rows,
     tensors_in,
 )
-from ..law.costs import ByCost, cost_of_group, costs_of_rows, group_by_cost
-from ..law.errors import Once
-from ..law.lengths import Names
-from ..law.plan import RankReport
-from ..law.shares import cut_evenly
-from ..law.sizes import MicroBatchSize
+from ..engines import Engine
+from ..feeding.by_cost import ByCost, cost_of_group, costs_of_rows, group_by_cost
+from ..law import Once, RankReport, cut_evenly
+from ..sizes import MicroBatchSize
 from ..window.source import Counts
 from .config import Config
 

@@ -11,10 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..engines import Engine
-from ..gradients.names import names_of
-from ..gradients.norms import local, norm_on_host, read
-from ..law.errors import DistaccumError
-from ..law.shares import shorten
+from ..law import DistaccumError, shorten
+from ..norms import local, names_of, norm_on_host, read
 from ..window.ledger import PairsLedger
 from ..window.window import Window
 from .config import OnNonfinite

@@ -7,10 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-from ..gradients.memory import in_short
-from ..law.errors import DistaccumError, all_or_none
-from ..law.plan import FAILED, Plan, make_plan, refuse_unlike_parts, reports_of
-from ..law.shares import shorten
+from ..law import (
+    FAILED,
+    DistaccumError,
+    Plan,
+    all_or_none,
+    in_short,
+    make_plan,
+    refuse_unlike_parts,
+    reports_of,
+    shorten,
+)
 from ..ranks import Rows
 from ..window.hooks import Hooks
 from ..window.seeds import Seeds

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, final
 
-from ..gradients.scaling import refuse_broken_scaler
-from ..gradients.snapshot import Snapshot
-from ..law.errors import DistaccumError, warn
-from ..law.shares import whole_number_in
-from ..law.sizes import MicroBatchSize, learned_sizes
+from ..law import DistaccumError, warn, whole_number_in
+from ..scaling import refuse_broken_scaler
+from ..sizes import MicroBatchSize, learned_sizes
+from ..snapshot import Snapshot
 from ..window.source import StandIn
 from ..window.start import Start, pack, unpack
 from .config import Config

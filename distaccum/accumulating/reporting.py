@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import final
 
-from ..law.batches import largest_sample
-from ..law.shares import Reduction
+from ..cutting import largest_sample
+from ..law import Reduction
 from ..window.hooks import Hooks
 from ..window.ledger import Ledger, WeightedLedger
 from .config import Config

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from ..gradients.private import own_version_of
-from ..law.batches import tensors_in
-from ..law.errors import DistaccumError
+from ..cutting import tensors_in
+from ..law import DistaccumError
+from ..private import own_version_of
 
 NUM_ELEMENTS = 64  # of each tensor that are compared
 

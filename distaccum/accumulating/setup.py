@@ -13,10 +13,10 @@ from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batchnorm import batchnorms
+from ..cutting import TokenCount, count_samples
 from ..engines import Engine, choose_engine
-from ..gradients.scaling import refuse_mixed
-from ..law.batches import TokenCount, count_samples
-from ..law.errors import DistaccumError, Once
+from ..law import DistaccumError, Once
+from ..scaling import refuse_mixed
 from ..wrappers.accelerate import Accelerated
 from ..wrappers.fabric import FromFabric
 from .config import Config, as_list

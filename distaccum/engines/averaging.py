@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..gradients.norms import local
+from ..norms import local
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 UNUSED, DENSE, SPARSE = range(3)

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..gradients.norms import clip, total_norm
 from ..gradients.wide import Sums
-from ..law.plan import Plan
+from ..law import Plan
 from ..meshes.pipeline import RunsStages
+from ..norms import clip, total_norm
 from ..ranks import Peers
 from .private.autograd import run_backward
 

@@ -21,11 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..gradients.norms import leaves
 from ..gradients.wide import Phase, Sums
-from ..law.errors import DistaccumError
-from ..law.plan import Plan
-from ..law.shares import shorten
+from ..law import DistaccumError, Plan, shorten
+from ..norms import leaves
 from .base import Sync
 from .ddp_flags import NotesStrays, give_back_flags, take_flags, takers_of
 from .private import ddp as private

@@ -24,10 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..gradients.norms import HALF
-from ..law.errors import DistaccumError, warn
-from ..law.plan import Plan
-from ..law.shares import shorten
+from ..law import DistaccumError, Plan, shorten, warn
+from ..norms import HALF
 from ..ranks import own_group
 from .base import Leaf, Sync
 from .private import fsdp2 as private

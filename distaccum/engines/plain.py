@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..gradients.wide import Phase, Sums
-from ..law.plan import Plan
+from ..law import Plan
 from .base import Engine
 from .shards import why_tensor_parallel
 

@@ -9,9 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..law.errors import DistaccumError, ranks_where
-from ..law.plan import Plan
-from ..law.shares import shorten
+from ..law import DistaccumError, Plan, ranks_where, shorten
 from ..ranks import GroupPeers, own_group
 from .averaging import average_by_hand, unlike
 from .base import Engine, Sync

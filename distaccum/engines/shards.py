@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..gradients.norms import local, total_norm
+from ..norms import local, total_norm
 
 Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each rank has the whole
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..law.plan import Plan
+from ..law import Plan
 from ..ranks import own_group
 from .averaging import settle_placements
 from .base import Sync

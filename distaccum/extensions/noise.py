@@ -24,9 +24,9 @@ from ..accumulating.setup import Setup
 from ..engines import Engine
 from ..engines.base import Leaf
 from ..extension import Extension
-from ..gradients.norms import HALF, total_norm, widest
-from ..law.shares import Reduction, share_of
-from ..law.update import Update
+from ..law import Reduction, share_of
+from ..norms import HALF, total_norm, widest
+from ..update import Update
 from ..window.window import Window
 
 KEPT = 0.99  # of the averages, at each update: about the last hundred count

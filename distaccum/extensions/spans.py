@@ -7,7 +7,7 @@ from typing import final
 from torch.profiler import record_function
 
 from ..extension import Extension
-from ..law.update import Update
+from ..update import Update
 from ..window.window import Window
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..law.errors import DistaccumError
-from .private import hooks_after_accumulation
+from ..law import DistaccumError
+from ..private import hooks_after_accumulation
 
 
 class Sum:

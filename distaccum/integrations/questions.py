@@ -18,9 +18,8 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..law.batches import Count, count_samples, count_tokens, cut_batch, map_tensors
-from ..law.lengths import batch_length
-from ..law.shares import Reduction
+from ..cutting import Count, batch_length, count_samples, count_tokens, cut_batch, map_tensors
+from ..law import Reduction
 
 IGNORED = -100
 MOST = 8  # ranks whose rows are compared with each other

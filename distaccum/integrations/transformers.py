@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
 
 from ..accumulator import Accumulator
-from ..gradients.scaling import forget
-from ..gradients.snapshot import kept, random_devices, random_state, same_random
-from ..law.batches import Count
-from ..law.shares import Reduction, share_of
-from ..law.update import Update
+from ..cutting import Count
+from ..law import Reduction, share_of
+from ..scaling import forget
+from ..snapshot import kept, random_devices, random_state, same_random
+from ..update import Update
 from ..window.window import Window
 from ..wrappers.private.accelerate import leave_out_step, note_step
 from .questions import IGNORED, Asked, Questions, Taken

@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..law.batches import cut_batch
-from ..law.errors import DistaccumError
-from ..law.lengths import batch_length
+from ..cutting import batch_length, cut_batch
+from ..law import DistaccumError
 from ..ranks import Peers, host_group
 from . import private
 from .private import WeighChunk

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from ..accumulating.drawing import cut_up
 from ..accumulating.planner import Planner
 from ..accumulating.reporting import Manner
+from ..cutting import Columns
 from ..extension import Extension, hooks_of
-from ..gradients.memory import in_short, is_out_of_memory
-from ..gradients.norms import HALF, leaves
-from ..gradients.snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
-from ..law.batches import Columns
-from ..law.costs import group_in_order
-from ..law.errors import DistaccumError, ranks_where
-from ..law.sizes import PROOFS
-from ..law.update import Update
+from ..feeding.by_cost import group_in_order
+from ..law import DistaccumError, in_short, ranks_where
+from ..norms import HALF, leaves
 from ..ranks import Peers
+from ..sizes import PROOFS
+from ..snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
+from ..update import Update
 from ..window.ledger import PairsLedger
 from ..window.seeds import refuse_loss
 from ..window.status import Status
 from ..window.window import Window
+from .memory import is_out_of_memory
 from .update import Agreement, retry
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]

@@ -14,14 +14,14 @@ from ..accumulating.drawing import Drawing, cut_up
 from ..accumulating.nonfinite import NonfiniteError
 from ..accumulating.planner import Planner
 from ..accumulating.reporting import LOOP, Manner
+from ..cutting import Columns
 from ..engines import Engine
 from ..extension import Extension, hooks_of
-from ..gradients.memory import free, in_short, is_out_of_memory
-from ..law.batches import Columns
-from ..law.errors import DistaccumError, LostRanksError, all_or_none, ranks_where
-from ..law.update import Update
+from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
+from ..update import Update
 from ..window.status import Stage, Status
 from ..window.window import Window
+from .memory import free, is_out_of_memory
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from .. import __version__
-from ..law.shares import REDUCTIONS
+from ..law import REDUCTIONS
 from .plan.forecast import plan
 from .plan.learning_rate import Optimizer
 
 if TYPE_CHECKING:
-    from ..law.batches import Count
+    from ..cutting import Count
 
 
 CHECK = """
@@ -129,7 +129,7 @@ def _check(given: argparse.Namespace) -> int:
     import torch.distributed as dist
 
     from ..accumulator import Accumulator
-    from ..law.batches import Columns
+    from ..cutting import Columns
 
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
     chosen = {name: value for name, value in {**chosen, "count": count}.items() if value is not None}
@@ -210,7 +210,7 @@ def _count(text: str) -> Count:
     found = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text, re.DOTALL)
     if found is None:
         raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
-    from ..law.batches import count_samples, count_tokens
+    from ..cutting import count_samples, count_tokens
 
     key: str | None = found[1]
     if key is None:

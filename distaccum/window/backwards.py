@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..engines import Engine
-from ..law.errors import DistaccumError
+from ..law import DistaccumError
 from ..meshes.pipeline import nothing_of
 from .hooks import Hooks
 from .ledger import Entry

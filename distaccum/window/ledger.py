@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ..engines import Engine
-from ..gradients.norms import number_of
-from ..law.shares import Reduction, share_of
+from ..law import Reduction, share_of
+from ..norms import number_of
 from .seeds import Seeds
 from .source import Counts
 

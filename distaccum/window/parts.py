@@ -7,8 +7,8 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
-from ..law.batches import rebuilt
-from ..law.errors import DistaccumError
+from ..cutting import rebuilt
+from ..law import DistaccumError
 from .refusals import refuse_nesting, without_backward
 from .status import DONE, WAITING, Status
 

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from ..law.errors import DistaccumError
+from ..law import DistaccumError
 from .status import DONE, FAILED, WAITING, Stage, Status
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.amp import GradScaler
 
 from ..engines import Engine
-from ..gradients.norms import HALF
-from ..gradients.scaling import is_scaled_by, stamp_of_scale
-from ..law.errors import Once
+from ..law import Once
+from ..norms import HALF
+from ..scaling import is_scaled_by, stamp_of_scale
 
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
 

@@ -11,7 +11,7 @@ from typing import Any, final
 from torch import nn
 
 from ..engines import Engine
-from ..law.plan import Plan
+from ..law import Plan
 
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
 

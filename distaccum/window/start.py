@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import nn
 
-from ..gradients.snapshot import check_random_state, random_devices, random_state, set_random_state
-from ..law.errors import DistaccumError, Once
+from ..law import DistaccumError, Once
+from ..snapshot import check_random_state, random_devices, random_state, set_random_state
 
 
 @final

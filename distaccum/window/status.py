@@ -8,8 +8,7 @@ from typing import final
 
 from torch import nn
 
-from ..law.errors import DistaccumError
-from ..law.plan import Plan
+from ..law import DistaccumError, Plan
 from .ledger import Ledger
 from .source import Source
 

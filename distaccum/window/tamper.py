@@ -10,8 +10,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..engines import Engine
-from ..gradients.private import is_view, version_of
-from ..gradients.scaling import has_unscaled
+from ..private import is_view, version_of
+from ..scaling import has_unscaled
 
 
 @final

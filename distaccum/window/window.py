@@ -14,10 +14,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from ..engines import Engine
-from ..gradients.norms import is_zero
-from ..gradients.scaling import forget
-from ..law.errors import DistaccumError, Once
-from ..law.update import Update
+from ..law import DistaccumError, Once
+from ..norms import is_zero
+from ..scaling import forget
+from ..update import Update
 from .backwards import TAMPERED, Backwards
 from .hooks import Hooks
 from .parts import each_head, each_part

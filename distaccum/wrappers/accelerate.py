@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..law.errors import DistaccumError
+from ..law import DistaccumError
 from .private.accelerate import is_saved_by, note_step
 
 

@@ -31,10 +31,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from ..engines.base import Sync
 from ..engines.private.autograd import is_reached
 from ..engines.ranks import RanksEngine, refuse_narrower
-from ..gradients.norms import total_norm
-from ..law.errors import DistaccumError, ranks_where, warn
-from ..law.plan import Plan
-from ..law.shares import shorten
+from ..law import DistaccumError, Plan, ranks_where, shorten, warn
+from ..norms import total_norm
 from .private import deepspeed as private
 
 # The way in which backwards are kept from reducing.

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from ..engines.base import Leaf, Sync
 from ..engines.ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
 from ..engines.shards import Groups, norm_over_shards, part_of_square, why_tensor_parallel
-from ..gradients.norms import HALF
-from ..law.errors import DistaccumError, warn
-from ..law.plan import Plan
-from ..law.shares import shorten
+from ..law import DistaccumError, Plan, shorten, warn
+from ..norms import HALF
 from .private import fsdp1 as private
 
 

@@ -41,7 +41,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from distaccum import Accumulator, ByCost, count_tokens
-from distaccum.data import trim_padding
+from distaccum.feeding import trim_padding
 
 ROWS, FIXED, LONGEST, SCALE, VOCABULARY = 64, 8, 256, 8, 2048
 WAYS = ("fixed", "short", "sorted", "cost")

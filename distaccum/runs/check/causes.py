@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from torch import nn
 
 from ...batchnorm import KINDS
-from ...law.shares import shorten
+from ...law import shorten
 from .compare import Comparison, Measured
 from .weights import cause_in_the_loss
 

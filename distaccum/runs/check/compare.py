@@ -15,13 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...batchnorm import KINDS
+from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors, tensors_in
 from ...engines import Engine
-from ...gradients.memory import in_short
-from ...gradients.names import names_of
-from ...gradients.snapshot import Snapshot, random_devices, random_state, same_random, set_seed
-from ...law.batches import Columns, count_samples, cut_batch, join_batches, map_tensors, tensors_in
-from ...law.errors import DistaccumError, all_or_none
-from ...law.shares import Reduction, shorten
+from ...law import DistaccumError, Reduction, all_or_none, in_short, shorten
+from ...norms import names_of
+from ...snapshot import Snapshot, random_devices, random_state, same_random, set_seed
 from .rows import all_ignored, kept_by_row, uneven_sizes
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...accumulating.drawing import Batches, cut_up
 from ...accumulating.planner import Planner
 from ...accumulating.reporting import Manner
-from ...gradients.norms import local
-from ...law.batches import Columns
-from ...law.errors import DistaccumError
+from ...cutting import Columns
+from ...law import DistaccumError
+from ...norms import local
 from ..update import LossFn, run_all
 from .compare import Measured, Subject
 from .report import Report, report

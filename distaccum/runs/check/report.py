@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import shutil
 import textwrap
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...gradients.memory import in_short, is_out_of_memory
-from ...gradients.names import names_of
-from ...gradients.snapshot import kept
-from ...law.batches import Columns
-from ...law.errors import DistaccumError
-from ...law.table import width
+from ...cutting import Columns
+from ...law import DistaccumError, in_short
+from ...norms import names_of
+from ...snapshot import kept
+from ..memory import is_out_of_memory
 from .causes import causes_of
 from .compare import Comparison, LossFn, Subject
 
@@ -75,7 +75,7 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        columns = width()
+        columns = max(20, min(shutil.get_terminal_size((120, 24)).columns, 120))
         verdict = "equivalent" if self.equivalent else "NOT equivalent"
         cut = " + ".join(map(str, self.micro_batches))
         lines = textwrap.wrap(

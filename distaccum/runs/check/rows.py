@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...law.batches import cut_batch, map_tensors, tensors_in
-from ...law.lengths import Names
+from ...cutting import Names, cut_batch, map_tensors, tensors_in
 
 IGNORED = -100  # the default of torch's criterions
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...law.batches import cut_batch, tensors_in
-from ...law.shares import as_int_if_whole
+from ...cutting import cut_batch, tensors_in
+from ...law import as_int_if_whole
 from .compare import Comparison, Measured, weighted_sum, without_labels
 from .rows import uneven_sizes
 

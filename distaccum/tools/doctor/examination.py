@@ -8,7 +8,7 @@ from itertools import groupby
 from typing import Any
 
 from ... import __version__
-from ...law.table import width, wrapped
+from ..table import width, wrapped
 from .findings import Finding
 from .job import Launch, joined
 from .machine import backends, devices, packages, software

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from ... import __version__
-from ...law.errors import DistaccumError
+from ...law import DistaccumError
 from .findings import Finding
 
 c10d: Any = dist  # whose types lack its stores

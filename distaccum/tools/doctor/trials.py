@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from ...accumulator import Accumulator
 from ...engines import Engine, choose_engine, known_engines
-from ...law.errors import DistaccumError
+from ...law import DistaccumError
 from .findings import Finding
 from .job import Job
 

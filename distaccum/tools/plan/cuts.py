@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...law.shares import even_cut
+from ...law import even_cut
 
 
 def number_of(number: int, noun: str) -> str:

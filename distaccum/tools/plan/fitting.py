@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...gradients.memory import free, is_out_of_memory
-from ...gradients.snapshot import Snapshot
-from ...law.batches import cut_batch
-from ...law.lengths import batch_length
+from ...cutting import batch_length, cut_batch
+from ...runs.memory import free, is_out_of_memory
+from ...snapshot import Snapshot
 from .cuts import number_of
 
 

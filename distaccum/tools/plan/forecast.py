@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from decimal import Decimal, InvalidOperation
 from typing import Any, get_args
 
-from ...law.shares import REDUCTIONS, Reduction, steps_for, whole_number
+from ...law import REDUCTIONS, Reduction, steps_for, whole_number
 from .cuts import split_cut, tail_of_split, tail_of_windows, windows_cut
 from .learning_rate import Optimizer, scaled_learning_rate
 from .report import Forecast

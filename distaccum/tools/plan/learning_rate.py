@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any, Literal
 
-from ...law.shares import Reduction
+from ...law import Reduction
 
 Optimizer = Literal["sgd", "adam"]
 GOYAL = "Goyal et al. 2017, arXiv:1706.02677"

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from ...law.table import table, width, wrapped
+from ..table import table, width, wrapped
 from .cuts import Cut, Tail, number_of
 
 

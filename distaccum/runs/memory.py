@@ -6,7 +6,7 @@ import gc
 
 import torch
 
-from ..law.errors import DistaccumError
+from ..law import DistaccumError
 
 # Of allocators and libraries that have no class of error for it.
 MESSAGES = (
@@ -48,7 +48,3 @@ def free() -> None:
         module = getattr(torch, name, None)
         if module is not None and module.is_available() and getattr(module, "is_initialized", bool)():
             module.empty_cache()
-
-
-def in_short(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]

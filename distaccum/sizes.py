@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .shares import whole_number_in
+from .law import whole_number_in
 
 FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
 MOST_PROVEN = 32

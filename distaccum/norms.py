@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, clipping, and whether it is finite."""
+"""The norm of the whole gradient, clipping, and names of parameters."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .private import multiply, norms_of
 
@@ -103,3 +103,12 @@ def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtyp
 def widest(number: Tensor) -> Tensor:
     """In float64, or in float32 on Apple's GPUs, which have no wider type."""
     return number.float() if number.device.type == "mps" else number.double()
+
+
+def names_of(models: Sequence[nn.Module]) -> dict[int, str]:
+    """By the parameters' identity; names of a second model start with its position."""
+    return {
+        id(parameter): name.removeprefix("module.") if i == 0 else f"{i}.{name}"
+        for i, model in reversed(list(enumerate(models)))
+        for name, parameter in model.named_parameters()
+    }

@@ -1,18 +1,202 @@
-"""A window's plan: arithmetic without torch.
-
-Every rank says what it has for the next window in one row of numbers (`RankReport`), the rows are gathered
-once, and every rank makes the same `Plan` of them. After that each micro-loss has one known factor, its
-`share`, and nothing has to be corrected later.
-"""
+"""The law: shares, plans, and the words of errors. No torch, no ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import inspect
+import operator
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, get_args
 
-from .errors import DistaccumError
-from .shares import as_int_if_whole
+PACKAGE = f"{Path(__file__).parent}{os.sep}"
+
+
+class DistaccumError(RuntimeError):
+    """A broken protocol, such as `step()` in mid-window; its text says what was seen, what was expected, and the cure.
+
+    Wrong arguments raise ValueError or TypeError. Where ranks can know of each other's error, all of them raise.
+    """
+
+
+class LostRanksError(DistaccumError):
+    """Contact with other ranks is lost: they died or did not arrive, so no error can be reported to them.
+
+    The process group cannot be used any more: start all ranks again, from a checkpoint.
+    """
+
+
+def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:
+    """Raises on every rank if any has an error: a rank that has one its own, the others a DistaccumError.
+
+    `failed` has for each rank its error in short, or a flag, which all ranks know; in the message `{ranks}` stands for
+    those that failed, and `{why}` for their errors.
+    """
+    if error is not None:
+        try:
+            raise error
+        finally:
+            del error  # or its traceback would keep itself
+    if any(failed):
+        why = "; ".join(dict.fromkeys(str(one) for one in failed if one))
+        raise DistaccumError(message.replace("{ranks}", ranks_where(failed)).replace("{why}", why))
+
+
+def ranks_where(flags: Sequence[object]) -> str:
+    """The ranks whose flag is set, as an error lists them.
+
+    >>> ranks_where([True, False, True])
+    '0, 2'
+    """
+    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
+
+
+def in_short(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def warn(message: str) -> None:
+    """A warning at the line of the caller's code that led here, however deep in this package it was seen."""
+    frame, level = inspect.currentframe(), 1  # not kept: a frame that holds itself lives on, and all that called it
+    while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(PACKAGE):
+        frame, level = frame.f_back, level + 1
+    del frame
+    warnings.warn(message, stacklevel=level)
+
+
+class Once:
+    """Warns once for each key: on rank 0, or on each rank of what it alone sees, as its data."""
+
+    def __init__(self, rank: int) -> None:
+        self._is_first_rank = rank == 0
+        self.keys: set[str] = set()
+
+    def __call__(self, key: str, message: str) -> None:
+        if key not in self.keys and self._is_first_rank:
+            warn(message)
+        self.keys.add(key)
+
+    def on_each_rank(self, key: str, message: str) -> None:
+        if key not in self.keys:
+            self.keys.add(key)
+            warn(message)
+
+
+Reduction = Literal["mean", "sum", "sum_to_mean"]
+REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
+
+
+def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
+    """The factor that makes a micro-loss its part of the big batch's loss.
+
+    `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` what the
+    engine's reduction divides by.
+
+    >>> share_of("mean", count=2, total=8, divisor=1)
+    0.25
+    """
+    if reduction == "mean":
+        return divisor * count / total
+    if reduction == "sum_to_mean":
+        return divisor / total
+    return float(divisor)
+
+
+def whole_number(name: str, value: object, cure: str = "") -> int:
+    """`value` as an int of at least 1, or an error that says what it was.
+
+    >>> whole_number("steps", 8)
+    8
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)  # type: ignore[arg-type]  # this is the check
+    except TypeError:
+        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a whole number{cure}") from None
+    if number < 1:
+        raise ValueError(f"{name}={number}, expected at least 1")
+    return number
+
+
+def steps_for(batch_size: int, micro_batch_size: int, ranks: int) -> int:
+    """The fewest micro-batches per rank that hold `batch_size` samples.
+
+    >>> steps_for(batch_size=100, micro_batch_size=16, ranks=2)
+    4
+    """
+    return -(-batch_size // (ranks * micro_batch_size))
+
+
+def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = None) -> list[int]:
+    """Sizes of the parts of `length` samples: as even as can be, the larger ones last.
+
+    Either `parts` of them (fewer where there are not as many samples), or the fewest of at most `largest`.
+    The largest comes last because its backward hides more of the reduction.
+
+    >>> cut_evenly(101, largest=50)
+    [33, 34, 34]
+    >>> cut_evenly(3, parts=8)
+    [1, 1, 1]
+    """
+    return [size for times, size in even_cut(length, parts=parts, largest=largest) for _ in range(times)]
+
+
+def even_cut(length: int, *, parts: int | None = None, largest: int | None = None) -> list[tuple[int, int]]:
+    """What `cut_evenly` gives, as (how often, size): as short for a trillion samples.
+
+    >>> even_cut(101, largest=50)
+    [(1, 33), (2, 34)]
+    """
+    if parts is None:
+        assert largest is not None
+        parts = -(-length // largest)
+    parts = min(parts, length)
+    if not parts:
+        return []
+    size, larger = divmod(length, parts)
+    return [(times, size) for times, size in ((parts - larger, size), (larger, size + 1)) if times]
+
+
+def as_int_if_whole(number: float) -> float:
+    """Whole numbers as int, so that a count prints as one."""
+    return int(number) if number == int(number) else number
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first names, and how many more there are.
+
+    >>> shorten(["a", "b", "c", "d", "e"])
+    'a, b, c and 2 more'
+    """
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+Schedule = int | Callable[[int], int]
+
+
+def at_update(name: str, schedule: Schedule, index: int, cure: str = "") -> int:
+    """The value of an int or of a ramp (a callable of the update's index) at update `index`."""
+    if callable(schedule):
+        return whole_number(f"{name}({index})", schedule(index), cure)
+    return schedule
+
+
+def whole_number_in(state: Mapping[str, Any], name: str, least: int) -> int:
+    """The number of this name, or an error that says what stands there."""
+    value = state.get(name)
+    try:
+        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # this is the check
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise ValueError(
+            f"the state has {name}={value!r}, expected a whole number of at least {least}; give what state_dict() "
+            "gave, of this version"
+        )
+    return number
 
 
 class RankReport(NamedTuple):

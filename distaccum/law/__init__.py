@@ -1,1 +1,0 @@
-"""The arithmetic and the words of a window: no torch.distributed."""
