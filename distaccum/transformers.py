@@ -1,7 +1,7 @@
 """What the scripts of transformers import: `from distaccum.transformers import AccumulatingTrainer`."""
 
 try:
-    from .integrations.transformers import AccumulatingTrainer
+    from .trainers.transformers import AccumulatingTrainer
 except ModuleNotFoundError as error:
     if error.name not in ("transformers", "accelerate"):
         raise

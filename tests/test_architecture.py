@@ -25,7 +25,7 @@ FLOORS = (
     "extension extensions",
     "runs",
     "accumulator",
-    "tools integrations",
+    "tools trainers",
     "transformers __main__",
 )
 LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
