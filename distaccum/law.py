@@ -1,4 +1,9 @@
-"""The law: shares, plans, and the words of errors. No torch, no ranks."""
+"""The law: shares, the plan of a window, and the words of errors. No torch, no ranks.
+
+Each rank says what it has for a window in one row of numbers (`RankReport`). The rows are gathered once, and every rank
+makes the same `Plan` of them: from then on each micro-loss has one known factor, its share, and nothing is corrected
+later.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +34,9 @@ class LostRanksError(DistaccumError):
 
 
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:
-    """Raises on every rank if any has an error: a rank that has one its own, the others a DistaccumError.
+    """Raises on every rank if any failed: this rank's own error, or a DistaccumError.
 
-    `failed` has for each rank its error in short, or a flag, which all ranks know; in the message `{ranks}` stands for
-    those that failed, and `{why}` for their errors.
+    `failed` has each rank's error in short, or a flag; in the message `{ranks}` and `{why}` stand for them.
     """
     if error is not None:
         try:
@@ -70,12 +74,12 @@ class Once:
     """Warns once for each key: on rank 0, or on each rank of what it alone sees, as its data."""
 
     def __init__(self, rank: int) -> None:
-        self._is_first_rank = rank == 0
+        self._rank = rank
         self.keys: set[str] = set()
 
     def __call__(self, key: str, message: str) -> None:
-        if key not in self.keys and self._is_first_rank:
-            warn(message)
+        if self._rank == 0:
+            self.on_each_rank(key, message)
         self.keys.add(key)
 
     def on_each_rank(self, key: str, message: str) -> None:
@@ -84,6 +88,8 @@ class Once:
             warn(message)
 
 
+# Shares and cuts
+
 Reduction = Literal["mean", "sum", "sum_to_mean"]
 REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 
@@ -91,17 +97,15 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
     """The factor that makes a micro-loss its part of the big batch's loss.
 
-    `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` what the
-    engine's reduction divides by.
+    `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` what the engine's reduction
+    divides by.
 
     >>> share_of("mean", count=2, total=8, divisor=1)
     0.25
     """
     if reduction == "mean":
         return divisor * count / total
-    if reduction == "sum_to_mean":
-        return divisor / total
-    return float(divisor)
+    return divisor / total if reduction == "sum_to_mean" else float(divisor)
 
 
 def whole_number(name: str, value: object, cure: str = "") -> int:
@@ -133,30 +137,23 @@ def steps_for(batch_size: int, micro_batch_size: int, ranks: int) -> int:
 def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = None) -> list[int]:
     """Sizes of the parts of `length` samples: as even as can be, the larger ones last.
 
-    Either `parts` of them (fewer where there are not as many samples), or the fewest of at most `largest`.
-    The largest comes last because its backward hides more of the reduction.
+    Either `parts` of them (fewer where there are not as many samples), or the fewest of at most `largest`. The largest
+    comes last because its backward hides more of the reduction.
 
     >>> cut_evenly(101, largest=50)
     [33, 34, 34]
-    >>> cut_evenly(3, parts=8)
-    [1, 1, 1]
     """
     return [size for times, size in even_cut(length, parts=parts, largest=largest) for _ in range(times)]
 
 
 def even_cut(length: int, *, parts: int | None = None, largest: int | None = None) -> list[tuple[int, int]]:
-    """What `cut_evenly` gives, as (how often, size): as short for a trillion samples.
+    """Like `cut_evenly`, as (how often, size): as short for a trillion samples.
 
     >>> even_cut(101, largest=50)
     [(1, 33), (2, 34)]
     """
-    if parts is None:
-        assert largest is not None
-        parts = -(-length // largest)
-    parts = min(parts, length)
-    if not parts:
-        return []
-    size, larger = divmod(length, parts)
+    parts = min(-(-length // largest) if largest is not None else parts or 1, length)
+    size, larger = divmod(length, parts or 1)
     return [(times, size) for times, size in ((parts - larger, size), (larger, size + 1)) if times]
 
 
@@ -187,16 +184,15 @@ def at_update(name: str, schedule: Schedule, index: int, cure: str = "") -> int:
 def whole_number_in(state: Mapping[str, Any], name: str, least: int) -> int:
     """The number of this name, or an error that says what stands there."""
     value = state.get(name)
-    try:
-        number = least - 1 if isinstance(value, bool) else operator.index(value)  # type: ignore[arg-type]  # this is the check
-    except TypeError:
-        number = least - 1
-    if number < least:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(
             f"the state has {name}={value!r}, expected a whole number of at least {least}; give what state_dict() "
             "gave, of this version"
         )
-    return number
+    return value
+
+
+# Plans
 
 
 class RankReport(NamedTuple):
@@ -239,12 +235,10 @@ class Plan:
     all_terms: bool  # no rank leaves a term out of any backward
     all_terms_in_last: bool  # no rank leaves one out of its last
     has_stand_in: tuple[bool, ...]  # by rank: holds a micro-batch from an earlier window, to stand in with
-    epoch_over: bool  # no rank drew anything: the epoch is over
+    epoch_over: bool  # no rank drew anything
     no_more_after: bool  # no rank has more
     agrees: bool = False  # ranks agree before they reduce
-    reduce_afterwards: bool = (
-        False  # no backward reduces: the engine does after the last, when all ranks have succeeded
-    )
+    reduce_afterwards: bool = False  # the engine reduces after the last backward, when all ranks have succeeded
     largest: int = 0  # samples in a micro-batch of any rank, where they were cut
     largest_sample: int = 0  # numbers in a sample of it
     is_empty: bool = field(init=False)  # no micro-batch has anything that counts, so there is no update
@@ -261,6 +255,12 @@ class Plan:
         return min(self.num_counted) == 0
 
 
+# What all ranks must have alike: how an error names it and its values, and the cure.
+AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "update": ("the update's index", int, "load the same state, and ask for as many windows"),
+    "agrees": ("who runs the window", lambda one: "update()" if one else "a loop", "call update(), or make a loop,"),
+    "steps": ("steps", lambda one: one or "any", "give the same steps, batch_size and kind of window"),
+}
 # What ranks that share their samples must have alike, and how an error says what they have.
 ALIKE = {
     "num_drawn": "micro-batches {}",
@@ -325,19 +325,13 @@ def refuse_unlike_parts(
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    _refuse_disagreement("the update's index", by_rank.update, int, "load the same state, and ask for as many windows")
-    _refuse_disagreement(
-        "who runs the window",
-        by_rank.agrees,
-        lambda is_guarded: "update()" if is_guarded else "a loop",
-        "call update(), or make a loop,",
-    )
-    _refuse_disagreement(
-        "steps",
-        by_rank.steps,
-        lambda steps: int(steps) or "any",
-        "give the same steps, batch_size and kind of window",
-    )
+    for field_name, (what, say, cure) in AGREED.items():
+        values = getattr(by_rank, field_name)
+        if len(set(values)) > 1:
+            seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))
+            raise DistaccumError(
+                f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
+            )
     totals = zip(*by_rank.totals, strict=True)
     return Plan(
         counts={name: as_int_if_whole(sum(total)) for name, total in zip(names, totals, strict=True)},
@@ -352,9 +346,3 @@ def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
         largest=max(by_rank.largest),
         largest_sample=max(by_rank.largest_sample),
     )
-
-
-def _refuse_disagreement(what: str, by_rank: Sequence[Any], say: Callable[[Any], object], cure: str) -> None:
-    if len(set(by_rank)) > 1:
-        seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(by_rank))
-        raise DistaccumError(f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank")
