@@ -17,18 +17,31 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .law import in_short
+
+Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
+Place = tuple[Any, ...]  # of an entry: the keys that lead to it
 
 
-def batch_length(batch: Any, whole: Names = ()) -> int:
-    """The length of the first dimension that most entries of `batch` share; a list of samples is one entry.
+def count_samples(batch: Any, whole: Names = ()) -> int:
+    """The number of samples in a micro-batch: the length of its batch dimension.
 
-    A list of alike entries may also be a container of columns, as `[view, other_view]` is. It then votes for both of
-    its lengths, and the other entries decide; where they don't, it is a tie.
+    Args:
+        batch: Tensors or arrays in any nesting of dicts, lists, tuples and dataclasses. The batch dimension is the
+            first dimension that most of them share. A list of samples, as texts or dicts of boxes, counts as one entry
+            of its length; one whose entries may be columns, as `[view, other_view]`, lets the other entries decide.
+        whole: Names of entries that have no say.
 
-    >>> boxes = [{"boxes": torch.zeros(n, 4), "label": torch.zeros(n)} for n in (7, 2, 7)]
-    >>> batch_length({"image": torch.zeros(3, 3, 8, 8), "boxes": boxes})
-    3
+    Raises:
+        TypeError: Nothing in it has a dimension; give a `count` of your own, such as `len`.
+        ValueError: A tie between two lengths.
+
+    Example:
+        >>> import torch
+        >>> boxes = [{"boxes": torch.zeros(n, 4), "label": torch.zeros(n)} for n in (7, 2, 7)]
+        >>> count_samples({"image": torch.zeros(3, 3, 8, 8), "boxes": boxes})
+        3
     """
     if isinstance(batch, Tensor) and batch.ndim:
         return batch.shape[0]
@@ -39,7 +52,7 @@ def batch_length(batch: Any, whole: Names = ()) -> int:
             return length
     votes: Counter[int] = Counter()
     firm: Counter[int] = Counter()  # of entries that have this length rather than another
-    for lengths, rather in _votes(batch, whole, is_root=True):
+    for lengths, rather in _votes(batch, whole):
         votes.update(lengths)
         firm.update(rather)
     ranked = sorted(votes, key=lambda one: (votes[one], firm[one]), reverse=True)
@@ -84,28 +97,25 @@ def columns_in(item: Any, *, is_root: bool) -> set[int] | None:
     if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
         return None
     of_entries = [set(_first_dimensions(entry)) for entry in item if entry is not None]
-    are_columns = all(len(lengths) == 1 and None not in lengths for lengths in of_entries)
-    columns = {length for lengths in of_entries for length in lengths if length is not None} if are_columns else set()
+    may_be_columns = all(len(lengths) == 1 and None not in lengths for lengths in of_entries)
+    columns: set[Any] = set().union(*of_entries) if may_be_columns else set()
     return None if is_root and len(columns) == 1 and all(map(is_array, item)) else columns
 
 
-def _votes(item: Any, whole: Names, *, is_root: bool) -> Iterator[tuple[set[int], set[int]]]:
+def _votes(item: Any, whole: Names, place: Place = ()) -> Iterator[tuple[set[int], set[int]]]:
     """For each entry, the lengths that it may have, and those of them that it has rather."""
+    columns = columns_in(item, is_root=not place)
     if is_array(item):
         if len(item.shape):
             yield {item.shape[0]}, {item.shape[0]}
-        return
-    if isinstance(item, PackedSequence):
+    elif isinstance(item, PackedSequence):
         yield {int(item.batch_sizes[0])}, {int(item.batch_sizes[0])}
-        return
-    columns = columns_in(item, is_root=is_root)
-    if columns is None:
+    elif columns is None:
         for key, child in items_in(item):
-            if key not in whole:
-                yield from _votes(child, nested(whole), is_root=False)
+            if not _goes_whole((*place, key), whole):
+                yield from _votes(child, whole, (*place, key))
     elif not _is_number(item):  # a size, or a pair of options
-        is_record = not any(map(is_array, item))
-        yield {len(item), *columns}, {len(item)} if is_record else set()
+        yield {len(item), *columns}, set() if any(map(is_array, item)) else {len(item)}
 
 
 def _first_dimensions(item: Any) -> Iterator[int | None]:
@@ -146,14 +156,14 @@ def items_in(item: Any) -> Iterable[tuple[Any, Any]]:
         return enumerate(item)
     if isinstance(item, Mapping):
         return item.items()
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+    if _is_dataclass(item):
         return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
     return ()
 
 
-def nested(whole: Names) -> Names:
-    """The names that hold below the batch itself."""
-    return [name for name in whole if isinstance(name, str)] if whole else ()
+def _goes_whole(place: Place, whole: Names) -> bool:
+    """Whether an entry is named: by key or field at any depth, by position in the batch itself."""
+    return place[-1] in whole and (len(place) == 1 or isinstance(place[-1], str))
 
 
 def is_array(item: Any) -> TypeGuard[Any]:
@@ -167,30 +177,7 @@ def is_list(item: Any) -> TypeGuard[Any]:
 
 
 def _is_container(item: Any) -> bool:
-    is_record = dataclasses.is_dataclass(item) and not isinstance(item, type)
-    return is_record or isinstance(item, Mapping) or hasattr(item, "_fields")
-
-
-Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
-
-
-def count_samples(batch: Any) -> int:
-    """The number of samples in a micro-batch: the length of its batch dimension.
-
-    Args:
-        batch: Tensors or arrays in any nesting of dicts, lists, tuples and dataclasses. The batch dimension is the
-            first dimension that most of them share.
-
-    Raises:
-        TypeError: Nothing in it has a dimension; give a `count` of your own, such as `len`.
-        ValueError: A tie between two lengths.
-
-    Example:
-        >>> import torch
-        >>> count_samples({"image": torch.zeros(8, 3, 32, 32), "label": torch.zeros(8)})
-        8
-    """
-    return batch_length(batch)
+    return _is_dataclass(item) or isinstance(item, Mapping) or hasattr(item, "_fields")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +249,7 @@ def _numbers_of_samples(item: Any, *, is_root: bool) -> Iterator[int]:
         if item.ndim and len(item):
             yield -(-item.numel() // len(item))
     elif columns_in(item, is_root=is_root) is not None:  # perhaps a sample each
-        yield from (tensor.numel() for tensor in _arrays(item) if isinstance(tensor, Tensor))
+        yield from (tensor.numel() for _, tensor in tensors_in(item))
     else:
         for _, child in items_in(item):
             yield from _numbers_of_samples(child, is_root=False)
@@ -271,28 +258,15 @@ def _numbers_of_samples(item: Any, *, is_root: bool) -> Iterator[int]:
 def fingerprint(batch: Any) -> int:
     """A number that differs where another rank's batch does: of some values of each tensor, read from its device once.
 
-    >>> import torch
     >>> rows = torch.arange(6.0).view(3, 2)
     >>> fingerprint({"x": rows}) == fingerprint({"x": rows.clone()}), fingerprint(rows) == fingerprint(rows + 1)
     (True, False)
     """
-    found = [array for array in _arrays(batch) if isinstance(array, Tensor) and not hasattr(array, "to_local")]
-    tensors = [array.detach() for array in found if _is_dense(array) and array.numel()]
-    some = [one.reshape(-1)[:: -(-one.numel() // 64)].to(torch.float64) for one in tensors if not one.is_complex()]
-    shapes = [tuple(one.shape) for one in tensors]
-    values = [group.cpu().tolist() for group in map(torch.cat, _by_device(some))]
-    return zlib.crc32(repr((shapes, values)).encode())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def _by_device(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
-    found: dict[torch.device, list[Tensor]] = {}
-    for tensor in tensors:
-        found.setdefault(tensor.device, []).append(tensor)
-    return list(found.values())
+    found = [one.detach() for _, one in tensors_in(batch) if not hasattr(one, "to_local")]
+    dense = [one for one in found if one.layout is torch.strided and not one.is_nested and one.numel()]
+    some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
+    values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []
+    return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,7 +289,7 @@ class Columns:
                 f"whole={tuple(self.whole)!r} and the batch has no {', '.join(map(repr, missing))}, expected some of "
                 f"{sorted(map(str, names))}"
             )
-        return batch_length(batch, self.whole) if self.length is None else self.length
+        return count_samples(batch, self.whole) if self.length is None else self.length
 
 
 def _names_in(item: Any, *, is_root: bool = True) -> Iterator[str | int]:
@@ -328,7 +302,6 @@ def _names_in(item: Any, *, is_root: bool = True) -> Iterator[str | int]:
 def cut_batch(batch: Any, sizes: Sequence[int], length: int, whole: Names = ()) -> Iterator[Any]:
     """The parts of `batch`, of `sizes` samples, in order. Tensors are views, not copies.
 
-    >>> import torch
     >>> [part["x"].tolist() for part in cut_batch({"x": torch.arange(3), "lr": 0.1}, [1, 2], length=3)]
     [[0], [1, 2]]
     """
@@ -339,14 +312,14 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int, whole: Names = ()) 
 
 def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: Names = ()) -> Iterator[Any]:
     """The parts of `batch` with these of its samples. Those that are neighbours are views of its tensors."""
-    _refuse_uncuttable(batch, length, whole)
-    if not any(are_cut for are_cut in cut_entries(batch, length, whole).values()):
+    entries = cut_entries(batch, length, whole)
+    if not any(entries.values()):
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
     for rows in groups:
-        yield _pick(batch, rows, length, whole, is_root=True)
+        yield _pick(batch, rows, entries, ())
 
 
-def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[tuple[Any, ...], bool]:
+def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[Place, bool]:
     """Whether each array and list is cut (True) or goes whole to each part, by the keys that lead to it.
 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
@@ -355,22 +328,25 @@ def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[tuple[Any, .
     return dict(_entries(batch, length, whole, ()))
 
 
-def _entries(item: Any, length: int, whole: Names, place: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], bool]]:
-    if is_column(item, length, is_root=not place):
-        yield place, True
-    elif is_array(item) or columns_in(item, is_root=not place) == set():
+def _entries(item: Any, length: int, whole: Names, place: Place) -> Iterator[tuple[Place, bool]]:
+    if place and _goes_whole(place, whole):
         yield place, False
+        return
+    is_cut = is_column(item, length, is_root=not place)
+    _refuse_uncuttable(item, length, is_cut=is_cut, name=str(place[-1]) if place else "")
+    if is_cut or is_array(item) or columns_in(item, is_root=not place) == set():
+        yield place, is_cut
     else:
         for key, child in items_in(item):
-            if key not in whole:
-                yield from _entries(child, length, nested(whole), (*place, key))
+            yield from _entries(child, length, whole, (*place, key))
 
 
-def _pick(item: Any, rows: Sequence[int], length: int, whole: Names, *, is_root: bool = False) -> Any:
-    if not is_column(item, length, is_root=is_root):
-        below = nested(whole)
-        pick = lambda child, key: child if key in whole else _pick(child, rows, length, below)  # noqa: E731
-        return item if is_array(item) else _remade(item, pick)
+def _pick(item: Any, rows: Sequence[int], entries: Mapping[Place, bool], place: Place) -> Any:
+    is_cut = entries.get(place)
+    if is_cut is None:
+        return rebuilt(item, lambda child, key: _pick(child, rows, entries, (*place, key)))
+    if not is_cut:
+        return item
     if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
         return item[rows[0] : rows[-1] + 1] if rows else item[:0]
     if isinstance(item, Tensor):
@@ -378,25 +354,22 @@ def _pick(item: Any, rows: Sequence[int], length: int, whole: Names, *, is_root:
     return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
 
 
-def _refuse_uncuttable(item: Any, length: int, whole: Names, name: Any = "") -> None:
+def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> None:
     """Raises for tensors whose samples are no slices of them."""
     kind = ""
     if isinstance(item, PackedSequence):
         kind = "a PackedSequence, whose samples are interleaved"
     elif isinstance(item, Tensor) and item.is_nested:
         kind = "a nested tensor, whose samples differ in length"
-    elif isinstance(item, Tensor) and item.layout is not torch.strided and item.shape[0] == length:
+    elif is_cut and isinstance(item, Tensor) and item.layout is not torch.strided:
         kind = f"a sparse tensor ({item.layout})"
-    elif str(name).startswith("cu_seq") or (name == "position_ids" and is_array(item) and item.shape == (length,)):
+    elif name.startswith("cu_seq") or (name == "position_ids" and is_array(item) and item.shape == (length,)):
         kind = f"packed sequences, one after the other in a row, of which {name!r} says where each begins"
     if kind:
         raise TypeError(
             f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "
             "cut it yourself: accumulator.window(micro_batches)"
         )
-    for key, child in items_in(item):
-        if key not in whole:
-            _refuse_uncuttable(child, length, nested(whole), key)
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -410,32 +383,26 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
     """The tensors, each with its key, field or position."""
     if isinstance(item, Tensor):
         return [(where, item)]
-    found: list[tuple[str, Tensor]] = []
-    rebuilt(item, lambda child, key: found.extend(tensors_in(child, repr(key))))
-    return found
+    return [found for key, child in items_in(item) for found in tensors_in(child, repr(key))]
 
 
-def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = (), *, is_root: bool = True) -> Any:
+def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = (), place: Place = ()) -> Any:
     """One batch of all samples; cutting it at `lengths` gives the batches again."""
     first = batches[0]
+    if place and _goes_whole(place, whole):
+        return first
     pairs = list(zip(batches, lengths, strict=True))
-    columns = [is_column(batch, length, is_root=is_root) for batch, length in pairs]
+    are_cut = [is_column(batch, length, is_root=not place) for batch, length in pairs]
     if is_array(first):
         tensors = [one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in batches]
-        return torch.cat(tensors) if all(columns) else first
+        return torch.cat(tensors) if all(are_cut) else first
     # Of one sample, a list may be one of rows, too.
-    if any(columns) and all(
-        is_it or len(batch) == length == 1 for is_it, (batch, length) in zip(columns, pairs, strict=True)
+    if any(are_cut) and all(
+        is_it or len(batch) == length == 1 for is_it, (batch, length) in zip(are_cut, pairs, strict=True)
     ):
         return type(first)(value for batch in batches for value in batch)
     by_key = [dict(items_in(batch)) for batch in batches]
-
-    def join(child: Any, key: Any) -> Any:
-        if key in whole:
-            return child
-        return join_batches([found[key] for found in by_key], lengths, nested(whole), is_root=False)
-
-    return _remade(first, join)
+    return rebuilt(first, lambda _, key: join_batches([found[key] for found in by_key], lengths, whole, (*place, key)))
 
 
 def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
@@ -447,12 +414,8 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
         return parts
     if isinstance(item, Mapping):
         return {key: change(value, key) for key, value in item.items()}
-    if dataclasses.is_dataclass(item) and not isinstance(item, type):
-        fresh = copy.copy(item)
-        for field in dataclasses.fields(item):
-            # A frozen dataclass refuses setattr; this is a fresh copy that nobody else has seen.
-            object.__setattr__(fresh, field.name, change(getattr(item, field.name), field.name))
-        return fresh
+    if _is_dataclass(item):
+        return _remade(item, change)
     if isinstance(item, list | tuple):
         made = [change(value, key) for key, value in items_in(item)]
         return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
@@ -460,30 +423,30 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
 
 
 def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """As `rebuilt`, for other samples: a dataclass is made of its changed arguments, and derives plain values anew."""
-    if not dataclasses.is_dataclass(item) or isinstance(item, Mapping | type):
-        return rebuilt(item, change)
-    fields, kind = dataclasses.fields(item), type(item)
-    given = {field.name: change(getattr(item, field.name), field.name) for field in fields if field.init}
+    """A dataclass of the changed arguments, which derives its other fields anew."""
+    kind = type(item).__name__
+    given = {
+        field.name: change(getattr(item, field.name), field.name) for field in dataclasses.fields(item) if field.init
+    }
     cure = (
         "give it what it needs and derive the rest in properties, or cut it yourself: accumulator.window(micro_batches)"
     )
     try:
         made = dataclasses.replace(item, **given)
     except Exception as error:
-        what = f"a {kind.__name__} of a part of its samples cannot be made ({type(error).__name__}: {error})"
-        raise TypeError(f"{what}; {cure}") from error
-    others = dict.fromkeys([*(field.name for field in fields), *getattr(item, "__dict__", {})])
-    derived = [n for n in others if n not in given and not isinstance(getattr(kind, n, None), cached_property)]
+        raise TypeError(f"a {kind} of a part of its samples cannot be made ({in_short(error)}); {cure}") from error
     unknown = [name for name, value in given.items() if getattr(made, name) is not value]
-    unknown += [name for name in derived if not hasattr(made, name) or _arrays(getattr(item, name, None))]
+    for name, value in getattr(item, "__dict__", {}).items():
+        is_cached = isinstance(getattr(type(item), name, None), cached_property)
+        if name not in given and tensors_in(value) and not is_cached:
+            unknown.append(name)
     if unknown:
         raise TypeError(
-            f"a {kind.__name__} changes or adds {', '.join(unknown)} beside its arguments, and what they are of a part "
-            f"of its samples cannot be known; {cure}"
+            f"a {kind} changes or adds {', '.join(unknown)} beside its arguments, and what they are of a part of its "
+            f"samples cannot be known; {cure}"
         )
     return made
 
 
-def _arrays(item: Any) -> list[Any]:
-    return [item] if is_array(item) else [array for _, child in items_in(item) for array in _arrays(child)]
+def _is_dataclass(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)

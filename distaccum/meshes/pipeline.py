@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..cutting import batch_length, cut_batch
+from ..cutting import count_samples, cut_batch
 from ..law import DistaccumError
 from ..ranks import Peers, host_group
 from . import private
@@ -111,7 +111,7 @@ class Pipeline:
         """The chunks that the schedule cuts each into."""
         if self.num_chunks == 1:
             return [[micro_batch] for micro_batch in micro_batches]
-        lengths, name = list(map(batch_length, micro_batches)), type(self._schedule).__name__
+        lengths, name = list(map(count_samples, micro_batches)), type(self._schedule).__name__
         uneven = next((length for length in lengths if length % self.num_chunks), None)
         if uneven is not None:
             raise ValueError(

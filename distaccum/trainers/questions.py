@@ -18,7 +18,7 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..cutting import Count, batch_length, count_samples, count_tokens, cut_batch, map_tensors
+from ..cutting import Count, count_samples, count_tokens, cut_batch, map_tensors
 from ..law import Reduction
 
 IGNORED = -100
@@ -92,7 +92,7 @@ class Questions:
             reason = f"labels of shape {list(labels.shape)}, and a model that takes no num_items_in_batch"
             raise ValueError(self._unseen(reason))
         try:
-            return batch_length(micro_batch)
+            return count_samples(micro_batch)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"no number of samples can be seen in a micro-batch that is a {type(micro_batch).__name__} "
@@ -279,7 +279,7 @@ def _shifts_labels(loss: Callable[[Any, Any], Taken], micro_batch: Any, number: 
 
 def rows_in(micro_batch: Any) -> list[Any]:
     """Its first row, and the others if there are any."""
-    rows = batch_length(micro_batch)
+    rows = count_samples(micro_batch)
     return [micro_batch] if rows == 1 else list(cut_batch(micro_batch, [1, rows - 1], rows))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from ...cutting import batch_length, cut_batch
+from ...cutting import count_samples, cut_batch
 from ...runs.memory import free, is_out_of_memory
 from ...snapshot import Snapshot
 from .cuts import number_of
@@ -31,7 +31,7 @@ def fit(model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size:
     trained = [p for one in models for p in one.parameters() if p.requires_grad]
     if not trained:
         raise ValueError("the model has no parameter that requires a gradient, expected one to train")
-    length = batch_length(batch)
+    length = count_samples(batch)
     size = asked = length if micro_batch_size is None else micro_batch_size
     if size > length:
         raise ValueError(f"micro_batch_size={size} and the model's batch has {length}; give a batch as long")
