@@ -156,7 +156,6 @@ def failed_tests(files: Sequence[str], words: Sequence[str], tree: Path) -> list
     hangs = ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
     command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-n", "0", "-m", "not slow", *hangs, *words, *files]
     environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "400"}
-    environment.pop("DISTACCUM_FORKS", None)  # a process that has imported the library without the mutant
     log = tree / "tests.log"
     with log.open("w") as file:
         status = subprocess.run(command, cwd=tree, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode

@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import forks
+from ranks import fork, may_have_children
 
 ROOT = Path(__file__).parent.parent
 SECONDS = 60  # per program; a longer run counts as a hang
@@ -30,9 +31,8 @@ class Done:
 class Program:
     """A process that runs a program."""
 
-    def __init__(self, forked: forks.Forks, pid: int, log: Path, errors: Path) -> None:
-        self._forks, self.pid, self._log, self._errors = forked, pid, log, errors
-        self._status: int | None = None
+    def __init__(self, process: BaseProcess, log: Path, errors: Path) -> None:
+        self._process, self._log, self._errors = process, log, errors
 
     @property
     def text(self) -> str:
@@ -43,13 +43,11 @@ class Program:
         return self._errors.read_text() if self._errors.exists() else ""
 
     def poll(self) -> int | None:
-        if self._status is None:
-            self._status = self._forks.status(self.pid)
-        return self._status
+        return self._process.exitcode
 
     def send(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, number)
+            os.kill(self._process.pid or 0, number)
 
     def wait(self, seconds: float = SECONDS) -> Done:
         return wait_for([self], seconds)[0]
@@ -96,28 +94,26 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = SE
 class Programs:
     """`programs.run("train", "--updates", "2")`; `ranks=2` starts two, as a launcher would.
 
-    A program is one of `preloaded_programs`, a script ("launch/bench/noise.py"), or "-c" with Python code as its first
+    A program is one of `preloaded.PROGRAMS`, a script ("launch/bench/noise.py"), or "-c" with Python code as its first
     argument.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder, self._number = folder, 0
-        self._forks = forks.connect()
-        self._forks.load("preloaded_programs")
-        self.load = self._forks.load  # later programs have then imported the module
+        self._folder = folder
+        self._started: list[Program] = []
 
     def start(
         self, program: str, *arguments: object, cwd: Path | None = None, own_stderr: bool = False, **environment: str
     ) -> Program:
         """With `own_stderr`, stderr goes to a file of its own."""
-        self._number += 1
-        log = self._folder / f"{self._number}.log"
+        log = self._folder / f"{len(self._started)}.log"
         errors = log.with_suffix(".errors")
         words = [str(argument) for argument in arguments]
         cwd = cwd or self._folder  # a run without --out writes here
         logs = [str(log), str(errors if own_stderr else log)]
-        pid = self._forks.fork("programs:run", program, words, logs, str(cwd), environment)
-        return Program(self._forks, pid, log, errors)
+        process = fork(run, program, words, logs, cwd, environment)
+        self._started.append(Program(process, log, errors))
+        return self._started[-1]
 
     def start_ranks(self, ranks: int, program: str, *arguments: object, **environment: str) -> list[Program]:
         port = free_port()
@@ -141,8 +137,9 @@ class Programs:
         return ended[0]
 
     def stop(self) -> None:
-        """Ends the programs that still run; if this process is killed, they end too."""
-        self._forks.close()
+        """Ends the programs that still run."""
+        for one in self._started:
+            one.send(signal.SIGKILL)
 
 
 def free_port() -> str:
@@ -151,8 +148,9 @@ def free_port() -> str:
         return str(found.getsockname()[1])
 
 
-def run(program: str, arguments: list[str], logs: list[str], cwd: str, environment: dict[str, str]) -> int | None:
-    """Runs the program in a process that was forked for it; returns its status."""
+def run(program: str, arguments: list[str], logs: list[str], cwd: Path, environment: dict[str, str]) -> None:
+    """Runs the program in a process that was forked for it, and ends with its status."""
+    may_have_children()
     for stream, log in enumerate(logs, start=1):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
     faulthandler.enable(2)
@@ -162,12 +160,12 @@ def run(program: str, arguments: list[str], logs: list[str], cwd: str, environme
     os.chdir(cwd)
     if limit := os.environ.get("LARGEST_FILE"):  # in bytes; simulates a full disk
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
-    return _main_of(program)(arguments)
+    sys.exit(_main_of(program)(arguments))
 
 
 def _main_of(program: str) -> Callable[[list[str]], int | None]:
     """The program's main function. Scripts and code run as under `python`."""
-    import preloaded_programs
+    import preloaded
 
     def script(arguments: list[str]) -> None:
         sys.argv[:] = [program, *arguments]
@@ -180,4 +178,4 @@ def _main_of(program: str) -> Callable[[list[str]], int | None]:
 
     if program == "-c":
         return code
-    return script if program.endswith(".py") else preloaded_programs.PROGRAMS[program]
+    return script if program.endswith(".py") else preloaded.PROGRAMS[program]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
-import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -13,15 +13,30 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing import spawn
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-import forks
-
 SECONDS = 60  # per function; a longer run counts as a hang
+
+
+def fork(function: Callable[..., Any], *args: Any) -> BaseProcess:
+    """A process that runs the function, forked from a server that has done the imports of `preloaded`."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["preloaded"])
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):  # where the server finds it
+        forkserver.ensure_running()
+    process = context.Process(target=function, args=args, daemon=True)
+    process.start()
+    return process
+
+
+def may_have_children() -> None:
+    """Lets this daemon start the workers of a DataLoader."""
+    multiprocessing.current_process()._config["daemon"] = False
 
 
 class Ranks:
@@ -33,13 +48,13 @@ class Ranks:
 
     def __init__(self, num: int) -> None:
         self.num = num
-        self._forks: forks.Forks | None = None
+        self._processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = SECONDS) -> list[Any]:
         __tracebackhide__ = True
         try:
-            if self._forks is None:
+            if not self._processes:
                 self._start()
             for pipe in self._pipes:
                 pipe.send((function, args, seconds))
@@ -49,24 +64,20 @@ class Ranks:
             raise
 
     def stop(self) -> None:
-        if self._forks is not None:
-            self._forks.close()
-        for pipe in self._pipes:
+        for process in self._processes:
+            process.kill()
+        for process, pipe in zip(self._processes, self._pipes, strict=True):
+            process.join()
             pipe.close()
-        self._forks, self._pipes = None, []
+        self._processes, self._pipes = [], []
 
     def _start(self) -> None:
-        # Forking this process itself is unsafe once it has threads.
-        self._forks = forks.connect()
         self._folder = Path(tempfile.mkdtemp())
-        # Ranks need this program's paths to find its functions, and its key to use its queues.
-        mine = {**spawn.get_preparation_data("ranks"), "authkey": bytes(multiprocessing.current_process().authkey)}
         for rank in range(self.num):
-            ours, theirs = socket.socketpair()
-            self._forks.fork("ranks:serve", rank, self.num, str(self._folder), files=[theirs.fileno()])
+            ours, theirs = multiprocessing.Pipe()
+            self._pipes.append(ours)
+            self._processes.append(fork(serve, rank, self.num, self._folder, theirs))
             theirs.close()
-            self._pipes.append(Connection(ours.detach()))
-            self._pipes[-1].send(mine)
         self._collect(time.monotonic() + SECONDS)  # so that the import of torch does not count as a function's time
 
     def _collect(self, until: float) -> list[Any]:
@@ -74,29 +85,26 @@ class Ranks:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
         while len(results) + len(errors) < self.num and time.monotonic() < until:
-            waiting = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results | errors]
-            for pipe in wait(waiting, timeout=max(0.0, until - time.monotonic())):
-                rank = self._pipes.index(pipe)  # type: ignore[arg-type]
+            waiting = {pipe: rank for rank, pipe in enumerate(self._pipes) if rank not in results | errors}
+            for pipe in wait(list(waiting), timeout=max(0.0, until - time.monotonic())):
+                rank = waiting[pipe]  # type: ignore[index]
                 try:
                     good, value = pipe.recv()  # type: ignore[union-attr]
                 except (EOFError, OSError):
                     words = self._last_words(rank)
                     good, value = False, f"{'hangs' if 'Timeout (' in words else 'died'}\n{words}"
-                if good:
-                    results[rank] = value
-                else:
-                    errors[rank] = value
+                (results if good else errors)[rank] = value
+                if not good:
                     until = min(until, time.monotonic() + 3)  # the others may wait for this rank forever
-        for rank in range(self.num):
-            if rank not in results | errors:
-                errors[rank] = f"did not end\n{self._last_words(rank)}"
-        if errors:
-            first, *others = sorted(errors.items(), key=_is_of_others)
-            lines = [f"rank {first[0]} {first[1]}"]
-            # The consequences of the first error get one line each; ranks that hang show their stacks.
-            lines += [f"rank {rank} {text if _hangs(text) else text.splitlines()[-1]}" for rank, text in others]
-            raise RankError("\n".join(lines))
-        return [results[rank] for rank in range(self.num)]
+        errors |= {r: f"did not end\n{self._last_words(r)}" for r in range(self.num) if r not in results | errors}
+        if not errors:
+            return [results[rank] for rank in range(self.num)]
+        first, *others = sorted(errors, key=lambda rank: is_consequence(errors[rank]))
+        lines = [f"rank {first} {errors[first]}"]
+        lines += [
+            f"rank {rank} {errors[rank] if hangs(errors[rank]) else errors[rank].splitlines()[-1]}" for rank in others
+        ]
+        raise RankError("\n".join(lines))
 
     def _last_words(self, rank: int) -> str:
         path = self._folder / f"{rank}.log"
@@ -107,17 +115,16 @@ class RankError(AssertionError):
     pass
 
 
-def _is_of_others(error: tuple[int, str]) -> tuple[bool, bool]:
+def is_consequence(text: str) -> tuple[bool, bool]:
     """A sort key: the consequences of another rank's failure come after it."""
-    _, text = error
     return "Connection closed by peer" in text, text.startswith("did not end")
 
 
-def _hangs(text: str) -> bool:
+def hangs(text: str) -> bool:
     return text.startswith(("hangs", "did not end"))
 
 
-def _in_short(error: BaseException) -> str:
+def in_short(error: BaseException) -> str:
     """The error with the frame that raised it and the frames of this repository."""
     shown = traceback.TracebackException.from_exception(error, compact=True)
     root = str(Path(__file__).parent.parent)
@@ -139,25 +146,20 @@ def launched() -> Iterator[None]:
         yield
 
 
-def serve(rank: int, num: int, folder: str, file: int) -> None:
-    """Runs in a process that was forked for this rank."""
+def serve(rank: int, num: int, folder: Path, pipe: Connection) -> None:
+    """Runs in the process of this rank."""
     import torch
     import torch.distributed as dist
 
-    pipe = Connection(file)
-    spawn.prepare(pipe.recv())
-    log = (Path(folder) / f"{rank}.log").open("w")
+    may_have_children()
+    log = (folder / f"{rank}.log").open("w")
     for stream in (1, 2):  # the last words of C++ code that aborts the process
         os.dup2(log.fileno(), stream)
     faulthandler.enable(log)
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # otherwise Accelerate sets it, with a warning
     dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=num,
-        timeout=timedelta(seconds=SECONDS),
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num, timeout=timedelta(seconds=SECONDS)
     )
     warnings.simplefilter("error")
     pipe.send((True, None))
@@ -165,13 +167,13 @@ def serve(rank: int, num: int, folder: str, file: int) -> None:
         try:
             function, args, seconds = pipe.recv()
         except EOFError:
-            return
+            os._exit(0)
         faulthandler.dump_traceback_later(seconds, file=log, exit=True)
         torch.manual_seed(0)
         try:
             answer = (True, function(*args))
         except BaseException as error:
-            answer = (False, _in_short(error))
+            answer = (False, in_short(error))
             del error
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import warm
 
 from distaccum import __version__
 from distaccum.tools.cli import main
@@ -203,13 +202,12 @@ def test_help_mistakes_and_plan_do_not_import_torch():
     assert (answer.stdout, answer.stderr, answer.returncode) == (f"distaccum {__version__}\n", "", 0)
 
 
-def test_command_is_installed_and_check_runs_under_torchrun(folder, tmp_path_factory):
+def test_command_is_installed_and_check_runs_under_torchrun(folder):
     installed = subprocess.run(
         [str(Path(sys.executable).parent / "distaccum"), "--version"], text=True, stdout=subprocess.PIPE
     )
     assert installed.stdout == f"distaccum {__version__}\n"
-    python = str(warm.make(tmp_path_factory.mktemp("warm")))
-    torchrun = [python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     launched = subprocess.run(
         [*torchrun, "-m", "distaccum", "check", "factories:on_ranks", *COUNT],
         env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

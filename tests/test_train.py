@@ -94,8 +94,6 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
 def hugging_face(programs: Programs, folder: Path, words: int = 200, **options: Any) -> Path:
     """A small GPT-2 with dropout, and a tokenizer of `words` words of the guide (0: no tokenizer)."""
     pytest.importorskip("tokenizers")
-    for module in ("modeling_gpt2", "tokenization_gpt2"):
-        programs.load(f"transformers.models.gpt2.{module}")
     code = (
         f"import json, test_train; test_train.save_gpt2({str(folder)!r}, {words}, json.loads({json.dumps(options)!r}))"
     )
