@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import re
-import socket
 from importlib.util import find_spec
 
 import pytest
@@ -13,11 +12,7 @@ import torch
 from programs import Done, Program, Programs, free_port
 
 from distaccum.tools.cli import main
-from distaccum.tools.doctor import trials
-from distaccum.tools.doctor.examination import Examination
-from distaccum.tools.doctor.findings import Finding
-from distaccum.tools.doctor.job import Launch
-from distaccum.tools.doctor.machine import packages, requirements
+from distaccum.tools.doctor import Examination, Finding, examine_launcher, examine_packages
 
 COLUMNS = {"COLUMNS": "120"}
 
@@ -52,10 +47,10 @@ def old_accelerate(tmp_path) -> dict[str, str]:
 def test_doctor_tries_each_engine_of_one_process(programs):
     (done,) = ended([programs.start("distaccum", "doctor", "--json", own_stderr=True)])
     found = json.loads(done.text)
-    assert found["healthy"] and found["hosts"] == [socket.gethostname()]
+    assert found["healthy"]
     seen = {one["name"]: one for one in found["findings"]}
     assert seen["torch"]["seen"].startswith(torch.__version__) and "or later" in seen["torch"]["seen"]
-    assert seen["gloo"]["state"] == "ok" and seen["variables"]["seen"] == "none: one process"
+    assert seen["variables"]["seen"] == "none: one process"
     assert seen["a plain module"]["seen"] == "sync='last', 'every'"
     fsdp2 = seen["FSDP2 (fully_shard)"]
     assert "'gathered'" in fsdp2["seen"]
@@ -81,8 +76,10 @@ def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs
 
 
 LACKS = "import sys; sys.modules['accelerate'] = sys.modules['deepspeed'] = None  # as if they were not installed\n"
-PLANT = "from distaccum.tools.doctor import trials; trials.WRAPS = {**trials.WRAPS, 'DDPEngine': "
-DIES = f"import os; {PLANT}lambda *_: os._exit(3)}}\n"
+DIES = (
+    "import os; from distaccum.tools import doctor\n"
+    "doctor.ENGINES['DistributedDataParallel'] = '', lambda _: os._exit(3)\n"
+)
 MAIN = "import sys; from distaccum.tools import cli; sys.exit(cli.main())"
 
 
@@ -93,7 +90,7 @@ def test_packages_that_one_rank_lacks_are_tried_on_no_rank(programs):
         programs.start("distaccum", *words, own_stderr=True, **first),
         programs.start("-c", LACKS + MAIN, *words, own_stderr=True, **second),
     ]
-    text = ended(ranks)[0].text
+    text = ended(ranks, 1)[0].text  # the versions differ
     where = " on rank 1" if find_spec("accelerate") else ""
     assert re.search(rf"- +what Accelerate prepared +accelerate is not installed{where}; pip install", text)
     assert re.search(r"ok +DistributedDataParallel", text)
@@ -108,61 +105,45 @@ def test_findings_are_printed_even_if_a_rank_dies_in_a_trial(programs):
     ]
     text = ended(ranks, 1, 3)[0].text
     assert re.search(r"ok +torch ", text) and "versions" in text
-    assert re.search(
-        r"WRONG DistributedDataParallel .*rank 1 of 2 went away within [\d.]+ seconds", " ".join(text.split())
-    )
-
-
-def test_ranks_that_disagree_on_the_world_size_are_named(programs):
-    done = ended(started(programs, "--timeout", "20", first={}, second={"WORLD_SIZE": "3"}), 2)
-    errors = [one.errors for one in done]
-    assert all(len(one.splitlines()) == 1 for one in errors)
-    assert any("WORLD_SIZE=2 on rank 0" in one and "WORLD_SIZE=3 on rank 1" in one for one in errors)
+    assert re.search(r"WRONG DistributedDataParallel .*a rank went away", " ".join(text.split()))
 
 
 def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
     unreachable = {"MASTER_PORT": free_port()}
     alone, lost = ended(started(programs, "--timeout", "1", first={}, second=unreachable), 2)
-    assert not alone.text and "rank 1 of 2 did not come within 1 seconds" in alone.errors
+    assert not alone.text and "did not all meet at 127.0.0.1" in alone.errors and "this is rank 0 of 2" in alone.errors
     assert len(alone.errors.splitlines()) == 1
-    assert "rank 1 on " in lost.errors and "is rank 0 started there" in lost.errors
-    assert len(lost.errors.splitlines()) == 1
+    assert "this is rank 1 of 2" in lost.errors and lost.errors.splitlines()[-1].startswith("distaccum doctor: Dist")
 
 
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
         ({"RANK": "0"}, "RANK=0 without WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 without RANK"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 without RANK"),
         (
-            {"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
-            "RANK=2 with WORLD_SIZE=2, expected",
+            {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"},
+            "RANK=1, WORLD_SIZE=2, MASTER_ADDR=a without MASTER_PORT",
         ),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "RANK and WORLD_SIZE without MASTER_PORT"),
-        ({"RANK": "one", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='one', expected a whole"),
+        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "expected a RANK below WORLD_SIZE"),
+        ({"RANK": "²", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "expected whole numbers"),
         ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4 and no RANK"),
-        ({"RANK": "²", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "RANK='²', expected a whole"),
-        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "99999"}, "=99999, expected 1 to 65535"),
     ],
 )
 def test_contradictions_of_the_launcher_are_named(environment, message):
-    launch = Launch.from_environment(environment)
-    assert launch.world == 1  # one process, so that the other checks still run
-    assert all(one.state == "wrong" and one.cure for one in launch.findings)
-    assert any(message in one.seen for one in launch.findings)
+    finding = examine_launcher(environment)
+    assert finding.state == "wrong" and finding.cure and message in finding.seen
 
 
 def test_batch_script_of_slurm_is_no_contradiction():
-    (finding,) = Launch.from_environment({"SLURM_NTASKS": "4"}).findings
-    assert finding.state == "ok"
+    assert examine_launcher({"SLURM_NTASKS": "4"}).state == "ok"
 
 
 def test_report_fits_the_terminal(monkeypatch):
     finding = Finding(
         "ranks", "accelerate", "1.15.0 on rank 0; 1.7.3 on rank 1", "wrong", "install the same on all nodes"
     )
-    found = Examination((finding,), ("vm-a", "vm-b"), 0)
+    found = Examination((finding,), 0)
     for columns, lines in ((60, 2), (80, 2), (120, 1)):
         monkeypatch.setenv("COLUMNS", str(columns))
         text = str(found)
@@ -170,33 +151,17 @@ def test_report_fits_the_terminal(monkeypatch):
         assert len(text.split("\n\n")[1].splitlines()) == 1 + lines, text
 
 
-def test_bounds_are_those_of_the_installed_package():
-    declared = importlib.metadata.requires("distaccum")
-    assert ("accelerate", "1.11", "accelerate") in list(
-        requirements()
-    ) and 'accelerate>=1.11; extra == "accelerate"' in declared
-    assert ("torch", "2.9", "") in list(requirements())
-
-
-def test_cure_names_the_smallest_extra(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    cures = {one.name: one.cure for one in packages()}
-    assert cures["tqdm"] == "pip install 'distaccum[launch]'"
-
-
 def test_optional_packages_that_are_missing_are_not_wrong(monkeypatch):
     def missing(name):
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    monkeypatch.setattr(trials, "find_spec", lambda name: None)
-    found = list(packages())
-    assert {one.state for one in found} == {"absent"} and all("pip install 'distaccum[" in one.cure for one in found)
-    absent = trials.untried_package("deepspeed", all_of_them=True)
-    assert absent == Finding("", "", "deepspeed is not installed", "absent", "pip install 'distaccum[deepspeed]'")
+    found = {one.name: one for one in examine_packages()}
+    assert found["torch"].seen == f"{torch.__version__} (2.9 or later)"
+    assert found["accelerate"] == Finding(
+        "software", "accelerate", "not installed", "absent", "pip install 'distaccum[accelerate]'"
+    )
+    assert {one.state for one in found.values()} == {"ok", "absent"} and "tqdm" not in found
 
 
 def test_wrong_timeout_prints_one_line(capsys):

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import importlib
-import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from functools import partial
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
@@ -24,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, get_args
 from .. import __version__
 from ..law import REDUCTIONS
 from .plan.forecast import plan
-from .plan.learning_rate import Optimizer
+from .plan.rules import Optimizer
 
 if TYPE_CHECKING:
     from ..cutting import Count
@@ -44,8 +41,6 @@ my_training.py:
           return criterion(model(micro_batch["x"]), micro_batch["y"])
       return model, batch, loss_fn          # or a dict of these and of the Accumulator's options
 
-loss_fn takes a micro-batch, or the model and a micro-batch.
-
 exit status: 0 equivalent, 1 not equivalent, 2 the check could not run
 """
 
@@ -53,18 +48,14 @@ exit status: 0 equivalent, 1 not equivalent, 2 the check could not run
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser(prog="distaccum", description="Gradient accumulation that is exact.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_plan(commands)
     _add_check(commands)
     _add_doctor(commands)
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    if words and words[0] in commands.choices:
-        commands.choices[words[0]].refuse_misspelt(words[1:])
-    elif words and not words[0].startswith("-"):
-        parser.error(f"there is no command {words[0]}{_meant(words[0], commands.choices)}")
-    else:
-        parser.refuse_misspelt(words)
-    given = parser.parse_args(words)
+    given = parser.parse_args(arguments)
+    if given.command is None:
+        parser.print_help()
+        return 0
     try:
         status: int = given.run(given)
         sys.stdout.flush()
@@ -82,25 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A usage error is one line, without the list of all options."""
+    """A parser whose errors are one line, without the list of all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
-
-    def refuse_misspelt(self, words: Sequence[str]) -> None:
-        """Before parsing, which would read the word after a misspelt option as a positional argument."""
-        options = ["--help", *re.findall(r"--?[a-z][\w-]*", self.format_usage())]
-        for word in words:
-            if word == "--":
-                return
-            option = word.split("=")[0]
-            if re.match("--?[A-Za-z]", word) and not any(one.startswith(option) for one in options):
-                self.error(f"there is no option {option}{_meant(option, options)}")
-
-
-def _meant(word: str, known: Iterable[str]) -> str:
-    near = difflib.get_close_matches(word, known, n=1)
-    return f"; did you mean {near[0]}?" if near else ""
 
 
 def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, epilog: str) -> Any:
@@ -159,34 +135,13 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
             made = found()
     except SystemExit as left:
         raise RuntimeError(f"{factory} left with status {left.code}") from left
-    options: dict[str, Any] = {}
-    if isinstance(made, Mapping):
-        needed = ("model", "batch", "loss_fn")
-        if missing := sorted(set(needed) - set(made)):
-            raise ValueError(f"{factory} gave a dict without {', '.join(missing)}")
-        options = {key: value for key, value in made.items() if key not in needed}
-        made = tuple(made[key] for key in needed)
-    made = made if isinstance(made, tuple) else (made,)
-    from torch import nn
-
-    models = made[0] if isinstance(made[0], list | tuple) else made[:1]
-    if len(made) != 3 or not callable(made[2]) or not all(isinstance(model, nn.Module) for model in models):
-        raise TypeError(
-            f"{factory} gave {', '.join(type(one).__name__ for one in made)}, expected model, batch and loss_fn in "
-            "this order, or a dict of them"
-        )
-    return made[0], made[1], _with_model(made[2], made[0]), options
-
-
-def _with_model(loss_fn: Any, model: Any) -> Any:
-    """The loss with the model as its first argument, if it takes two."""
-    try:
-        wanted = inspect.signature(loss_fn).parameters.values()
-    except (TypeError, ValueError):  # a builtin without a signature
-        return loss_fn
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [one for one in wanted if one.default is one.empty and one.kind in positional]
-    return partial(loss_fn, model) if len(needed) == 2 else loss_fn
+    needed = ("model", "batch", "loss_fn")
+    if isinstance(made, tuple) and len(made) == 3:
+        made = dict(zip(needed, made, strict=True))
+    if not isinstance(made, Mapping) or not made.keys() >= {*needed} or not callable(made["loss_fn"]):
+        raise TypeError(f"{factory} gave a {type(made).__name__}, expected model, batch and loss_fn, or a dict of them")
+    options = {key: value for key, value in made.items() if key not in needed}
+    return made["model"], made["batch"], made["loss_fn"], options
 
 
 def _imported(module: str) -> Any:
@@ -207,15 +162,14 @@ def _imported(module: str) -> Any:
 
 
 def _count(text: str) -> Count:
-    found = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text, re.DOTALL)
+    found = re.fullmatch(r"samples|tokens:([^:]+)(:shift)?", text)
     if found is None:
         raise ValueError(f"--count {text!r}, expected samples, tokens:KEY or tokens:KEY:shift")
     from ..cutting import count_samples, count_tokens
 
-    key: str | None = found[1]
-    if key is None:
+    if text == "samples":
         return count_samples
-    return count_tokens(int(key) if key.isdigit() else key, shift=found[2] is not None)
+    return count_tokens(int(found[1]) if found[1].isdigit() else found[1], shift=found[2] is not None)
 
 
 PLAN = """
@@ -238,20 +192,16 @@ def _add_plan(commands: Any) -> None:
     count = {"metavar": "N"}
     parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
     parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
-    parser.add_argument("--ranks", type=int, default=1, **count, help="number of data-parallel ranks (%(default)s)")
-    parser.add_argument(
-        "--nodes", type=int, default=1, **count, help="number of nodes, with equal numbers of ranks (%(default)s)"
-    )
+    parser.add_argument("--ranks", type=int, default=1, **count, help="number of data-parallel ranks (1)")
+    parser.add_argument("--nodes", type=int, default=1, **count, help="nodes, with equal numbers of ranks (1)")
     parser.add_argument("--samples", **count, help="samples in an epoch")
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
     parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="count its parameters, and try what fits here")
     parser.add_argument("--base-batch-size", **count, help="the batch size that --lr and --betas suit")
-    parser.add_argument("--lr", type=float, metavar="LR", help="the learning rate for --base-batch-size")
+    parser.add_argument("--lr", type=float, help="the learning rate for --base-batch-size")
     parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(default: advice on both)")
-    parser.add_argument(
-        "--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="betas of Adam (0.9 0.999)"
-    )
+    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="of Adam (0.9 0.999)")
     parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (mean)")
 
 
@@ -266,7 +216,7 @@ def _plan(given: argparse.Namespace) -> int:
                 options[name] = others[name]
     options["reduction"] = options["reduction"] or "mean"
     forecast = plan(**options)
-    print(forecast.to_json() if given.json else forecast)
+    print(json.dumps(forecast.as_dict(), indent=2) if given.json else forecast)
     return 0
 
 
@@ -293,7 +243,8 @@ def _add_doctor(commands: Any) -> None:
 def _doctor(given: argparse.Namespace) -> int:
     if not given.timeout > 0:
         raise ValueError(f"--timeout {given.timeout:g}, expected seconds above 0")
-    from .doctor.examination import examine
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # torch would log stacks of C++ beside the one line
+    from .doctor import examine
 
     with redirect_stdout(sys.stderr):  # the report alone goes to stdout
         found = examine(timeout=given.timeout, all_engines=given.all)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
-
-import torch
-from torch import nn
 
 from ...cutting import count_samples, cut_batch
 from ...runs.memory import free, is_out_of_memory
 from ...snapshot import Snapshot
-from .cuts import number_of
+from .report import number_of
 
 
 class Fit(NamedTuple):
@@ -22,7 +19,7 @@ class Fit(NamedTuple):
 
 
 def fit(model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size: int | None = None) -> Fit:
-    """The number of trained parameters, and the micro-batch that goes through forward and backward.
+    """The number of trained parameters, and the micro-batch that goes through forward and backward here.
 
     A micro-batch that runs out of memory is halved until it fits; none is larger than the batch. Gradients, buffers and
     random state are put back.
@@ -38,9 +35,17 @@ def fit(model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size:
     device, before, kept = trained[0].device, Snapshot(models), [p.grad for p in trained]
     before.take()
     try:
-        while not _fits(trained, next(iter(cut_batch(batch, [size], length))) if size < length else batch, loss_fn):
-            if size == 1:
-                raise torch.OutOfMemoryError(f"a micro-batch of 1 sample does not fit on {device}")
+        while True:
+            for parameter in trained:
+                parameter.grad = None
+            try:
+                loss = loss_fn(next(iter(cut_batch(batch, [size], length))) if size < length else batch)
+                total: Any = sum(loss.values()) if isinstance(loss, Mapping) else loss
+                total.backward()
+                break
+            except Exception as error:
+                if not is_out_of_memory(error) or size == 1:
+                    raise
             size //= 2
             free()
     finally:
@@ -51,17 +56,3 @@ def fit(model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size:
     summary = f"a micro-batch of {number_of(size, 'sample')} fits on {device} (one rank alone; {seen})"
     num_bytes = sum(p.numel() * p.element_size() for p in trained)
     return Fit(sum(p.numel() for p in trained), num_bytes, size, summary)
-
-
-def _fits(trained: Sequence[nn.Parameter], part: Any, loss_fn: Callable[[Any], Any]) -> bool:
-    for parameter in trained:
-        parameter.grad = None
-    try:
-        loss = loss_fn(part)
-        total: Any = sum(loss.values()) if isinstance(loss, Mapping) else loss
-        total.backward()
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True

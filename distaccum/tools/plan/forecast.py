@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
-from decimal import Decimal, InvalidOperation
+from collections.abc import Callable
+from decimal import Decimal
 from typing import Any, get_args
 
 from ...law import REDUCTIONS, Reduction, steps_for, whole_number
-from .cuts import split_cut, tail_of_split, tail_of_windows, windows_cut
-from .learning_rate import Optimizer, scaled_learning_rate
 from .report import Forecast
-from .sent import policies_for, row_of
+from .rules import (
+    Optimizer,
+    bytes_sent,
+    scaled_learning_rate,
+    split_cut,
+    tail_of_split,
+    tail_of_windows,
+    windows_cut,
+)
 
 AMOUNTS = ("batch_size", "micro_batch_size", "samples", "base_batch_size", "parameters")
 CHOICES = {"optimizer": get_args(Optimizer), "reduction": REDUCTIONS}
@@ -86,15 +92,23 @@ def plan(
         if epoch is not None:
             windows_tail = tail_of_windows(epoch, steps, micro, ranks)
             split_tail = tail_of_split(epoch, batch, micro, ranks)
-    rows: list[dict[str, Any]] = []
+    rows: tuple[dict[str, Any], ...] = ()
     if numbers is not None and gradient_bytes is not None and ranks > 1:
-        rows = [row_of(one, gradient_bytes, ranks, nodes, steps) for one in policies_for(numbers, ranks, nodes)]
+        rows = tuple(bytes_sent(numbers, gradient_bytes, ranks, nodes, steps))
     if batch is not None and base is not None:
-        updates = windows_tail.updates if windows_tail is not None else None
-        rate = scaled_learning_rate(batch, base, lr, optimizer, betas, reduction, updates)
+        rate = scaled_learning_rate(batch / base, lr, optimizer, betas, reduction)
     return Forecast(
-        *(given, gradient_bytes, steps, windows, split, windows_tail, split_tail),
-        *(tuple(rows), rate, tuple(notes), _missing(given)),
+        given,
+        gradient_bytes,
+        steps,
+        windows,
+        split,
+        windows_tail,
+        split_tail,
+        rows,
+        rate,
+        tuple(notes),
+        _missing(given),
     )
 
 
@@ -103,18 +117,14 @@ def _checked(given: dict[str, Any]) -> dict[str, Any]:
     del given["model"]
     for name in ("ranks", "nodes", "dtype_bytes"):
         given[name] = None if given[name] is None else whole_number(name, given[name])
-    ranks, nodes = given["ranks"], given["nodes"]
-    if ranks % nodes:
-        below, above = ranks - ranks % nodes, ranks - ranks % nodes + nodes
-        cure = f"{below} or {above}" if below else f"{above}"
-        raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many on each node; give {cure} ranks")
     for name in AMOUNTS:
         given[name] = None if given[name] is None else amount(name, given[name])
+    if given["ranks"] % given["nodes"]:
+        raise ValueError(f"ranks={given['ranks']} on nodes={given['nodes']}, expected as many ranks on each node")
     if given["lr"] is not None and not 0 < given["lr"] < float("inf"):
         raise ValueError(f"lr={given['lr']}, expected a number above 0")
-    betas = given["betas"]
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas}, expected two numbers from 0 to below 1")
+    if not all(0 <= beta < 1 for beta in given["betas"]):
+        raise ValueError(f"betas={given['betas']}, expected two numbers from 0 to below 1")
     for name, known in CHOICES.items():
         if given[name] is not None and given[name] not in known:
             raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
@@ -135,26 +145,23 @@ def amount(name: str, value: object) -> int:
     if not isinstance(value, str):
         return whole_number(name, value)
     whole = r"\d{1,3}(?:[,_]\d{3})+|\d+"  # no decimal comma
-    found = re.fullmatch(rf"((?:{whole}|\d*\.\d+|\d+\.)(?:[eE][+]?\d{{1,2}})?)\s*([kKmMbBgGtT]?)", value.strip())
-    try:
-        exact = found and Decimal(re.sub("[,_]", "", found[1])) * SUFFIXES[found[2].upper()]
-    except InvalidOperation:
-        exact = None
+    found = re.fullmatch(rf"((?:{whole}|\d*\.\d+)(?:[eE][+]?\d{{1,2}})?)\s*([kKmMbBgGtT]?)", value.strip())
+    exact = Decimal(re.sub("[,_]", "", found[1])) * SUFFIXES[found[2].upper()] if found else None
     if exact is None or exact != int(exact):
         raise ValueError(f"{name}={value!r}, expected a whole number such as 512, 7e9, 7b, 350M or 11.7M")
     return whole_number(name, int(exact))
 
 
-def _missing(given: Mapping[str, Any]) -> tuple[str, ...]:
+def _missing(given: dict[str, Any]) -> tuple[str, ...]:
     """Which options to give, and what for."""
-    wanted: list[tuple[tuple[str, ...], str]] = [
-        (("batch_size", "micro_batch_size"), "the steps and the cut"),
-        (("samples",), "an epoch's tail"),
-        (("parameters",), "the bytes per update"),
-        (("base_batch_size",), "the learning rate"),
-    ]
+    purposes = {
+        "the steps and the cut": ("batch_size", "micro_batch_size"),
+        "an epoch's tail": ("samples",),
+        "the bytes per update": ("parameters",),
+        "the learning rate": ("base_batch_size",),
+    }
     found = []
-    for names, purpose in wanted:
+    for purpose, names in purposes.items():
         if lacking := [f"--{name.replace('_', '-')}" for name in names if given[name] is None]:
             found.append(f"{' and '.join(lacking)} for {purpose}")
     if given["parameters"] is not None and given["ranks"] == 1:

@@ -3,35 +3,67 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from typing import Any
 
 from ..table import table, width, wrapped
-from .cuts import Cut, Tail, number_of
+
+
+def number_of(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Alike:
+    """Ranks with the same micro-batches, each entry as (number, samples in each)."""
+
+    ranks: int
+    samples: int
+    micro_batches: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        parts = " + ".join(f"{times:,} x {size:,}" for times, size in self.micro_batches)
+        return f"{number_of(self.ranks, 'rank')}: {self.samples:,}{f' = {parts}' if parts else ', dry'}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The samples of one update."""
+
+    samples: int
+    ranks: tuple[Alike, ...]
+
+    def __str__(self) -> str:
+        return f"{number_of(self.samples, 'sample')} ({'; '.join(map(str, self.ranks))})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Tail:
+    """The end of an epoch."""
+
+    updates: int
+    last: Cut
 
 
 @dataclasses.dataclass(frozen=True)
 class Forecast:
     """The result of `plan`: None where an argument is missing, which `missing` names.
 
-    `print(forecast)` is the text of `distaccum plan`, `to_json()` its `--json`.
+    `print(forecast)` is the text of `distaccum plan`.
 
     Attributes:
         given (dict[str, Any]): The arguments, with counts as numbers and what `model` gave.
         gradient_bytes (int | None): Bytes of a whole gradient.
         steps (int | None): Micro-batches per rank and update.
-        windows (Cut | None): What an update holds by `windows(loader)`, in whole micro-batches: its `samples`, and in
-            `ranks` groups of ranks that hold the same (`ranks`, `samples`, `micro_batches` as pairs of number and
-            size).
-        split (Cut | None): The same by `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
-        windows_tail (Tail | None): The end of an epoch by `windows(loader)`: `updates` of the epoch, the `last` of them
-            (a Cut), its `share` of a whole window's samples, `ranks_with_fewer_micro_batches` and `dry_ranks` in it.
-        split_tail (Tail | None): The same by `split(batch)`.
-        policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`, with these keys: `policy`, its name;
-            and `bytes_per_micro_step`, `bytes_once` and `bytes_per_update` that a rank sends.
-        learning_rate (dict[str, Any] | None): `kappa`, the batch in base batches; `advice`, sentences; with `optimizer`
-            also `lr_times`, `lr`, and for Adam `betas` and `eps_times`.
+        windows (Cut | None): An update of `windows(loader)`, in whole micro-batches: its `samples`, and `ranks`, groups
+            of ranks that hold the same (`ranks`, `samples`, `micro_batches` as pairs of number and size).
+        split (Cut | None): An update of `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
+        windows_tail (Tail | None): An epoch by `windows(loader)`: its `updates`, and the `last` of them (a Cut).
+        split_tail (Tail | None): An epoch by `split(batch)`.
+        policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; and what a rank
+            sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
+        learning_rate (dict[str, Any] | None): `advice`, sentences; with `optimizer` also `lr_times`, `lr`, and for
+            Adam `betas` and `eps_times`.
         notes (tuple[str, ...]): Remarks, as on the micro-batch that fits.
         missing (tuple[str, ...]): Which options to give for what is None.
     """
@@ -52,16 +84,17 @@ class Forecast:
         """All attributes as plain dicts, tuples and numbers."""
         return dataclasses.asdict(self)
 
-    def to_json(self) -> str:
-        """The same as a JSON text."""
-        return json.dumps(self.as_dict(), indent=2)
-
     def __str__(self) -> str:
         given = self.given
         shape = f"{number_of(given['ranks'], 'rank')} on {number_of(given['nodes'], 'node')}"
-        lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes), *self._cuts(), *self._tails()]
+        lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes), *self._cuts()]
         if self.policies:
-            lines += ["", *self._sent()]
+            parameters = f"{given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
+            cells = [["", "each micro-step", "once", "per update"]]
+            for row in self.policies:
+                counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "once", "per_update"))
+                cells.append([row["policy"], *map(bytes_text, counts)])
+            lines += ["", f"sent by each rank ({parameters})", *table(cells, width())]
         if self.learning_rate is not None:
             batch, base = given["batch_size"], given["base_batch_size"]
             lines += ["", f"learning rate for a batch of {batch:,} from {base:,} (rules of thumb: try them)"]
@@ -81,31 +114,10 @@ class Forecast:
         is_dry = any(not one.samples for one in self.split.ranks)
         of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
         yield f"  split(batch)     {self.split}: exact{of_dry}"
-
-    def _tails(self) -> Iterator[str]:
-        if self.windows_tail is None or self.split_tail is None:
-            return
-        yield ""
-        yield f"epoch of {self.given['samples']:,} samples, dealt out to the ranks one by one"
-        for name, tail in (("windows(loader)", self.windows_tail), ("split(batch)", self.split_tail)):
-            last = "the last is whole: " if tail.share == 1 else f"the last has {tail.share:.2%} of a window: "
-            yield f"  {name:15}  {number_of(tail.updates, 'update')}; {last}{tail.last}"
-            if not tail.ranks_with_fewer_micro_batches:
-                continue
-            fewer = f"{number_of(tail.ranks_with_fewer_micro_batches, 'rank')} with fewer micro-batches there"
-            dry = f", {tail.dry_ranks:,} of them with none" if tail.dry_ranks else ""
-            effect = "under FSDP and ZeRO 3 they run stand-ins"
-            if tail.dry_ranks and tail.updates == 1:
-                effect = "an error under FSDP and ZeRO 3, since no window before it gives a stand-in"
-            yield f"  {'':15}  {fewer}{dry}; {effect}"
-
-    def _sent(self) -> list[str]:
-        parameters = f"{self.given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
-        cells = [["", "each micro-step", "once", "per update"]]
-        for row in self.policies:
-            counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "once", "per_update"))
-            cells.append([row["policy"], *map(bytes_text, counts)])
-        return [f"sent by each rank ({parameters})", *table(cells, width())]
+        if self.windows_tail is not None and self.split_tail is not None:
+            yield from ("", f"epoch of {self.given['samples']:,} samples, dealt out to the ranks one by one")
+            for name, tail in (("windows(loader)", self.windows_tail), ("split(batch)", self.split_tail)):
+                yield f"  {name:15}  {number_of(tail.updates, 'update')}, the last of {tail.last}"
 
 
 def bytes_text(number: int | None) -> str:

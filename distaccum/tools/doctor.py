@@ -1,0 +1,376 @@
+"""`distaccum doctor`: what this machine, environment and job can run, found by looking and by a trial per engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import math
+import os
+import platform
+import re
+import socket
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from importlib.util import find_spec
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+
+from .. import __version__
+from ..accumulator import Accumulator
+from ..engines import Sync
+from ..law import DistaccumError
+from .table import width, wrapped
+
+DEVELOPERS = ("bench", "docs", "launch", "test")  # extras that training with the library never needs
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
+State = Literal["ok", "absent", "wrong"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A line of the report."""
+
+    about: str
+    name: str
+    seen: str
+    state: State = "ok"
+    cure: str = ""
+
+    def __str__(self) -> str:
+        shown = {"ok": "ok", "absent": "-", "wrong": "WRONG"}[self.state]
+        return f"  {shown:5} {self.name:34} {self.seen}{'; ' if self.cure else ''}{self.cure}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Examination:
+    findings: tuple[Finding, ...]
+    rank: int  # of this process
+
+    @property
+    def healthy(self) -> bool:
+        return all(one.state != "wrong" for one in self.findings)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {"healthy": self.healthy, **dataclasses.asdict(self)}
+
+    def __str__(self) -> str:
+        lines = [f"distaccum {__version__} on {socket.gethostname()}"]
+        for about, group in groupby(self.findings, key=lambda one: one.about):
+            lines += ["", about, *map(str, group)]
+        wrong = sum(one.state == "wrong" for one in self.findings)
+        lines += ["", "all is well" if not wrong else f"{wrong} {'is' if wrong == 1 else 'are'} WRONG, see above"]
+        return "\n".join(wrapped(lines, width(), indent=6))
+
+
+def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
+    """Examines this process and, under a launcher, the job; every rank calls it."""
+    findings = [*examine_packages(), *_examine_devices(), examine_launcher(os.environ)]
+    is_job = "RANK" in os.environ and findings[-1].state == "ok"
+    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if is_job else (0, 1)
+    job = Job(rank, world, timeout)
+    findings += job.differences()
+    findings += _try_engines(job, all_engines)
+    mine = [dataclasses.astuple(one) for one in findings if one.state == "wrong"]
+    for rank, wrong in enumerate(job.gather(mine) if job.is_whole else []):
+        others = [Finding(*one) for one in wrong if one not in mine]
+        findings += [dataclasses.replace(one, name=f"{one.name}, rank {rank}") for one in others]
+    dist.destroy_process_group()
+    abouts = list(dict.fromkeys(one.about for one in findings))
+    return Examination(tuple(sorted(findings, key=lambda one: abouts.index(one.about))), job.rank)
+
+
+# This process
+
+
+def examine_packages() -> Iterator[Finding]:
+    """Python, torch and the optional packages, beside the versions that the installed distaccum declares."""
+    about = "software"
+    try:
+        least_python = importlib.metadata.metadata("distaccum")["Requires-Python"].removeprefix(">=")
+        wanted = importlib.metadata.requires("distaccum") or []
+    except importlib.metadata.PackageNotFoundError:
+        seen = "runs from a folder, so the versions that it supports are unknown"
+        yield Finding(about, "distaccum", seen, "absent", "pip install it")
+        return
+    yield _judged(about, "Python", platform.python_version(), least_python, "use a later Python")
+    done = set()
+    for text in wanted:
+        found, extra = re.match(r"([\w.-]+)>=([\d.]+)", text), re.search(r"extra == ['\"]([\w-]+)['\"]", text)
+        if found is None or found[1] in done or (extra and extra[1] in DEVELOPERS):
+            continue
+        done.add(found[1])
+        cure = f"pip install --upgrade 'distaccum[{extra[1]}]'" if extra else f"pip install '{found[0]}'"
+        try:  # torch's own version names the device that it is built for
+            version = torch.__version__ if found[1] == "torch" else importlib.metadata.version(found[1])
+        except importlib.metadata.PackageNotFoundError:
+            yield Finding(about, found[1], "not installed", "absent", cure.replace("--upgrade ", ""))
+        else:
+            yield _judged(about, found[1], version, found[2], cure)
+
+
+def _judged(about: str, name: str, version: str, bound: str, cure: str) -> Finding:
+    release = re.match(r"[\d.]*\d", version)
+    numbers, least = ([int(part) for part in text.split(".")] for text in (release[0] if release else "0", bound))
+    if numbers + [0] * (len(least) - len(numbers)) < least:
+        return Finding(about, name, f"{version}, expected {bound} or later", "wrong", cure)
+    return Finding(about, name, f"{version} ({bound} or later)")
+
+
+def _examine_devices() -> Iterator[Finding]:
+    about = "devices"
+    yield Finding(about, "cpu", f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads")
+    if torch.accelerator.is_available():
+        kind = _device_kind()
+        for i in range(torch.accelerator.device_count()):
+            device = torch.get_device_module(kind).get_device_properties(i) if kind != "mps" else None
+            seen = "" if device is None else f"{device.name}, {device.total_memory / 2**30:.1f} GiB"
+            yield Finding(about, f"{kind}:{i}", seen)
+    elif Path("/dev/nvidia0").exists():
+        cure = f"this torch is {torch.__version__}; install one built for its driver"
+        yield Finding(about, "cuda", "a GPU is here, and torch does not see it", "absent", cure)
+    else:
+        yield Finding(about, "accelerators", "none", "absent")
+
+
+def _device_kind() -> str:
+    accelerator = torch.accelerator.current_accelerator()
+    return "cpu" if accelerator is None or not torch.accelerator.is_available() else accelerator.type
+
+
+def examine_launcher(environment: Mapping[str, str]) -> Finding:
+    """The variables that a launcher sets, and how they contradict each other."""
+    given = {name: environment[name] for name in (*VARIABLES, "LOCAL_RANK") if name in environment}
+    missing = [name for name in VARIABLES if name not in given]
+    shown = ", ".join(f"{name}={text}" for name, text in given.items())
+    wrong, cure = "", "start with torchrun, or unset the variables of another launcher"
+    if given.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"} and missing:
+        wrong = f"{shown} without {' and '.join(missing)}"
+    elif not missing and not all(re.fullmatch("[0-9]{1,9}", given[name]) for name in given.keys() - {"MASTER_ADDR"}):
+        wrong = f"{shown}, expected whole numbers"
+    elif not missing and int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        wrong = f"{shown}, expected a RANK below WORLD_SIZE"
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
+        if "RANK" not in given and environment.get(name, "1") != "1":
+            wrong = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
+            cure = "let each node's task start torchrun"
+    if wrong:
+        return Finding("launcher", "variables", wrong, "wrong", cure)
+    return Finding("launcher", "variables", "none: one process" if missing else shown)
+
+
+# The job
+
+
+class Job:
+    """The ranks of the job, in a process group."""
+
+    def __init__(self, rank: int, world: int, timeout: float) -> None:
+        self.rank, self.world, self.is_whole = rank, world, True
+        kind, local_rank = _device_kind(), int(os.environ.get("LOCAL_RANK", "0"))
+        backend = dist.get_default_backend_for_device(kind)
+        if (
+            backend == "gloo"
+            or not dist.is_backend_available(backend)
+            or local_rank >= torch.accelerator.device_count()
+        ):
+            kind = "cpu"  # it has no device of its own
+        backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
+        given: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout)}
+        try:
+            if world == 1:
+                given["store"] = dist.HashStore()  # type: ignore[attr-defined]  # public
+            dist.init_process_group(backend, **given)
+            # A rank that failed waits here for those in its trial, who wait for it there, and to connect before that.
+            self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=3 * timeout))
+        except (RuntimeError, ValueError) as error:
+            where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+            raise DistaccumError(
+                f"the ranks did not all meet at {where} within {timeout:g} seconds ({_first_line(error)}); this is "
+                f"rank {rank} of {world} on {socket.gethostname()}: check that all were started and reach that "
+                "address, or wait longer with --timeout"
+            ) from None
+        names = ("accelerate", "deepspeed")
+        lacks = [name for name in names if find_spec(name) is None]
+        versions = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
+        versions |= {name: importlib.metadata.version(name) for name in names if name not in lacks}
+        about = {"host": socket.gethostname(), "kind": kind, "lacks": lacks, "versions": versions}
+        self.ranks: list[dict[str, Any]] = self.gather(about)
+        self.kind = kind if all(one["kind"] == kind for one in self.ranks) else "cpu"
+        self.device = torch.device(self.kind, *([local_rank] if self.kind != "cpu" else []))
+        if self.kind != "cpu":
+            torch.accelerator.set_device_index(local_rank)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, in their order."""
+        every: list[Any] = [value] * self.world
+        if self.world > 1:
+            try:
+                dist.monitored_barrier(self._control, wait_all_ranks=True)  # its error names who is missing
+                dist.all_gather_object(every, value, group=self._control)
+            except RuntimeError as error:
+                self.is_whole = False
+                raise DistaccumError(f"a rank went away ({_first_line(error)}); look at its own output") from None
+        return every
+
+    def differences(self) -> Iterator[Finding]:
+        """Findings about the ranks, where there are several."""
+        if self.world == 1:
+            return
+        for host, members in groupby(range(self.world), key=lambda rank: self.ranks[rank]["host"]):
+            first, *_, last = [*members] * 2
+            yield Finding("ranks", f"rank {first}" if first == last else f"ranks {first} to {last}", f"on {host}")
+        yield Finding("ranks", "group", f"{dist.get_backend_config()}, tensors on {self.kind}")
+        versions = [one["versions"] for one in self.ranks]
+        for name in dict.fromkeys(name for one in versions for name in one):
+            kinds: dict[str, list[str]] = {}
+            for rank, one in enumerate(versions):
+                kinds.setdefault(one.get(name, "none"), []).append(str(rank))
+            if len(kinds) > 1:
+                seen = "; ".join(f"{version} on rank {', '.join(ranks)}" for version, ranks in kinds.items())
+                yield Finding("ranks", name, seen, "wrong", "install the same on all nodes")
+        if all(one == versions[0] for one in versions):
+            yield Finding("ranks", "versions", "the same on all")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:150]
+
+
+# The engines
+
+
+def _with_sgd(model: Any) -> tuple[Any, ...]:
+    return model, SGD(model.parameters(), lr=0.0)  # a trial leaves the weights to the next
+
+
+def _fsdp1(net: nn.Module) -> tuple[Any, ...]:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    device = next(net.parameters()).device
+    return _with_sgd(FullyShardedDataParallel(net, device_id=device, use_orig_params=True))
+
+
+def _fsdp2(net: nn.Module) -> tuple[Any, ...]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(next(net.parameters()).device.type, (dist.get_world_size(),))
+    return _with_sgd(fully_shard(net, mesh=mesh))
+
+
+def _zero2(net: nn.Module) -> tuple[Any, ...]:
+    """DeepSpeed's engine. The variables that it needs are unset again: Accelerate would take them for a launcher's."""
+    kind, before = next(net.parameters()).device.type, dict(os.environ)
+    os.environ.setdefault("LOCAL_RANK", "0")
+    if kind == "cpu":  # else it looks for a GPU
+        world = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
+        os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": world})
+    try:
+        import deepspeed
+
+        if kind == "cpu":  # it would compile a kernel for shared memory; gloo needs none
+            getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        deepspeed.utils.logger.setLevel("ERROR")
+        deepspeed.init_distributed(dist_backend="nccl" if kind == "cuda" else "gloo", verbose=False)
+        config = {
+            "train_micro_batch_size_per_gpu": 2,  # only its log uses it
+            "zero_optimization": {"stage": 2, "overlap_comm": False},
+            "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # its default of 1.0 clips
+            "steps_per_print": 10**9,
+        }
+        return deepspeed.initialize(model=net, optimizer=_with_sgd(net)[1], config=config)[:2]  # type: ignore[no-any-return]
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _accelerated(net: nn.Module) -> tuple[Any, ...]:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=next(net.parameters()).device.type == "cpu")
+    return *accelerator.prepare(*_with_sgd(net)), accelerator
+
+
+ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # by name: the package, and how to wrap for it
+    "a plain module": ("", _with_sgd),
+    "DistributedDataParallel": ("", lambda net: _with_sgd(nn.parallel.DistributedDataParallel(net))),
+    "FSDP1 (FullyShardedDataParallel)": ("", _fsdp1),
+    "FSDP2 (fully_shard)": ("", _fsdp2),
+    "DeepSpeed": ("deepspeed", _zero2),
+    "what Accelerate prepared": ("accelerate", _accelerated),
+}
+
+
+def _try_engines(job: Job, all_engines: bool) -> Iterator[Finding]:
+    """Findings on each engine: whether its windows have the norm of the big batch's gradient."""
+    about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
+    failed = ""
+    for name, (package, wrap) in ENGINES.items():
+        lacking = [str(rank) for rank, one in enumerate(job.ranks) if package in one["lacks"]]
+        if name == "a plain module" and job.world > 1:
+            cure = "wrap the model in DistributedDataParallel"
+            yield Finding(about, name, "for one process", "absent", cure)
+        elif lacking:  # a rank that tried alone would wait for the others
+            where = "" if len(lacking) == job.world else f" on rank {', '.join(lacking)}"
+            cure = f"pip install 'distaccum[{package}]'"
+            yield Finding(about, name, f"{package} is not installed{where}", "absent", cure)
+        elif package and not all_engines:
+            yield Finding(about, name, f"{package} is installed; --all tries it (about 20 seconds)", "absent")
+        elif failed:
+            yield Finding(about, name, f"not tried, since {failed} failed", "absent")
+        else:
+            seen = wrong = ""
+            try:
+                seen = _tried(wrap, job)
+            except Exception as error:
+                wrong = f"{type(error).__name__}: {_first_line(error)}"
+            try:
+                wrong = next(filter(None, job.gather(wrong)), "")
+            except DistaccumError as error:
+                yield Finding(about, name, "; ".join(filter(None, [wrong, str(error)])), "wrong")
+                return
+            cure = "see docs/limits.md, or try another version of it" if wrong else ""
+            yield Finding(about, name, wrong or seen, "wrong" if wrong else "ok", cure)
+            failed = name if wrong and job.world > 1 else ""  # some ranks may still be inside a collective
+
+
+def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Job) -> str:
+    """The policies of an engine, after a window of two uneven micro-batches under each."""
+
+    def micro_batches(rank: int) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(rank)
+        return [torch.randn(size, 4, generator=generator) for size in (3, 2)]
+
+    torch.manual_seed(0)
+    net = nn.Linear(4, 1)
+    big_batch = torch.cat([one for rank in range(job.world) for one in micro_batches(rank)])
+    gradients = torch.autograd.grad(net(big_batch).square().mean(), list(net.parameters()))
+    expected, policies = math.hypot(*(float(one.norm()) for one in gradients)), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, optimizer, *more = wrap(net.to(job.device))
+        for sync in get_args(Sync):
+            options: dict[str, Any] = {"accelerator": more[0]} if more else {}
+            try:
+                accumulator = Accumulator(model, optimizer, steps=2, sync=sync, max_norm=math.inf, **options)
+            except ValueError:
+                if sync == "last":  # which every engine has
+                    raise
+                continue
+            for window in accumulator.windows([one.to(job.device) for one in micro_batches(job.rank)]):
+                for inputs in window:
+                    window.backward(model(inputs).square().mean())
+                norm = window.step().grad_norm
+            if norm is None or not abs(norm - expected) <= TOLERANCE * expected:
+                raise DistaccumError(f"the gradient's norm is {norm} under sync={sync!r}, expected {expected:.6g}")
+            policies.append(repr(sync))
+    return f"sync={', '.join(policies)}"

@@ -1,0 +1,119 @@
+"""Arithmetic of a plan: how batches and epochs are cut, the bytes of each policy, and the learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from ...law import Reduction, even_cut
+from .report import Alike, Cut, Tail
+
+Optimizer = Literal["sgd", "adam"]
+GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
+MALLADI = "Malladi et al. 2022, arXiv:2205.10287"
+SHARDS_KEPT = 10**9  # parameters; below it ZeRO 3 keeps what forward gathered until backward
+
+
+def cut_of(*alike: Alike) -> Cut:
+    return Cut(sum(one.ranks * one.samples for one in alike), alike)
+
+
+def windows_cut(steps: int, micro: int, ranks: int) -> Cut:
+    return cut_of(Alike(ranks, steps * micro, ((steps, micro),)))
+
+
+def split_cut(batch: int, micro: int, ranks: int) -> Cut:
+    alike = [Alike(times, size, tuple(even_cut(size, largest=micro))) for times, size in even_cut(batch, parts=ranks)]
+    dry = ranks - sum(one.ranks for one in alike)
+    return cut_of(*([Alike(dry, 0, ())] if dry else []), *alike)
+
+
+def tail_of_windows(epoch: int, steps: int, micro: int, ranks: int) -> Tail:
+    """Rank r has samples[r::ranks], in micro-batches of which the last may be short."""
+    least, with_more = divmod(epoch, ranks)
+    updates = -(-(least + (with_more > 0)) // (steps * micro))
+    done = (updates - 1) * steps * micro
+    alike = []
+    for num, of_rank in ((ranks - with_more, least - done), (with_more, least + 1 - done)):
+        whole, rest = divmod(of_rank, micro)
+        parts = tuple((times, size) for times, size in ((whole, micro), (1, rest)) if times and size)
+        alike += [Alike(num, of_rank, parts)] if num else []
+    return Tail(updates, cut_of(*alike))
+
+
+def tail_of_split(epoch: int, batch: int, micro: int, ranks: int) -> Tail:
+    updates = -(-epoch // batch)
+    return Tail(updates, split_cut(epoch - (updates - 1) * batch, micro, ranks))
+
+
+def bytes_sent(parameters: int, size: int, ranks: int, nodes: int, steps: int | None) -> Iterator[dict[str, Any]]:
+    """A row for each policy: bytes that a rank sends in ring collectives for a gradient of `size` bytes.
+
+    Among W ranks a reduce-scatter or an all-gather sends (W - 1) / W of the bytes, an all-reduce twice that.
+    """
+
+    def sent(collectives: int, members: int = ranks, num_bytes: int = size) -> int:
+        return -(-collectives * (members - 1) * num_bytes // members)
+
+    zero3 = 1 if parameters <= SHARDS_KEPT else 2
+    policies = [  # with what is sent in each micro-step, and once per window
+        ("DDP, every", sent(2), 0),
+        ("DDP, last", 0, sent(2)),
+        ("ZeRO 0, last", 0, sent(2)),
+        ("ZeRO 1 and 2, last", 0, sent(2) + sent(1)),
+        ("ZeRO 2, every", sent(2), sent(1)),
+        ("ZeRO 3, last", zero3 * sent(1), sent(1)),
+        ("ZeRO 3, every", (zero3 + 1) * sent(1), 0),
+        ("FSDP2, every", 3 * sent(1), 0),
+        ("FSDP2, last", 2 * sent(1), sent(1)),
+        ("FSDP2, gathered", 0, 2 * sent(1)),
+    ]
+    if 1 < nodes < ranks:  # shards within a node, and a replica on each
+        shard, between = sent(1, ranks // nodes), sent(2, nodes, -(-size * nodes // ranks))
+        policies += [("FSDP2 hybrid, last", 2 * shard, shard + between)]
+        policies += [("FSDP2 hybrid, replicas", 3 * shard, between)]
+    for name, each, once in policies:
+        total = None if steps is None else steps * each + once
+        yield {"policy": name, "bytes_per_micro_step": each, "bytes_once": once, "bytes_per_update": total}
+
+
+def scaled_learning_rate(
+    kappa: float, lr: float | None, optimizer: Optimizer | None, betas: tuple[float, float], reduction: Reduction
+) -> dict[str, Any]:
+    """The values for a batch `kappa` times as large as the one that `lr` and `betas` suit.
+
+    >>> scaled_learning_rate(4, 0.1, "sgd", (0.9, 0.999), "mean")["lr"]
+    0.4
+    >>> found = scaled_learning_rate(4, 1e-3, "adam", (0.9, 0.999), "mean")
+    >>> found["lr"], [round(beta, 6) for beta in found["betas"]], found["eps_times"]
+    (0.002, [0.6, 0.996], 0.5)
+    >>> scaled_learning_rate(4, 0.1, "sgd", (0.9, 0.999), "sum")["lr"]
+    0.1
+    """
+    is_sum, root = reduction == "sum", math.sqrt(kappa)
+
+    def scaled(times: float) -> dict[str, Any]:
+        return {"lr_times": times, "lr": None if lr is None else lr * times}
+
+    def shown(times: float) -> str:
+        return f"lr x {times:g}{'' if lr is None else f' = {lr * times:g}'}"
+
+    advice, values = [], {}
+    if optimizer in (None, "sgd"):
+        values = scaled(1.0 if is_sum else kappa)
+        rule = f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there), with a warm-up of 5 epochs"
+        if is_sum:
+            rule = (
+                f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3), with a warm-up of 5 epochs"
+            )
+        advice.append(f"SGD: {shown(values['lr_times'])}: {rule}")
+    if optimizer in (None, "adam"):
+        eps, new = root if is_sum else 1 / root, [round(1 - kappa * (1 - beta), 12) for beta in betas]
+        values = {**scaled(root), "eps_times": eps, "betas": new if min(new) >= 0 else None}
+        advice.append(f"Adam: {shown(root)}: square root of the batch ({MALLADI}); eps x {eps:g}")
+        rule = "" if min(new) >= 0 else ", which does not hold below 0: choose a smaller batch"
+        advice.append(f"Adam: betas {', '.join(f'{beta:g}' for beta in new)}, by 1 - beta x {kappa:g} (the same){rule}")
+    if is_sum and kappa != 1:
+        advice.append(f"a sum: max_norm and SGD's weight decay x {kappa:g}, to keep their relative weight")
+    return {"advice": advice, **(values if optimizer else {})}
