@@ -69,10 +69,14 @@ class Update:
         """The gradient noise scale, smoothed up to this update, in the unit of its count; the same on all ranks.
 
         None: no `NoiseScale()` among the extensions, or no update had two gradients to compare; inf: noise is all that
-        can be seen. `distaccum.noise.meaning` says what it means for a batch.
+        can be seen. `distaccum.extensions.noise.meaning` says what it means for a batch.
         """
         record = self.notes.get("noise")
         return None if record is None else record.read()
+
+    def norm(self) -> Tensor | None:
+        """The tensor of `grad_norm` on its device, which nobody has read."""
+        return self._norm
 
     def summed(self, key: str) -> Tensor | None:
         """The sum over the ranks of an extension's `numbers`, which it waits for; None if there were none.

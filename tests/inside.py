@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, NamedTuple
 
 from distaccum import Accumulator, Update
 from distaccum.accumulating.planner import Planner
-from distaccum.extensions.noise import Norms
+from distaccum.extensions.noise import Estimate
 from distaccum.sizes import MicroBatchSize
 from distaccum.window.window import Window
 
 
+class Norms(NamedTuple):
+    """A window's two gradients."""
+
+    small: float  # |g|^2 of a rank's first micro-batch, the mean over ranks
+    per_sample: float  # 1 / its count, the mean over ranks
+    large: float  # |g|^2 of the window
+    total: float  # the window's count
+
+
 def norms_of(update: Update) -> Norms | None:
     """Compared with autograd's norms; users see only a smoothed ratio of both."""
-    update.noise_scale  # noqa: B018  # reads the numbers
-    record: Any = update.notes["noise"]
-    norms: Norms | None = record.norms
-    return norms
-
-
-def pending_updates(accumulator: Accumulator) -> int:
-    """The number of updates whose numbers stay on the device: a bound on memory, which no result shows."""
-    noise: Any = accumulator._extensions[0]
-    return len(noise.averages._pending)
+    estimate: Estimate = update.notes["noise"]
+    estimate.read()
+    norms = [float(one) for one in estimate.norms]
+    return Norms(*norms, estimate.total) if norms and not math.isnan(norms[0]) else None
 
 
 def fit_of(accumulator: Accumulator) -> MicroBatchSize:

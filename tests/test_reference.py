@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import distaccum
-from distaccum import batchnorm, extensions, feeding, noise
+from distaccum import batchnorm, extensions, feeding
 
 REFERENCE = Path(__file__).parent.parent / "docs" / "reference.md"
 OPENED = [distaccum.Accumulator, distaccum.Window, distaccum.Update, distaccum.Report, distaccum.Forecast]
@@ -56,7 +56,7 @@ def members_of(kind):
 
 def public():
     yield from ((name, getattr(distaccum, name)) for name in distaccum.__all__)
-    yield from (("noise.meaning", noise.meaning), ("batchnorm.freeze", batchnorm.freeze))
+    yield from (("extensions.noise.meaning", extensions.noise.meaning), ("batchnorm.freeze", batchnorm.freeze))
     yield from ((f"extensions.{name}", getattr(extensions, name)) for name in extensions.__all__)
     yield "batchnorm.to_groupnorm", batchnorm.to_groupnorm
     yield "feeding.trim_padding", feeding.trim_padding
@@ -103,5 +103,5 @@ def test_public_names_stand_in_the_reference():
     text = REFERENCE.read_text()
     shown = set(re.findall(r"^\.\. auto\w+:: distaccum\.([\w.]+)", text, re.MULTILINE))
     assert set(distaccum.__all__) <= shown
-    assert shown >= {"noise.meaning", "batchnorm.freeze", "batchnorm.to_groupnorm", "engines.Engine"}
+    assert shown >= {"extensions.noise.meaning", "batchnorm.freeze", "batchnorm.to_groupnorm", "engines.Engine"}
     assert all(f"`{name}`" in text.partition("\n## ")[0] for name in distaccum.__all__)

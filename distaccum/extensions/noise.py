@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, NamedTuple, final
+from functools import cached_property, partial
+from typing import Any, NamedTuple, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +23,59 @@ from ..accumulating.setup import Setup
 from ..engines import Engine
 from ..engines.base import Leaf
 from ..extension import Extension
-from ..law import Reduction, share_of
-from ..norms import HALF, total_norm, widest
+from ..law import share_of
+from ..norms import total_norm, widest
 from ..update import Update
 from ..window.window import Window
 
 KEPT = 0.99  # of the averages, at each update: about the last hundred count
-MOST_PENDING = 16  # updates whose numbers stay on the device; all are read together
+Number = TypeVar("Number", float, Tensor)
+
+
+class Meaning(NamedTuple):
+    """Whether a larger batch would help, and the cost of this one.
+
+    Attributes:
+        verdict (str): "larger helps", "enough" or "wasteful".
+        updates (float): Updates to the same loss, as a multiple of the fewest, those of a very large batch.
+        samples (float): Samples to the same loss, as a multiple of the fewest, those of a very small batch.
+    """
+
+    verdict: str
+    updates: float
+    samples: float
+
+    def __str__(self) -> str:
+        return f"{self.updates:.2f} x the fewest updates, {self.samples:.2f} x the fewest samples: {self.verdict}"
+
+
+def meaning(noise_scale: float, batch: float) -> Meaning:
+    """Tells whether a larger batch would help, and what training with this one costs.
+
+    To the same loss it takes `1 + B / batch` times the fewest updates and `1 + batch / B` times the fewest samples.
+    Below a third of B a batch twice as large saves more than 37% of the updates for less than 25% more samples ("larger
+    helps"); above three times B it saves less than 13% for more than 75% ("wasteful").
+
+    Args:
+        noise_scale: B, as in `Update.noise_scale`.
+        batch: Samples (or tokens) per update over all ranks, in the unit of `noise_scale`; above 0.
+
+    Example:
+        >>> meaning(noise_scale=800, batch=100)
+        Meaning(verdict='larger helps', updates=9.0, samples=1.125)
+    """
+    verdict = "larger helps" if batch * 3 < noise_scale else "wasteful" if batch > noise_scale * 3 else "enough"
+    return Meaning(verdict, 1 + noise_scale / batch, 1 + batch / noise_scale if noise_scale else math.inf)
+
+
+def split(small: Number, per_sample: Number, large: Number, total: float) -> tuple[Number, Number]:
+    """|G|^2 and tr(S), of |g|^2 of a micro-batch of `1 / per_sample` samples and of a window of `total`.
+
+    >>> split(5.0, 1.0, 2.0, total=4)
+    (1.0, 4.0)
+    """
+    trace = (small - large) / (per_sample - 1 / total)
+    return large - trace / total, trace
 
 
 class Early:
@@ -47,23 +92,21 @@ class Early:
         """A reduction overwrites this rank's gradient, so each parameter's norm is taken when its gradient arrives."""
         self.is_lost = self.is_lost or self._norms is not None
         if reduces and not self.is_lost:
-            leaves = self._engine.leaves(self._parameters())
-            before = leaves if self._has_begun else []  # of other parts, which this backward need not reach
-            standing = ((id(leaf.tensor), leaf.standing()) for leaf in before)
-            self._norms = {of: _norm(gradient) for of, gradient in standing if gradient is not None}
-            for leaf in leaves:
+            self._norms = {}
+            for leaf in self._engine.leaves(self._parameters()):
+                if self._has_begun:  # of other parts, which this backward need not reach
+                    self._take(leaf)
                 self._hooks.append(leaf.tensor.register_post_accumulate_grad_hook(partial(self._take, leaf)))
         self._has_begun = True
 
-    def _take(self, leaf: Leaf, _: Tensor) -> None:
+    def _take(self, leaf: Leaf, _: Any = None) -> None:
         gradient = leaf.standing()
         if gradient is not None and self._norms is not None:
-            self._norms[id(leaf.tensor)] = _norm(gradient)
+            self._norms[id(leaf.tensor)] = total_norm([gradient.detach()], 2.0)
 
     def remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        while self._hooks:
+            self._hooks.pop().remove()
 
     def norm(self) -> Tensor:
         if self._norms is not None:
@@ -72,133 +115,43 @@ class Early:
         return total_norm([gradient for gradient in standing if gradient is not None], 2.0)
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    values = gradient.detach()
-    values = values.coalesce().values() if values.is_sparse else values
-    norm: Tensor = torch.linalg.vector_norm(values, dtype=torch.float32 if values.dtype in HALF else None)
-    return norm
+class Estimate:
+    """The averages up to an update. They are computed on the device when somebody asks, or at the next update.
 
+    An `Update` keeps it, so it knows of no model.
+    """
 
-class Small(NamedTuple):
-    """The norms of a rank's first micro-batch."""
+    def __init__(self, before: Tensor, numbers: Callable[[], Tensor | None] | None = None) -> None:
+        self._before = before  # sums of |G|^2, tr(S) and weights, in which older updates count less
+        self._numbers = numbers  # of all ranks, when they are added up; None leaves the averages as they are
+        self.norm: Tensor | None = None  # of the window, where the numbers do not have it
+        self.total, self.divisor = 0.0, 1.0  # the window's count, and that of its gradient
+        self.norms: list[Tensor] = []  # small, per_sample and large, as in `split`
 
-    square: Tensor  # |g|^2, of the mean over its samples
-    per_sample: float  # 1 / its count
+    @cached_property
+    def sums(self) -> Tensor:
+        row = self._numbers() if self._numbers is not None else None
+        self._numbers = None  # which holds the update
+        if row is None:
+            return self._before
+        squares, per_sample, num, large = row.unbind()
+        if self.norm is not None:
+            large = self.norm.to(row).square()
+        small, per_sample, large = self.norms = [squares / num, per_sample / num, large / self.divisor**2]
+        new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
+        counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
+        before = self._before.to(row)
+        return torch.where(counts, KEPT * before + new, before)
 
-
-class Norms(NamedTuple):
-    """A window's two gradients."""
-
-    small: float  # |g|^2 of a rank's first micro-batch, the mean over ranks
-    per_sample: float  # 1 / its count, the mean over ranks
-    large: float  # |g|^2 of the window
-    total: float  # the window's count
-
-    def split(self) -> tuple[float, float] | None:
-        """|G|^2 and tr(S); None where both gradients are one, or not finite.
-
-        >>> Norms(small=5.0, per_sample=1.0, large=2.0, total=4).split()
-        (1.0, 4.0)
-        """
-        apart = self.per_sample - 1 / self.total
-        if not (math.isfinite(self.small) and math.isfinite(self.large) and apart > 1e-9 * self.per_sample):
-            return None
-        trace = (self.small - self.large) / apart
-        return self.large - trace / self.total, trace
-
-
-@dataclass
-class NoiseRecord:
-    """One update's norms, and the noise scale up to that update."""
-
-    of: Averages | None  # None once it is read
-    numbers: Callable[[], Tensor | None] | None = None  # of all ranks, when they are added up
-    norm: Tensor | None = None  # of the window, where the numbers do not have it
-    count: float = 0.0
-    norms: Norms | None = None
-    scale: float | None = None
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Estimate, (self.sums.cpu(),)
 
     def read(self) -> float | None:
-        if self.of is not None:
-            self.of.fold(self)
-        return self.scale
-
-
-class Averages:
-    """Of updates' |G|^2 and tr(S), from their records. They know of no model: an `Update` may keep them."""
-
-    def __init__(self, reduction: Reduction) -> None:
-        self._reduction = reduction
-        self._pending: list[NoiseRecord] = []
-        self._square, self._trace, self._weight = 0.0, 0.0, 0.0  # sums over updates, older ones counting less
-
-    def add(
-        self,
-        numbers: Callable[[], Tensor | None] | None = None,
-        norm: Tensor | None = None,
-        count: float = 0.0,
-    ) -> NoiseRecord:
-        """An update's record; without numbers it leaves the noise scale as it is."""
-        record = NoiseRecord(self, numbers, norm, count)
-        self._pending.append(record)
-        if len(self._pending) > MOST_PENDING:
-            self.fold()
-        return record
-
-    def fold(self, last: NoiseRecord | None = None) -> None:
-        """Takes what is pending into the averages, up to a record or all, in one wait for the device."""
-        end = len(self._pending) if last is None else 1 + next(i for i, one in enumerate(self._pending) if one is last)
-        pending, self._pending = self._pending[:end], self._pending[end:]
-        rows = iter(_read_rows([one for one in pending if one.numbers is not None]))
-        for record in pending:
-            if record.numbers is not None:
-                record.norms = self._norms(next(rows), record.count)
-                self._average(record.norms)
-            record.scale = self.scale
-            record.of = record.numbers = record.norm = None
-
-    def _norms(self, row: Sequence[float], count: float) -> Norms | None:
-        squares, per_sample, num, large = row
-        if not num:
+        """The ratio of sums of the same weights, which is that of the averages."""
+        square, trace, weight = self.sums.tolist()
+        if not weight:
             return None
-        divisor = count * count if self._reduction == "sum" else 1.0
-        return Norms(squares / num, per_sample / num, large / divisor, count)
-
-    def _average(self, norms: Norms | None) -> None:
-        found = None if norms is None else norms.split()
-        if found is not None:
-            square, trace = found
-            self._square = KEPT * self._square + square
-            self._trace = KEPT * self._trace + trace
-            self._weight = KEPT * self._weight + 1
-
-    @property
-    def scale(self) -> float | None:
-        """Of the averages as they are: sums of the same weights, so that their ratio is that of unbiased averages."""
-        if not self._weight:
-            return None
-        return max(self._trace, 0.0) / self._square if self._square > 0 else math.inf
-
-    def state(self) -> list[float]:
-        self.fold()
-        return [self._square, self._trace, self._weight]
-
-    def load(self, state: Sequence[float]) -> None:
-        self.fold()
-        self._square, self._trace, self._weight = state
-
-
-def averages_in(state: Any) -> Sequence[float]:
-    """What an average's state holds, or an error that says what stands there."""
-    if state is None:
-        return (0.0, 0.0, 0.0)
-    try:
-        square, trace, weight = map(float, state)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"the state has noise={state!r}, expected three numbers; give what state_dict() gave, of this version"
-        ) from None
-    return square, trace, weight
+        return float(max(trace, 0.0) / square) if square > 0 else math.inf
 
 
 @final
@@ -207,9 +160,7 @@ class NoiseScale(Extension):
 
     key = "noise"
     in_contrast = False
-
-    _engine: Engine
-    averages: Averages
+    _last: Estimate  # of the update before
 
     def join(self, job: Setup) -> None:
         engine, config = job.engine, job.config
@@ -228,20 +179,19 @@ class NoiseScale(Extension):
                 "NoiseScale() with a pipeline's schedule, which runs forward and backward of its chunks itself; leave "
                 "it out"
             )
-        hidden = engine.hides_parts()
-        if hidden is not None:
+        if (why := engine.hides_parts()) is not None:
             raise ValueError(
-                f"NoiseScale() with {engine.name} {hidden}: each rank would look at its own part of the gradient; use "
+                f"NoiseScale() with {engine.name} {why}: each rank would look at its own part of the gradient; use "
                 "fully_shard over the data-parallel mesh, or leave it out"
             )
-        why = engine.hides_own(job.stepped())
-        if why is not None:
+        if (why := engine.hides_own(job.stepped())) is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave NoiseScale out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
-        (self._reduction, *_) = config.reductions.values()
-        self.averages = Averages(self._reduction)
+        self._norm_follows = engine.judges_gradients or job.max_norm is not None  # the step gives it
+        self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None  # to the end of the first micro-batch
-        self._small: Small | None = None
+        self._small: Tensor | None = None
+        self.load(None)
 
     def begin(self, window: Window) -> None:
         # Alone, and in one micro-batch, the first gradient is the window's.
@@ -271,62 +221,53 @@ class NoiseScale(Extension):
         (count, *_), (total, *_) = at.source.counts[0], at.plan.counts.values()
         self._small = self.small(early, share_of(self._reduction, count, total, self._engine.divisor), count)
 
-    def small(self, early: Early, share: float, count: float) -> Small:
-        """`share` is what the micro-loss was multiplied by, besides a scaler's scale."""
-        norm = self._unscaled(widest(early.norm()))
-        factor = share if self._reduction == "mean" else share * count
-        return Small((norm / factor).square(), 1 / count)
+    def small(self, early: Early, share: float, count: float) -> Tensor:
+        """|g|^2 of the mean over the micro-batch, 1 / its count, and 1; `share` multiplied its loss, beside a scale."""
+        norm = self._unscaled(widest(early.norm())) / (share if self._reduction == "mean" else share * count)
+        # Filled, and not copied from the host, which would wait for the device.
+        return torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
 
     def numbers(self, window: Window) -> Tensor | None:
-        """Squares, 1 / counts, how many ranks have them, and the window's |g|^2 in parts."""
-        small = self._small
-        if self._engine.peers.num_ranks == 1 and small is None:
+        """The sums over ranks of what `small` gives, and the window's |g|^2 in parts."""
+        if self._engine.peers.num_ranks == 1 and self._small is None:
             return None  # nothing to compare
-        # Filled, and not copied from the host, which would wait for the device.
-        if self._engine.judges_gradients:  # it is known after the step
-            part = widest(torch.zeros((), device=window.status.parameters[0].device))
-        else:
-            square = widest(self._engine.part_of_square(self._parameters()))
-            part = self._unscaled(self._unscaled(square))
-        of_small = [part.new_zeros(())] * 3
-        if small is not None:
-            of_small = [small.square.to(part), part.new_full((), small.per_sample), part.new_ones(())]
-        return torch.stack([*of_small, part])
+        part = widest(torch.zeros((), device=window.status.parameters[0].device))
+        if not self._norm_follows:
+            part = self._unscaled(self._unscaled(widest(self._engine.part_of_square(self._parameters()))))
+        small = part.new_zeros(3) if self._small is None else self._small.to(part)
+        return torch.cat([small, part.reshape(1)])
 
     def end(self, window: Window, update: Update | None) -> None:
         if self._early is not None:
             self._early.remove_hooks()
         self._early = None
-        if update is not None:
-            is_measured = update.stepped and self.key in window.numbers
-            after = is_measured and self._engine.judges_gradients
-            update.notes[self.key] = self.averages.add(
-                partial(update.summed, self.key) if is_measured else None,
-                self._engine.whole_norm(self._parameters()) if after else None,
-                next(iter(update.counts.values())),
-            )
+        if update is None:
+            return
+        is_measured = update.stepped and self.key in window.numbers
+        self._last = last = Estimate(self._last.sums, partial(update.summed, self.key) if is_measured else None)
+        if is_measured:
+            last.total = next(iter(update.counts.values()))
+            last.divisor = last.total if self._reduction == "sum" else 1.0
+            if self._norm_follows:
+                norm = update.norm()
+                last.norm = self._engine.whole_norm(self._parameters()) if norm is None else norm
+        update.notes[self.key] = last
 
     def state(self) -> list[float]:
-        return self.averages.state()
+        sums: list[float] = self._last.sums.tolist()
+        return sums
 
     def load(self, state: Any) -> None:
-        self.averages.load(averages_in(state))
+        try:
+            square, trace, weight = (0.0, 0.0, 0.0) if state is None else map(float, state)
+        except (TypeError, ValueError):
+            raise ValueError(
+                f"the state has noise={state!r}, expected three numbers; give what state_dict() gave, of this version"
+            ) from None
+        self._last = Estimate(torch.tensor([square, trace, weight], dtype=torch.float64))
 
     def _unscaled(self, number: Tensor) -> Tensor:
         if self._scaler is None:
             return number
         scale: Tensor = self._scaler.scale(number.new_ones((), dtype=torch.float32))
         return number / scale
-
-
-def _read_rows(records: Sequence[NoiseRecord]) -> list[list[float]]:
-    rows = []
-    for record in records:
-        assert record.numbers is not None
-        row = record.numbers()
-        assert row is not None
-        if record.norm is not None:
-            row = torch.cat([row[:3], record.norm.to(row).square().reshape(1)])
-        rows.append(row)
-    read: list[list[float]] = torch.stack(rows).tolist() if rows else []
-    return read

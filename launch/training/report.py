@@ -16,7 +16,7 @@ from typing import Any
 from tqdm import tqdm
 
 from distaccum import Update
-from distaccum.noise import meaning
+from distaccum.extensions.noise import meaning
 
 from .config import Config
 from .data import Order
