@@ -390,6 +390,26 @@ def test_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
         assert updates == (4 if world == 1 else 2)
 
 
+def test_loader_is_read_while_a_window_runs():
+    happened: list[str] = []
+
+    class Noting(Rows):
+        def __getitem__(self, index: int) -> Row:
+            happened.append("draw")
+            return super().__getitem__(index)
+
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=1, collate_fn=collate)
+
+        def compute_loss(self, model: Any, *args: Any, **named: Any) -> Any:
+            happened.extend(["run"] * model.training)  # not where the loss is asked over what it is a mean
+            return super().compute_loss(model, *args, **named)
+
+    fit(Own, make_net(), Noting(make_rows([3] * 8)), num_train_epochs=1)
+    assert happened == ["draw"] * 3 + ["draw", "run"] * 5 + ["run"] * 3
+
+
 def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
     from transformers import TrainerCallback
 

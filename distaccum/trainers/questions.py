@@ -77,22 +77,23 @@ class Questions:
         self._is_open = True
         self._error: Exception | None = None  # why this rank could not ask
 
-    def number(self, micro_batch: Any) -> Any:
-        """The number of items that the loss is told; None: nothing."""
-        return None if self._asked.is_models else self._items(micro_batch)
-
     def weight(self, micro_batch: Any) -> float | Tensor:
-        if self._asked.count is not None:
-            return self._asked.count(micro_batch)  # type: ignore[no-any-return]  # the planner checks it
-        items = self._items(micro_batch)
+        return self.number_and_weight(micro_batch)[1]
+
+    def number_and_weight(self, micro_batch: Any) -> tuple[Any, float | Tensor]:
+        """The number of items that the loss is told (None: nothing), and what the micro-batch weighs."""
+        asked, items = self._asked, self._items(micro_batch)
+        number = None if asked.is_models else items
+        if asked.count is not None:
+            return number, asked.count(micro_batch)  # the planner checks it
         if items is not None:
-            return items  # type: ignore[no-any-return]  # of the Trainer, which has no types
+            return number, items
         labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else None
         if isinstance(labels, Tensor) and labels.dim() > 1:
             reason = f"labels of shape {list(labels.shape)}, and a model that takes no num_items_in_batch"
             raise ValueError(self._unseen(reason))
         try:
-            return count_samples(micro_batch)
+            return number, count_samples(micro_batch)
         except (TypeError, ValueError) as error:
             raise ValueError(
                 f"no number of samples can be seen in a micro-batch that is a {type(micro_batch).__name__} "
@@ -114,6 +115,7 @@ class Questions:
         Raises:
             ValueError: The loss is not what the default count takes it for, or that cannot be seen.
         """
+        micro_batches = [one for one in micro_batches if self.weight(one)]
         asked, numbers = self._asked, gather_object([len(micro_batches)])
         if min(numbers) == 0 and (asked.meets or max(numbers) == 0):
             return False
@@ -200,7 +202,7 @@ class Questions:
     def _terms(self, micro_batch: Any) -> tuple[float, float]:
         """The terms of a loss that are divided by the number of items, and those that are not."""
         loss, number = self._asked.loss, self._items(micro_batch) if self._asked.count is None else None
-        taken = loss(micro_batch, self.number(micro_batch))
+        taken = loss(micro_batch, None if self._asked.is_models else self._items(micro_batch))
         if taken.is_random:
             raise ValueError("it draws random numbers in eval mode")
         self._precision = taken.precision

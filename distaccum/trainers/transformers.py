@@ -16,6 +16,7 @@ from typing import Any, final
 
 import torch
 import transformers
+from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.utils import gather_object
 from packaging.version import Version
 from torch import Tensor, nn
@@ -64,11 +65,13 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
         self._own_count, self._reduction = count, reduction
-        self._accumulator: tuple[nn.Module, Accumulator] | None = None
-        self._questions: Questions
-        self._epoch: _Epoch | None = None
-        self._turns = 1  # of the Trainer's loop in this update
-        self._known: dict[int, tuple[Any, Any]] = {}  # items and weight of this update's micro-batches, by their ids
+        self._made: tuple[nn.Module, Accumulator, Questions] | None = None
+        self._pass: _Pass | None = None
+        self._window: Window
+        self._micro_batches: Iterator[Any]  # of the window
+        self._most: int | None = None  # micro-batches of an epoch, as far as the loop shall have turns
+        self._turns = 0  # of the Trainer's loop, that are left in this update
+        self._last: Any = None  # of the micro-batches that this rank drew
         self._syncs_each = bool(self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch"))
         self.callback_handler.callbacks.insert(0, _Ends(self))  # so that others find the record of this update
 
@@ -80,7 +83,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             return super().train(*args, **kwargs)
         finally:
             options["sync_each_batch"] = self._syncs_each
-            self._leave_epoch()
+            self._leave()
 
     # What the loop calls
 
@@ -94,40 +97,40 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         found = [values for values in gather_object([own]) if values is not None]
         if error is not None and not found:
             raise error
-        return max(found, key=lambda values: [value or 0 for value in values])
+        longest = max(found, key=lambda values: [value or 0 for value in values])
+        self._most = longest[5]
+        return longest
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
-        """What this rank drew for the next window, filled up to as many as the loop shall have turns."""
-        if self._epoch is None or self._epoch.iterator is not epoch_iterator:
-            self._leave_epoch()
-            self._epoch = _Epoch(self._accumulator_of(self.model_wrapped), epoch_iterator)
-        self._turns, self._known = num_batches, {}
-        drawn = self._epoch.draw(num_batches)
-        if self._epoch.window is None:  # no rank has any more
+        """The micro-batches that this rank has in the next window, filled up to the turns that the loop shall make."""
+        accumulator, questions = self._accumulator_of(self.model_wrapped)
+        if self._pass is None or self._pass.iterator is not epoch_iterator:
+            self._leave()
+            self._pass = _Pass(accumulator, epoch_iterator, self._most, ahead=self._reads_alone())
+        window, drawn = self._pass.draw(num_batches)
+        if window is not None and questions.are_due(window.index) and questions.ask(drawn, window.index):
+            self._pass.draw_again(drawn)  # to be counted anew
+            window, drawn = self._pass.draw(num_batches)
+        if window is None:  # no rank has any more
             return [], None
-        if self._questions.are_due(index := self._epoch.window.index):
-            counted = [one for one in drawn if self._known[id(one)][1]]
-            if self._questions.ask(counted, index):
-                drawn = self._epoch.draw_again(num_batches)
-        self._epoch.begin()
+        window.begin()  # together, before some ranks idle
+        self._window, self._micro_batches, self._turns = window, iter(window), num_batches
+        self._last = drawn[-1] if drawn else self._last
         name = getattr(self.model, "main_input_name", "input_ids")
         nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # for the loop, which counts tokens
         return drawn + [nothing] * (num_batches - len(drawn)), None
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch; which of the `inputs` of this update comes in which turn is the window's choice."""
-        epoch = self._epoch
-        if epoch is None or epoch.window is None:
-            by_hand: Tensor = super().training_step(model, inputs, num_items_in_batch)
-            return by_hand
-        loss = torch.zeros((), device=self.args.device)
-        if epoch.is_idle():
-            self._keep_pace(model, epoch.last)
+        window, loss = self._window, torch.zeros((), device=self.args.device)
+        if self._turns > window.num_micro_steps:  # so that the backward that reduces comes last on each rank
+            self._keep_pace(model, self._last)
         else:
-            loss += self._run(model, epoch.window, epoch.take())
-        if not epoch.turns:
-            epoch.finish()
-            if any(epoch.window.counts.values()):
+            loss += self._run(model, window, next(self._micro_batches))
+        self._turns -= 1
+        if not self._turns:
+            next(self._micro_batches, None)  # ends the window's loop
+            if any(window.counts.values()):
                 note_step(self.optimizer, True)
             else:
                 leave_out_step(self.optimizer)
@@ -135,24 +138,21 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
         """Its part of the window's loss, times the number of ranks, over which the Trainer averages."""
-        known = None if window.stand_in else self._known[id(micro_batch)]
-        items = self._questions.number(micro_batch) if known is None else known[0]
+        _, questions = self._accumulator_of(self.model_wrapped)
+        items, weight = questions.number_and_weight(micro_batch)
         with self._alone():
             self.accelerator.backward = lambda loss, **_: window.backward(loss)
             try:
                 loss: Tensor = super().training_step(model, micro_batch, items)
             finally:
                 del self.accelerator.backward
-        if known is None:
+        if window.stand_in:
             return 0.0
         (total,) = window.counts.values()
-        return loss * share_of(self._reduction, known[1], total, self.accelerator.num_processes)
+        return loss * share_of(self._reduction, weight, total, self.accelerator.num_processes)  # type: ignore[arg-type]  # a tensor is a number too
 
     def _keep_pace(self, model: nn.Module, batch: Any) -> None:
-        """Where `compute_loss` is another's, ranks may wait for each other in it: runs it without labels and backward.
-
-        In the first turns, so that the backward that reduces comes last on each rank.
-        """
+        """Runs a subclass's `compute_loss` without labels and backward, since ranks may wait for each other in it."""
         if batch is None or type(self).compute_loss is Trainer.compute_loss:
             return
         if isinstance(batch, Mapping):
@@ -165,39 +165,35 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def end_window(self) -> None:
         """Records the update that the Trainer made."""
-        if self._epoch is None or self._epoch.window is None:
-            return
-        window, self._epoch.window = self._epoch.window, None
-        self.update = window.step()
+        self.update = self._window.step()
         if not self.update.stepped and self.accelerator.scaler is not None:
             forget(self.accelerator.scaler, [self.optimizer.optimizer])  # which the Trainer's clipping unscaled
 
-    def _leave_epoch(self) -> None:
-        if self._epoch is not None:
-            self._epoch.leave()
-            self._epoch = None
+    def _leave(self) -> None:
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
 
     # The Accumulator, and what it counts
 
-    def _accumulator_of(self, model: nn.Module) -> Accumulator:
-        if self._accumulator is None or self._accumulator[0] is not model:
-            made = Accumulator(
+    def _accumulator_of(self, model: nn.Module) -> tuple[Accumulator, Questions]:
+        if self._made is None or self._made[0] is not model:
+            questions = Questions(self._asked(model))
+            accumulator = Accumulator(
                 model,
-                steps=lambda _: self._turns,
+                steps=lambda _: self.args.gradient_accumulation_steps,
                 reduction=self._reduction,
-                count=self._count,
+                count=questions.weight,
                 scaler=self.accelerator.scaler,
                 sync="every" if self._syncs_each else "last",
                 on_nonfinite="ignore",  # as the Trainer does
             )
-            self._accumulator, self._questions = (model, made), Questions(self._asked(model))
-        return self._accumulator[1]
+            self._made = model, accumulator, questions
+        return self._made[1:]
 
-    def _count(self, micro_batch: Any) -> float | Tensor:
-        questions = self._questions
-        weight = questions.weight(micro_batch)
-        self._known[id(micro_batch)] = questions.number(micro_batch), weight
-        return weight
+    def _reads_alone(self) -> bool:
+        """Whether drawing from the loader waits for no other rank, which may be at another micro-step."""
+        return self.args.world_size == 1 or not isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
 
     def _asked(self, model: nn.Module) -> Asked:
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
@@ -268,58 +264,35 @@ def _inner(model: nn.Module) -> nn.Module:
 
 
 @final
-class _Epoch:
-    """One pass over the Trainer's loader, and its window at work."""
+class _Pass:
+    """One pass over the Trainer's loader, in windows, each with what this rank drew for it."""
 
-    def __init__(self, accumulator: Accumulator, iterator: Iterator[Any]) -> None:
+    def __init__(self, accumulator: Accumulator, iterator: Iterator[Any], most: int | None, *, ahead: bool) -> None:
         self.iterator = iterator
-        self.window: Window | None = None
-        self.turns = 0  # of the Trainer's loop, that are left for this window
-        self.last: Any = None  # of the micro-batches that this rank drew
-        self._idle = 0  # turns that are left without a micro-batch
-        self._drawn: list[Any] = []
-        self._accumulator, self._windows = accumulator, accumulator.windows(self._noted(iterator), ahead=False)
-        self._micro_batches: Iterator[Any] = iter(())
+        self._left = itertools.islice(iterator, most)
+        self._accumulator, self._ahead = accumulator, ahead
+        self._drawn: list[Any] = []  # for windows to come
+        self._windows = accumulator.windows(self._noted(self._left), ahead=ahead)
 
     def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
         for micro_batch in micro_batches:
             self._drawn.append(micro_batch)
-            self.last = micro_batch
             yield micro_batch
 
-    def draw(self, turns: int) -> list[Any]:
-        """This rank's micro-batches of the next window, which there may not be."""
-        self._drawn = []
-        self.window = next(self._windows, None)
-        if self.window is not None:
-            self.turns, self._idle = turns, turns - self.window.num_micro_steps
-            self._micro_batches = iter(self.window)
-        return self._drawn
+    def draw(self, most: int) -> tuple[Window | None, list[Any]]:
+        """The next window, if any rank has one, and this rank's micro-batches in it, those that do not count too."""
+        window = next(self._windows, None)
+        drawn, self._drawn = self._drawn[:most], self._drawn[most:]
+        return window, drawn
 
-    def draw_again(self, turns: int) -> list[Any]:
-        """The same window, counted anew."""
-        self.leave()
-        self._windows = self._accumulator.windows(self._noted(itertools.chain(self._drawn, self.iterator)), ahead=False)
-        return self.draw(turns)
+    def draw_again(self, drawn: list[Any]) -> None:
+        """Discards the window of `drawn`, for the next one to have them."""
+        self.close()
+        waiting, self._drawn = [*drawn, *self._drawn], []
+        again = self._noted(itertools.chain(waiting, self._left))
+        self._windows = self._accumulator.windows(again, ahead=self._ahead)
 
-    def begin(self) -> None:
-        assert self.window is not None
-        self.window.begin()  # together, before some ranks idle
-
-    def is_idle(self) -> bool:
-        """Whether this turn is one; the first are."""
-        self._idle -= 1
-        self.turns -= 1
-        return self._idle >= 0
-
-    def take(self) -> Any:
-        return next(self._micro_batches)
-
-    def finish(self) -> None:
-        for _ in self._micro_batches:
-            raise AssertionError("a turn of the Trainer's loop ran no micro-batch")
-
-    def leave(self) -> None:
+    def close(self) -> None:
         self._windows.close()  # discards what is open
 
 
