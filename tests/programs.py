@@ -94,7 +94,7 @@ def wait_until(seen: Callable[[], object], program: Program, seconds: float = SE
 class Programs:
     """`programs.run("train", "--updates", "2")`; `ranks=2` starts two, as a launcher would.
 
-    A program is one of `preloaded.PROGRAMS`, a script ("launch/bench/noise.py"), or "-c" with Python code as its first
+    A program is one of `preloaded.PROGRAMS`, a script ("launch/bench/law.py"), or "-c" with Python code as its first
     argument.
     """
 

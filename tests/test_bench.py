@@ -44,15 +44,6 @@ def test_overhead_takes_ratios_within_one_round_and_finds_no_growth(programs, tm
     assert by_loop["distaccum"]["steps"]["4"]["microseconds"] > 0
 
 
-def test_measured_noise_scale_is_close_to_the_true_value(programs, tmp_path):
-    out = tmp_path / "noise"
-    done = run(programs, "noise.py", "--rounds", 1, "--runs", 1, "--after", 100, "--out", out)
-    assert done.status == 0, done.errors
-    result = json.loads(out.with_suffix(".json").read_text())
-    assert result["cost"]["tiny, one process"]["8"]["with"]["median"] > 0
-    assert all(0.5 < runs[0][-1] < 2 for runs in result["in_parts_of_true"].values())
-
-
 def test_batches_by_tokens_have_the_gradient_of_fixed_rows_and_less_padding(programs, tmp_path):
     out = tmp_path / "tokens"
     done = run(programs, "tokens.py", "--rounds", 1, "--width", 8, "--updates", 1, "--no-memory", "--out", out)
@@ -66,32 +57,11 @@ def test_batches_by_tokens_have_the_gradient_of_fixed_rows_and_less_padding(prog
         assert ways["cost"]["micro-batches"] <= ways["fixed"]["micro-batches"]
 
 
-def test_windows_on_meshes_reduce_as_often_as_a_loop_by_hand(programs, tmp_path):
-    out = tmp_path / "meshes"
-    done = run(programs, "meshes.py", "--rounds", 1, "--width", 64, "--warm-up", 1, "--out", out)
-    assert done.status == 0, done.errors
-    meshes = json.loads(out.with_suffix(".json").read_text())["meshes"]
-    assert list(meshes) == ["tensor", "context", "experts", "stages"]
-    for kind, found in meshes.items():
-        by_hand, ours, default = found["collectives"].values()
-        large = {name: number for name, number in ours.items() if "small" not in name}
-        assert large == {name: number for name, number in by_hand.items() if "small" not in name}
-        assert any("reduce-scatter" in name for name in large)
-        small = {name: number - by_hand.get(name, 0) for name, number in ours.items() if "small" in name}
-        assert small.pop("all four: small all-gather") == 1, "the plan"
-        # The record, and which parameters were used: among the ranks with samples, and their other stages.
-        data, four = "data: small all-reduce", "all four: small all-reduce"
-        assert small == {"tensor": {data: 2}, "stages": {data: 1, four: 1}}.get(kind, {four: 2})
-        norms = {name: number - ours.get(name, 0) for name, number in default.items() if "small" in name}
-        assert all(number <= 2 for number in norms.values())
-
-
 @pytest.mark.parametrize(
     ("program", "options"),
     [
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
-        ("noise.py", ["--runs", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
     ],
 )
@@ -100,16 +70,3 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, optio
     assert done.status == 2
     last = done.errors.splitlines()[-1]
     assert last.startswith(f"{program}: error: ") and options[0] in last
-
-
-def test_trainers_and_windows_end_at_the_same_weights(programs, tmp_path):
-    out = tmp_path / "trainers"
-    done = run(programs, "trainers.py", "--rounds", 1, "--updates", 1, "--width", 8, "--out", out)
-    assert done.status == 0, done.errors
-    found = json.loads(out.with_suffix(".json").read_text())["trainers"]
-    assert {name for of_trainers in found.values() for name in of_trainers} == {
-        "Fabric",
-        "Lightning",
-        "transformers' Trainer",
-    }
-    assert all(row["difference"] <= 1e-6 for of_trainers in found.values() for row in of_trainers.values())

@@ -1,6 +1,6 @@
 """The programs whose figures need a GPU run on a CPU to their end, so that nothing but the machine is missing.
 
-Without what takes fresh processes: pairs.py, whose page is of a CPU, and two parts of gpu.py.
+Without what takes fresh processes: pairs.py, whose page is of a CPU, and the memory of gpu.py.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import pytest
 from programs import ROOT
 
 SMALLEST = {
-    "gpu.py": ["--small", "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto", "idle"],
-    "noise.py": ["--rounds", 1, "--runs", 1, "--after", 2],
+    "gpu.py": ["--small", "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto"],
 }
 
 

@@ -1,16 +1,15 @@
-"""On a GPU: what a window costs beside the others' loops, in time, in memory, and in time that the GPU stands idle.
+"""On a GPU: what a window costs beside the others' loops, in time and in memory.
 
-    python launch/bench/gpu.py --out launch/results/gpu --trace runs/window.json      # some ten minutes
+    python launch/bench/gpu.py --out launch/results/gpu                               # some ten minutes
     python launch/bench/gpu.py --device cpu --small --rounds 1 --models transformer   # shows that it runs
 
 ResNet-50 with GroupNorm at 224 pixels, and a decoder of 370 million parameters over 1,024 tokens; parameters in
 float32, computing in bfloat16 by autocast, as each library's documentation has it; SGD with momentum, one process.
 
-- rates:   images or tokens per second of each way to accumulate, in turns.
-- compile: the same with torch.compile around the module, and on a GPU with CUDA graphs (mode="reduce-overhead").
-- memory:  the peak of an update beyond model and optimizer, by the size of its micro-batches.
-- auto:    `micro_batch_size="auto"` against each fixed size, by `accumulator.update`.
-- idle:    the share of a window in which no kernel runs (on a CPU: no operator). --trace keeps the window's trace.
+- rates:  images or tokens per second of each way to accumulate, by turns; on a GPU two of them under torch.compile
+          too, and with CUDA graphs (mode="reduce-overhead").
+- memory: the peak of an update beyond model and optimizer, by the size of its micro-batches.
+- auto:   `micro_batch_size="auto"` against each fixed size, by `accumulator.update`.
 
 Needs torchvision, accelerate, deepspeed and lightning-fabric.
 """
@@ -22,12 +21,10 @@ import gc
 import json
 import statistics
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,23 +49,21 @@ from kit import (
     peak_of,
     ratios,
     spelled,
-    wait_for,
+    table,
+    wrapped,
     write,
 )
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
-from torch.profiler import ProfilerActivity, profile
 
 from distaccum import Accumulator
 
 Batch = tuple[Tensor, Tensor]
 LossOf = Callable[[nn.Module, Batch], Tensor]
 Make = Callable[[], Loop]
-PARTS = ("rates", "compile", "memory", "auto", "idle")
+PARTS = ("rates", "memory", "auto")
 AGAIN = "by hand, again"
-AUTOCAST = {"enabled": True, "dtype": "bfloat16"}  # DeepSpeed's
-KERNELS = {"cuda": {"kernel", "gpu_memcpy", "gpu_memset"}, "cpu": {"cpu_op"}}  # of a Chrome trace
 sgd = partial(SGD, lr=1e-4, momentum=0.9)
 
 
@@ -167,41 +162,32 @@ def with_cuda_graphs(model: nn.Module, batch: Batch) -> Tensor:
 def makers(work: Work, steps: int, device: torch.device) -> dict[str, Make]:
     """Each of a fresh net; DeepSpeed last, since it makes a process group."""
 
-    def task(loss: LossOf = under_autocast) -> Task:
-        return Task(work.net(), loss, sgd, steps)
+    def task(loss: LossOf = under_autocast, **options: Any) -> Task:
+        module: Any = torch.compile(work.net(), **options) if options else work.net()
+        return Task(module, loss, sgd, steps)
 
-    return {
+    compiled, graphs = partial(task, mode="default"), partial(task, with_cuda_graphs, mode="reduce-overhead")
+    found: dict[str, Make] = {
         "by hand": lambda: plain_by_hand(task()),
         AGAIN: lambda: plain_by_hand(task()),
         "distaccum": lambda: plain_distaccum(task()),
         "Accelerate": lambda: accelerate(task(loss_of), cpu=device.type == "cpu", mixed_precision="bf16"),
         "Lightning Fabric": lambda: lightning_fabric(task(loss_of), accelerator=device.type, precision="bf16-mixed"),
-        "DeepSpeed 0": lambda: deepspeed(task(loss_of), 0, torch_autocast=AUTOCAST),
-    }
-
-
-def compiled_makers(work: Work, steps: int, device: torch.device) -> dict[str, Make]:
-    def task(loss: LossOf = under_autocast, **options: Any) -> Task:
-        module: Any = torch.compile(work.net(), **options)
-        return Task(module, loss, sgd, steps)
-
-    found: dict[str, Make] = {
-        "by hand": lambda: plain_by_hand(Task(work.net(), under_autocast, sgd, steps)),
-        "by hand, compiled": lambda: plain_by_hand(task()),
-        "distaccum, compiled": lambda: plain_distaccum(task()),
     }
     if device.type == "cuda":
-        graphs = partial(task, with_cuda_graphs, mode="reduce-overhead")
-        found["by hand, CUDA graphs"] = lambda: plain_by_hand(graphs())
-        found["distaccum, CUDA graphs"] = lambda: plain_distaccum(graphs())
+        for how, make in {"compiled": compiled, "CUDA graphs": graphs}.items():
+            found[f"by hand, {how}"] = lambda make=make: plain_by_hand(make())
+            found[f"distaccum, {how}"] = lambda make=make: plain_distaccum(make())
+    found["DeepSpeed 0"] = lambda: deepspeed(task(loss_of), 0, torch_autocast={"enabled": True, "dtype": "bfloat16"})
     return found
 
 
 # What is measured
 
 
-def rates(work: Work, made: Mapping[str, Make], options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def rates(work: Work, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """Seconds of an update by turns; what a loop that fails says stands in its place."""
+    made = makers(work, options.steps, device)
     batches = [work.batch(work.micro_batch) for _ in range(options.steps)]
     loops, rows = {}, {}
     for name, make in made.items():
@@ -228,7 +214,7 @@ def memory(work: Work, device: torch.device) -> dict[str, dict[int, float | None
     for size in work.sizes:
         batches = [work.batch(size) for _ in range(work.sizes[-1] // size)]
         for name, make in makers(work, len(batches), device).items():
-            if name == AGAIN:
+            if name == AGAIN or "compiled" in name or "graphs" in name:
                 continue
             print(f"  {name}, {size}", file=sys.stderr)
             loop = None
@@ -285,43 +271,6 @@ def auto(work: Work, options: argparse.Namespace, device: torch.device) -> dict[
     }
 
 
-def idle(work: Work, options: argparse.Namespace, device: torch.device) -> dict[str, float]:
-    """For each way the share of a window, from the first kernel to the last, in which none ran."""
-    batches = [work.batch(work.micro_batch) for _ in range(options.steps)]
-    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    shares = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name, make in makers(work, options.steps, device).items():
-            if name == AGAIN:
-                continue
-            loop = make()
-            for _ in range(3):
-                loop.run(batches)
-            wait_for(device)
-            with profile(activities=activities) as seen:
-                loop.run(batches)
-                wait_for(device)
-            trace = Path(folder, "trace.json")
-            if name == "distaccum" and options.trace is not None:
-                trace = options.trace.with_stem(f"{options.trace.stem}-{work.unit}")
-                trace.parent.mkdir(parents=True, exist_ok=True)
-            seen.export_chrome_trace(str(trace))
-            shares[name] = share_without(KERNELS[device.type], json.loads(trace.read_text())["traceEvents"])
-            del loop
-            release(device)
-    return shares
-
-
-def share_without(kinds: set[str], events: Sequence[Mapping[str, Any]]) -> float:
-    """Of the time from the first of the events to the end of the last."""
-    spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("ph") == "X" and e.get("cat") in kinds)
-    busy, end = 0.0, spans[0][0]
-    for start, stop in spans:
-        busy += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return 1 - busy / (end - spans[0][0])
-
-
 def release(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
@@ -334,16 +283,14 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> di
     for part in options.parts:
         print(f"{work.name}: {part}", file=sys.stderr)
         if part == "rates":
-            found[part] = rates(work, makers(work, options.steps, device), options, device)
-        elif part == "compile":
-            found[part] = rates(work, compiled_makers(work, options.steps, device), options, device)
+            found[part] = rates(work, options, device)
         elif part == "memory":
             # A host's peak shows only where the allocator gives back what is freed.
             environment = RETURNS if device.type == "cpu" else None
             passed = ["--device", device.type, *(["--small"] if options.small else []), "--peaks", model]
             found[part] = in_fresh_process(*passed, environment=environment)
         else:
-            found[part] = {"auto": auto, "idle": idle}[part](work, options, device)
+            found[part] = auto(work, options, device)
         release(device)
     return found
 
@@ -352,42 +299,28 @@ def measure(model: str, options: argparse.Namespace, device: torch.device) -> di
 
 
 def lines_of(found: Mapping[str, Any], options: argparse.Namespace) -> list[str]:
-    lines = ["", f"## {found['name']}"]
-    for part in (part for part in ("rates", "compile") if part in found):
-        lines += [
-            "",
-            f"**{part.capitalize()}**: windows of {options.steps} micro-batches of {found['micro_batch']}.",
-            "",
-            f"| | {found['unit']} per second | time / by hand |",
-            "| --- | --: | --: |",
+    lines = ["", f"## {found['name']}", ""]
+    if "rates" in found:
+        lines += [f"**Rates**: windows of {options.steps} micro-batches of {found['micro_batch']}.", ""]
+        rows = [
+            (name, *(("failed", row["failed"]) if "failed" in row else (f"{row['rate']:,.0f}", spelled(row["time"]))))
+            for name, row in found["rates"].items()
         ]
-        for name, row in found[part].items():
-            cells = f"failed | {row['failed']}" if "failed" in row else f"{row['rate']:,.0f} | {spelled(row['time'])}"
-            lines.append(f"| {name} | {cells} |")
+        lines += table(["", f"{found['unit']} per second", "time / by hand"], rows)
     if "memory" in found:
-        rows = found["memory"]
-        sizes = list(next(iter(rows.values())))
-        lines += [
-            "",
-            f"**Memory**: peak MB of an update of {sizes[-1]} samples, by the samples of a micro-batch.",
-            "",
-            f"| | {' | '.join(map(str, sizes))} |",
-            f"| --- |{' --: |' * len(sizes)}",
-        ]
-        for name, peaks in rows.items():
-            cells = " | ".join("does not fit" if peak is None else f"{peak:,.0f}" for peak in peaks.values())
-            lines.append(f"| {name} | {cells} |")
+        sizes = list(next(iter(found["memory"].values())))
+        lines += [f"**Memory**: peak MB of an update of {sizes[-1]} samples, by the samples of a micro-batch.", ""]
+        shown = {
+            name: ["-" if one is None else f"{one:,.0f}" for one in of.values()] for name, of in found["memory"].items()
+        }
+        lines += table(["", *sizes], [(name, *cells) for name, cells in shown.items()])
     if "auto" in found:
         row = found["auto"]
-        lines += [
-            "",
+        lines += wrapped(
             f"**Auto**: of a batch of {row['batch_size']}, 'auto' takes micro-batches of {row['found']}; the fastest "
             f"of {', '.join(name for name in row['seconds'] if name != 'auto')} is {row['best']}; time of auto / of "
-            f"that: {spelled(row['time'])}.",
-        ]
-    if "idle" in found:
-        shares = ", ".join(f"{name} {share:.1%}" for name, share in found["idle"].items())
-        lines += ["", f"**Idle**, of a window of {options.steps} micro-batches of {found['micro_batch']}: {shares}."]
+            f"that: {spelled(row['time'])}."
+        )
     return lines
 
 
@@ -396,12 +329,12 @@ def notes(device: torch.device, small: bool, rounds: int) -> list[str]:
     lines = [
         f"{others}. Parameters in float32, computing in bfloat16 by autocast, SGD with momentum, one process. Times "
         f"are ratios to the loop by hand of the same round; median of {rounds} rounds (least to most). *Again* is the "
-        "same loop twice, so what it differs by is noise. Memory: beyond model, optimizer state and data. *Idle*: the "
-        "share of a window, from its first kernel to its last, in which none runs (profiled, which slows the host).",
+        "same loop twice, so what it differs by is noise. Memory: beyond model, optimizer state and data; - where it "
+        "does not fit.",
     ]
     if device.type == "cpu" or small:
         lines.insert(0, "**The figures of a GPU are to come.** These, of a small model, show that the program runs; "
-                     "on a CPU an operator stands in for a kernel, and memory is the process's.")  # fmt: skip
+                     "on a CPU memory is the process's.")  # fmt: skip
     return lines
 
 
@@ -413,7 +346,6 @@ def main() -> int:
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="(all)")
     parser.counts("--steps", 8, "micro-steps of an update")
     parser.counts("--rounds", 10, "of turns")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="a Chrome trace of a window, per model, from 'idle'")
     parser.hidden("--peaks", choices=list(MODELS))
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
@@ -433,16 +365,9 @@ def main() -> int:
     for one in found:
         lines += lines_of(one, options)
     is_gpu = device.type == "cuda" and not options.small
-    write(
-        options.out, "\n".join(lines), {**about, **versions(), "figures_of_a_gpu": is_gpu or "to come", "models": found}
-    )
-    failed = [
-        name
-        for one in found
-        for part in ("rates", "compile")
-        for name in one.get(part, {})
-        if "failed" in one[part][name]
-    ]
+    result = {**about, **versions(), "figures_of_a_gpu": is_gpu or "to come", "models": found}
+    write(options.out, "\n".join(lines), result)
+    failed = [name for one in found for name, row in one.get("rates", {}).items() if "failed" in row]
     if failed:
         print(f"failed: {'; '.join(failed)}")
     return 1 if failed else 0

@@ -31,11 +31,8 @@ SLOW_IMPORTS = ("torch.distributed.fsdp", "distaccum", "accelerate", "lightning.
 
 Loop = Callable[[], object]
 Name = TypeVar("Name", bound=Hashable)
-CLOCKS = {"cpu": "seconds of the processor", "cuda": "seconds"}
-# Of glibc. Resident memory is what is in use only where what is freed goes back to the system at once;
+# Of glibc. Resident memory is what is in use only where what is freed goes back to the system at once.
 RETURNS = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-# and getting it again, page by page, takes time.
-KEEPS = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40)}
 
 
 def in_turns(
@@ -79,11 +76,11 @@ def quartiles(values: Sequence[float]) -> dict[str, float]:
     return {"median": middle, "low": low, "high": high}
 
 
-def spelled(ratio: Mapping[str, float] | None, digits: int = 2) -> str:
+def spelled(ratio: Mapping[str, float] | None) -> str:
     """A median and its range, be it the whole one or the middle half."""
     if ratio is None:
         return "-"
-    median, low, high = (f"{value:.{digits}f}" for value in ratio.values())
+    median, low, high = (f"{value:.2f}" for value in ratio.values())
     return f"{median} ({low} to {high})"
 
 

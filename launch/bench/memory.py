@@ -4,8 +4,7 @@
     python launch/bench/memory.py --only DDP --sizes 1 32              # in a minute
 
 - A fixed batch per rank, cut into micro-batches of --sizes: a net whose activations dominate; SGD with momentum.
-- Parameters of 128 MiB and small activations, SGD: the first and the fifth update, and what is held between updates;
-  and the tensors alive before a window, in its middle and at its peak, in multiples of the parameters.
+- Parameters of 128 MiB and small activations, SGD: the first and the fifth update, and what is held between updates.
 
 Each row comes from fresh processes (Linux: resident memory), one or two ranks on gloo, and is that of rank 0 beyond the
 same process before the model was made. Needs accelerate, deepspeed and lightning-fabric.
@@ -18,7 +17,6 @@ import gc
 import json
 import os
 import sys
-import weakref
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from functools import partial
@@ -38,12 +36,11 @@ from kit import (
     peak_of,
     resident,
     some_ranks,
+    table,
     write,
 )
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
 SECONDS = 240.0  # for one of them
@@ -58,15 +55,14 @@ CHOSEN = [
 ]
 STEPS, UPDATES, SAMPLES = 4, 5, 4  # of the net whose parameters dominate
 WIDTH, DEPTH = 2048, 8  # 128 MiB of weights
-SMALL_WIDTH = 512  # where every tensor is looked at
 
 
 # Two nets
 
 
-def deep_of(width: int) -> nn.Sequential:
+def deep() -> nn.Sequential:
     """All of it parameters: what a few samples leave behind is nothing beside them."""
-    layers = (nn.Linear(width, width, bias=False) for _ in range(DEPTH))
+    layers = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH))
     return nn.Sequential(*(part for layer in layers for part in (layer, nn.Tanh())))
 
 
@@ -87,9 +83,9 @@ def layers_of(net: nn.Sequential) -> tuple[nn.Module, ...]:
     return tuple(layer for layer in net if isinstance(layer, nn.Linear | nn.Conv2d))
 
 
-def set_up(contender: Contender, net: nn.Sequential, steps: int, momentum: float = 0.0, loss: Any = loss_of) -> Loop:
+def set_up(contender: Contender, net: nn.Sequential, steps: int, momentum: float = 0.0) -> Loop:
     optimizer = partial(SGD, lr=1e-3, momentum=momentum)
-    return contender.set_up(Task(net, loss, optimizer, steps, layers=layers_of(net)))
+    return contender.set_up(Task(net, loss_of, optimizer, steps, layers=layers_of(net)))
 
 
 # In a fresh process
@@ -104,7 +100,7 @@ def measure_here(name: str, samples: int, sizes: Sequence[int]) -> dict[str, Any
     of_micro_batch(contender, 2, 1)  # loads what libraries and kernels load once
     peaks = {size: of_micro_batch(contender, samples, size) for size in sorted(sizes)}
     row = {"name": name, "engine": contender.engine, "peaks": peaks}
-    return {**row, **of_parameters(contender), **alive_on(contender)}
+    return {**row, **of_parameters(contender)}
 
 
 def without_a_model() -> int:
@@ -126,7 +122,7 @@ def of_micro_batch(contender: Contender, samples: int, size: int) -> float:
 def of_parameters(contender: Contender) -> dict[str, Any]:
     batches = [torch.randn(SAMPLES, WIDTH) for _ in range(STEPS)]
     without = without_a_model()
-    loop = set_up(contender, deep_of(WIDTH), STEPS)
+    loop = set_up(contender, deep(), STEPS)
     peaks = []
     for _ in range(UPDATES):
         held = resident("VmRSS") - without
@@ -134,57 +130,6 @@ def of_parameters(contender: Contender) -> dict[str, Any]:
     gc.collect()
     held = resident("VmRSS") - without
     return {"first": peaks[0], "fifth": peaks[-1], "held": held / MIB}
-
-
-def alive_on(contender: Contender) -> dict[str, float]:
-    """Bytes of tensors in the third update, in multiples of the parameters', of as many layers but narrower."""
-    net = deep_of(SMALL_WIDTH)
-    whole = sum(p.numel() * p.element_size() for p in net.parameters())
-    batches = [torch.randn(1, SMALL_WIDTH) for _ in range(STEPS)]
-    counts: list[int] = []
-
-    def loss(model: nn.Module, batch: Tensor) -> Tensor:
-        counts.append(storages.alive())  # between two micro-steps
-        return loss_of(model, batch)
-
-    with Storages() as storages:
-        storages.watch(list(net.parameters()))
-        loop = set_up(contender, net, STEPS, loss=loss)
-        for _ in range(2):
-            loop.run(batches)
-        gc.collect()
-        counts.clear()
-        before, storages.peak = storages.alive(), 0
-        loop.run(batches)
-    return {"before": before / whole, "middle": counts[STEPS // 2] / whole, "peak": storages.peak / whole}
-
-
-class Storages(TorchDispatchMode):
-    """Bytes of all storages that an operator has met and that are still there, those that only C++ holds too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self.peak = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(hasattr(kind, "from_local") for kind in types):
-            return NotImplemented  # a DTensor's own tensors are seen when it has taken the call apart
-        result = func(*args, **(kwargs or {}))
-        self.watch((args, kwargs, result))
-        self.peak = max(self.peak, self.alive())
-        return result
-
-    def watch(self, values: Any) -> None:
-        for one in tree_leaves(values):
-            if isinstance(one, Tensor) and type(one) in (Tensor, nn.Parameter):
-                storage = one.untyped_storage()
-                self._seen[storage._cdata] = weakref.ref(storage)
-
-    def alive(self) -> int:
-        there = {address: storage for address, ref in self._seen.items() if (storage := ref()) is not None}
-        self._seen = {address: self._seen[address] for address in there}
-        return sum(storage.nbytes() for storage in there.values())
 
 
 # All of it
@@ -206,24 +151,16 @@ def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[di
 
 
 def tables(rows: list[dict[str, Any]], options: argparse.Namespace) -> list[str]:
-    lines = [
+    peaks = [(row["name"], *(f"{peak:.0f}" for peak in row["peaks"].values())) for row in rows]
+    large = [(row["name"], *(f"{row[name]:.0f}" for name in ("first", "fifth", "held"))) for row in rows]
+    return [
         f"**A batch of {options.batch_size} samples per rank: peak MiB by the samples of a micro-batch**",
         "",
-        f"| | {' | '.join(map(str, options.sizes))} |",
-        f"| --- |{' --: |' * len(options.sizes)}",
-        *(f"| {row['name']} | {' | '.join(f'{peak:.0f}' for peak in row['peaks'].values())} |" for row in rows),
+        *table(["", *options.sizes], peaks),
+        "**Parameters of 128 MiB: MiB**",
         "",
-        "**Parameters of 128 MiB: MiB, and tensors alive in multiples of the parameters**",
-        "",
-        "| | peak, 1st update | peak, 5th | held between updates | alive before a window | in its middle | "
-        "at its peak |",
-        "| --- | --: | --: | --: | --: | --: | --: |",
+        *table(["", "peak, 1st update", "peak, 5th", "held between updates"], large),
     ]
-    for row in rows:
-        mib = " | ".join(f"{row[name]:.0f}" for name in ("first", "fifth", "held"))
-        alive = " | ".join(f"{row[name]:.2f}" for name in ("before", "middle", "peak"))
-        lines.append(f"| {row['name']} | {mib} | {alive} |")
-    return lines
 
 
 def notes(options: argparse.Namespace) -> list[str]:
@@ -235,11 +172,7 @@ def notes(options: argparse.Namespace) -> list[str]:
         "that gives back at once what is freed. A figure repeats within some 4 MiB.",
         f"*First table*: {options.batch_size} images of {PIXELS} x {PIXELS} on each rank through convolutions, "
         f"{parameters:.1f} MiB of parameters, SGD with momentum; the third update.",
-        f"*Second*: {DEPTH} layers of {WIDTH} x {WIDTH}, windows of {STEPS} micro-batches of {SAMPLES}, SGD. *Alive*: "
-        f"storages that an operator has met, those that only C++ holds too, in the third update of {DEPTH} layers of "
-        f"{SMALL_WIDTH} x {SMALL_WIDTH}: 1.00 is the size of all parameters, or of all gradients. *Middle*: between "
-        "two micro-steps. A buffer counts before anything is written to it; the process's memory counts it from then "
-        "on, and what a kernel or gloo takes for itself.",
+        f"*Second*: {DEPTH} layers of {WIDTH} x {WIDTH}, windows of {STEPS} micro-batches of {SAMPLES}, SGD.",
     ]
 
 

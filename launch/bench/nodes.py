@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 DEVICE = "veth0"
@@ -18,14 +18,9 @@ PAYLOAD = 1448 / 1514  # of a full Ethernet frame with IPv4, TCP and its timesta
 SENT = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
 
 
-def two_nodes(rate: str) -> AbstractContextManager[tuple[str, ...]]:
-    """Names of two namespaces joined by a link of `rate` (as tc takes it) each way; both are gone at the end."""
-    return some_nodes(2, rate)
-
-
 @contextmanager
-def some_nodes(num: int, rate: str) -> Iterator[tuple[str, ...]]:
-    """Namespaces that each send at `rate`: two joined by a cable, more by a bridge in a namespace of its own.
+def two_nodes(rate: str) -> Iterator[tuple[str, str]]:
+    """Names of two namespaces joined by a link of `rate` (as tc takes it) each way; both are gone at the end.
 
     Needs root and iproute2. What still runs in them at the end is killed.
     """
@@ -35,21 +30,12 @@ def some_nodes(num: int, rate: str) -> Iterator[tuple[str, ...]]:
     if os.geteuid():
         raise RuntimeError("network namespaces need root; run it with sudo")
     number = os.getpid()  # several of these programs do not meet
-    nodes = tuple(f"distaccum{number}-{i}" for i in range(num))
-    hub, ends = f"distaccum{number}-hub", [f"d{i}x{number}" for i in range(num)]
+    nodes, ends = (f"distaccum{number}-0", f"distaccum{number}-1"), (f"da{number}", f"db{number}")
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below still happens
     try:
         for node in nodes:
             run(f"ip netns add {node}", cure="in a container it needs --privileged")
-        if num == 2:
-            run(f"ip link add {ends[0]} type veth peer name {ends[1]}")
-        else:
-            run(f"ip netns add {hub}")
-            run(f"ip -n {hub} link add bridge0 type bridge")
-            run(f"ip -n {hub} link set bridge0 up")
-            for i, end in enumerate(ends):
-                run(f"ip link add {end} type veth peer name port{i} netns {hub}")
-                run(f"ip -n {hub} link set port{i} master bridge0 up")
+        run(f"ip link add {ends[0]} type veth peer name {ends[1]}")
         for i, (node, end) in enumerate(zip(nodes, ends, strict=True)):
             run(f"ip link set {end} netns {node} name {DEVICE}")
             run(f"ip -n {node} addr add {address(i)}/24 dev {DEVICE}")
@@ -59,13 +45,12 @@ def some_nodes(num: int, rate: str) -> Iterator[tuple[str, ...]]:
             run(shape, cure="expected a rate such as 1gbit, and a kernel that has sch_tbf")
         yield nodes
     finally:
-        for node in (*nodes, hub):
+        for node in nodes:
             left = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split()
             for process in left:
                 os.kill(int(process), signal.SIGKILL)
             subprocess.run(["ip", "netns", "del", node], capture_output=True)
-        for end in ends:
-            subprocess.run(["ip", "link", "del", end], capture_output=True)  # had it not been moved yet
+        subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)  # had it not been moved yet
         signal.signal(signal.SIGTERM, before)
 
 
@@ -80,21 +65,19 @@ def run(command: str, cure: str = "") -> None:
         raise RuntimeError(f"'{command}' failed: {said[-1]}{'; ' + cure if cure else ''}")
 
 
-def on_each(nodes: Sequence[str], options: list[str], seconds: float, per_node: int = 1) -> str:
-    """What rank 0 of this program prints with these options (some lines), `per_node` ranks on each node."""
+def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
+    """What rank 0 of this program prints with these options (some lines), a rank on each node."""
     started = []
     try:
-        for rank in range(len(nodes) * per_node):
-            index, local = divmod(rank, per_node)
-            node = nodes[index]
+        for rank, node in enumerate(nodes):
             variables = {
                 "MASTER_ADDR": address(0),
                 "MASTER_PORT": "29577",
-                "WORLD_SIZE": str(len(nodes) * per_node),
+                "WORLD_SIZE": str(len(nodes)),
                 "RANK": str(rank),
-                "NODE_RANK": str(index),
-                "LOCAL_RANK": str(local),
-                "LOCAL_WORLD_SIZE": str(per_node),
+                "NODE_RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
                 "GLOO_SOCKET_IFNAME": DEVICE,
                 "OMP_NUM_THREADS": "1",
             }

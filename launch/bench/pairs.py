@@ -20,9 +20,7 @@ from typing import Any
 
 import torch
 from kit import (
-    CLOCKS,
     CPU,
-    KEEPS,
     RETURNS,
     Options,
     circumstances,
@@ -154,7 +152,6 @@ def times(samples: int, micro_batches: list[int], rounds: int, device: torch.dev
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     samples, passed = options.batch_size, sizes_as_options(options)
     usual = in_fresh_process(*passed, "--times")
-    kept = in_fresh_process(*passed, "--times", environment=KEEPS) if options.device == "cpu" else {}
     expected = gradient(PLAIN, samples, samples)
     rows = []
     for name, (way, size) in ways(samples, options.micro_batches).items():
@@ -164,13 +161,11 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 "way": way,
                 "micro_batch": size,
                 "time": against(usual, name, PLAIN),
-                "time_kept": against(kept, name, PLAIN),
-                "time_of_naive": against(kept or usual, name, f"naive {size}"),
+                "time_of_naive": against(usual, name, f"naive {size}"),
                 "peak_mb": in_fresh_process(*passed, "--peak-of", way, str(size), environment=RETURNS),
                 "gradient_off": relative_difference(found, expected),
                 "cosine": torch.cosine_similarity(found, expected, dim=0).item(),
                 "seconds": usual[name],
-                "seconds_kept": kept.get(name),
             }
         )
     return rows
@@ -182,15 +177,15 @@ def sizes_as_options(options: argparse.Namespace) -> list[str]:
     return ["--device", options.device, *numbers, "--micro-batches", *sizes]
 
 
-def against(taken: dict[str, list[float]], name: str, other: str) -> dict[str, float] | None:
-    return ratios(taken[name], taken.get(other, taken[PLAIN])) if taken else None
+def against(taken: dict[str, list[float]], name: str, other: str) -> dict[str, float]:
+    return ratios(taken[name], taken.get(other, taken[PLAIN]))
 
 
 def lines_of(rows: list[dict[str, Any]]) -> list[str]:
-    heads = ("micro-batch", "time / plain", "time / plain, memory kept", "time / naive", "peak MB", "memory / plain")
+    heads = ("micro-batch", "time / plain", "time / naive", "peak MB", "memory / plain")
     cells = []
     for row in rows:
-        times = [spelled(row[name]) for name in ("time", "time_kept", "time_of_naive")]
+        times = [spelled(row[name]) for name in ("time", "time_of_naive")]
         memory = f"{row['peak_mb']:.1f}", f"{row['peak_mb'] / rows[0]['peak_mb']:.3f}"
         off = f"{row['gradient_off']:.1e}", f"{row['cosine']:.3f}"
         cells.append((row["way"], row["micro_batch"], *times, *memory, *off))
@@ -207,12 +202,10 @@ def notes(samples: int, rounds: int, device: torch.device) -> list[str]:
         f"{size.pixels} pixels through 4 convolutions ({size.channels} channels, GroupNorm), texts of {size.words} "
         f"tokens through a transformer (depth {size.layers}, width {size.width}). Parameters {held:.1f} MB, data "
         f"{data:.1f} MB.",
-        f"*Time*: {CLOCKS[device.type]}, as the ratio to the other update of the same round; median of {rounds} rounds "
-        "(least to most). *Memory kept*: the same where glibc gives no memory back to the system; else the big batch, "
-        "whose tensors are largest, has most pages to ask for anew. *Naive*: the loop by hand that averages the "
-        "micro-batches' own losses, in turns with the others, memory kept; with one micro-batch it is the plain one. "
-        "Encoding each sample twice, contrast is expected to take 4/3 of the naive loop's time; what small "
-        "micro-batches cost by themselves, both pay.",
+        f"*Time*: as the ratio to the other update of the same round; median of {rounds} rounds (least to most). "
+        "*Naive*: the loop by hand that averages the micro-batches' own losses, in turns with the others; with one "
+        "micro-batch it is the plain one. Encoding each sample twice, contrast is expected to take 4/3 of the naive "
+        "loop's time.",
         "*Peak*: beyond model, optimizer state and data, with the gradients, in a fresh process. *Off by*: the norm of "
         "the gradient's difference to the big batch's, in parts of that one's norm; smaller towers (width "
         f"{TINY.width}) in float64. *Cosine*: of the angle between the two.",
