@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from .private import multiply, norms_of
+from .private import norms_of
 
 EPSILON = 1e-6  # beside the norm in clipping, as torch has it
 HALF = (torch.float16, torch.bfloat16)
@@ -45,7 +46,9 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
         dense = [gradient for gradient in dense if gradient.numel()]  # an empty tensor has no largest element
     if over is not None:
         dense = [gradient / over.to(gradient.device) for gradient in dense]
-    by_kind = _by_kind(dense)
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # one kernel takes no others together
+    for gradient in dense:
+        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     norms: list[Tensor] = []
     for (device, dtype), alike in by_kind.items():
         if device.type not in FOREACH or hasattr(alike[0], "to_local"):
@@ -54,8 +57,7 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
     if not norms:
         return torch.zeros((), device="cpu")
     if len(by_kind) > 1:
-        wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-        norms = [norm.to(norms[0].device, wide) for norm in norms]
+        norms = [norm.to(norms[0].device) for norm in norms]
     norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
     return norm
 
@@ -81,23 +83,8 @@ def read(number: Tensor) -> float:
 
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     """Scales gradients of norm `norm` to at most `max_norm`."""
-    scale(gradients, torch.clamp(max_norm / (norm + EPSILON), max=1.0))
-
-
-def scale(gradients: Sequence[Tensor], factor: Tensor | float) -> None:
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient.mul_(factor.to(gradient.device) if isinstance(factor, Tensor) else factor)
-    for (device, _), alike in _by_kind([local(one) for one in gradients if not one.is_sparse]).items():
-        multiply(alike, factor.to(device) if isinstance(factor, Tensor) else factor)
-
-
-def _by_kind(gradients: Iterable[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
-    """By device and dtype: one kernel takes no other tensors together."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in gradients:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    return by_kind
+    holders: Any = [SimpleNamespace(grad=local(one)) for one in gradients]  # of DTensors the parts, in one kernel
+    torch.nn.utils.clip_grads_with_norm_(holders, max_norm, norm)
 
 
 def widest(number: Tensor) -> Tensor:

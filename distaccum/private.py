@@ -69,18 +69,6 @@ def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) ->
     return norms
 
 
-def multiply(alike: Sequence[Tensor], factor: Tensor | float) -> None:
-    """Multiplies tensors of one device and dtype in place, in one kernel, which no public name does by any factor.
-
-    Without the name: a kernel per tensor.
-    """
-    if (foreach := getattr(torch, "_foreach_mul_", None)) is None:
-        for one in alike:
-            one.mul_(factor)
-    else:
-        foreach(alike, factor)
-
-
 def hooks_after_accumulation(parameter: Tensor) -> Iterable[Any]:
     """The hooks that `register_post_accumulate_grad_hook` added, which cannot be listed publicly.
 

