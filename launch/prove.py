@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from training.checkpoints import differences, shapes_of
 from training.config import BrokenFileError, Config, a_line, stop
 from training.data import Order
 from training.tasks import Task, make_task
@@ -77,8 +76,9 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
     model = task.model
     order = Order(len(task.train), config.batch_size, config.seed)
     optimizer, schedule = make_optimizer(model, config, config.updates or config.epochs * order.updates_per_epoch)
-    if found := differences(shapes_of(weights), shapes_of(model.state_dict())):
-        stop(f"the run's weights are those of another model than its config.json names: {found}")
+    shapes, expected = ({name: one.shape for name, one in of.items()} for of in (weights, model.state_dict()))
+    if found := sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)):
+        stop(f"the run's weights are those of another model than its config.json names, as in {found[0]}")
     worst = {"a loss": 0.0, "a learning rate": 0.0}
     for update, seen in enumerate(tqdm(log, unit="update", disable=None)):
         keys = order.of_update(update).tolist()

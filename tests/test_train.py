@@ -173,17 +173,6 @@ def go_back(run: Path, update: int) -> None:
     (run / "weights.pt").unlink()
 
 
-def test_tokenizer_that_is_missing_or_too_large_is_refused(programs, tmp_path):
-    for words, size, message in (
-        (0, 256, "has no tokenizer (such as tokenizer.json)"),
-        (200, 64, "and its model knows 64"),
-    ):
-        model = hugging_face(programs, tmp_path / f"{words}", words, vocab_size=size)
-        done = programs.run("train", *TEXT, "--model", model, "--out", tmp_path / "run")
-        assert done.status == 2
-        assert message in only_line(done.text)
-
-
 def only_line(text: str) -> str:
     (line,) = [line for line in text.splitlines() if line.startswith(("train: ", "prove: "))]
     assert "Traceback" not in text
@@ -317,10 +306,10 @@ MISTAKES = {
     ("--batchsize", "3"): "'--batchsize' is not known (did you mean --batch-size?)",
     ("--batch-size", "many"): "argument --batch-size: invalid int value: 'many'",
     ("--engine", "fsdp3"): "invalid choice: 'fsdp3'",
-    ("--config", "not/there.toml"): "not/there.toml is not there, expected a TOML file",
-    ("--config", "unknown.toml"): "has 'batch', which is not known (did you mean batch_size?); known are task, model",
-    ("--config", "type.toml"): "has batch_size = 'many', expected a whole number",
-    ("--config", "choice.toml"): "has engine = 'magic', expected one of auto, plain, ddp",
+    ("--config", "not/there.toml"): "not/there.toml cannot be read (No such file or directory), expected a TOML file",
+    ("--config", "unknown.toml"): "unknown.toml: '--batch' is not known (did you mean",
+    ("--config", "type.toml"): "type.toml: argument --batch-size: invalid int value: 'many'",
+    ("--config", "choice.toml"): "choice.toml: argument --engine: invalid choice: 'magic'",
     ("--config", "broken.toml"): "broken.toml is not TOML",
     ("--batch-size", "0"): "batch_size = 0, expected a number above 0",
     ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
@@ -334,16 +323,15 @@ MISTAKES = {
     ("--task", "language", "--data", "not/there.txt"): "cannot be read as text",
     ("--task", "language", "--model", "./not-there"): "no language model that transformers finds",
     ("--device", "cuda"): "torch sees no GPU here",
-    ("--sync", "gathered"): "sync = 'gathered' with plain, expected one of last, every",
+    ("--sync", "gathered"): "sync='gathered'",
     ("--engine", "deepspeed", "--deepspeed-config", "not.json"): "not.json cannot be read",
     ("--engine", "deepspeed", "--precision", "float64"): "float32 at most",
-    ("--config", "."): ". is a folder, expected a TOML file such as",
+    ("--config", "."): ". cannot be read (Is a directory), expected a TOML file such as",
     ("--config", "idle.toml"): "context does nothing unless task is 'language'",
-    ("--config", "huge.toml"): "has lr = 1000",
+    ("--config", "huge.toml"): "lr = inf, expected a number",
     ("--epochs", "2", "--updates", "3"): "both epochs and updates are given",
     ("--seed", "9999999999"): "seed = 9999999999, expected a number below 2147483648",
     ("--task", "language", "--context", "1"): "context = 1, expected at least 2 tokens",
-    ("--engine", "fsdp2", "--sync", "replicas", "--plan", "2"): "sync = 'replicas' and one replica",
     ("--engine", "deepspeed", "--deepspeed-config", "list.json"): "list.json is no config of DeepSpeed",
     (
         "--engine",
@@ -355,8 +343,8 @@ MISTAKES = {
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
     ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
     ("--timeout", "0"): "timeout = 0.0, expected a number above 0",
-    ("--config", "both.toml"): "both.toml has both epochs and updates, expected one of them",
-    ("--config", "marked.toml"): "marked.toml has 'batch', which is not known",
+    ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
+    ("--config", "marked.toml"): "marked.toml: '--batch' is not known",
     ("--model", "vit_h_14"): "model = 'vit_h_14' with image_size = 32: Input shape indivisible by patch size!",
     ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
     ("--task", "language", "--data", "texts"): "texts/b.md cannot be read as text ('utf-8' codec can't decode",
@@ -549,14 +537,6 @@ def test_resume_prints_the_checkpoint_that_it_found(programs, tmp_path):
     assert [done.status for done in ended] == [2, 2]
 
 
-def change(state: Path, how: Callable[[dict[str, Any]], object]) -> None:
-    """Changes a checkpoint and its checksums, as if another model had saved it."""
-    found = torch.load(state, weights_only=True)
-    how(found)
-    torch.save(found, state)
-    state.with_name("checksums.json").unlink()
-
-
 def flip(state: Path) -> None:
     whole = bytearray(state.read_bytes())
     whole[len(whole) // 2] ^= 1
@@ -568,35 +548,6 @@ DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (lambda state: state.write_bytes(state.read_bytes()[:5000]), "state.pt has another checksum"),
     (lambda state: state.unlink(), "state.pt is missing"),
     (lambda state: state.with_name("checksums.json").write_text("{"), "Expecting property name"),
-    (lambda state: change(state, lambda found: found["model"].pop("0.weight")), "of its weights 0.weight is missing"),
-    (
-        lambda state: change(state, lambda found: found["model"].update(b=torch.ones(1))),
-        "of its weights b is not known",
-    ),
-    (
-        lambda state: change(state, lambda found: found["model"].update({"0.bias": torch.ones(3)})),
-        "of its weights 0.bias is of shape (3,) and not (16,)",
-    ),
-    (
-        lambda state: change(state, lambda found: found["optimizer"]["state"].pop("0.bias")),
-        "of its optimizer state momentum_buffer of 0.bias is missing",
-    ),
-    (
-        lambda state: change(state, lambda found: found["optimizer"]["state"].update(b={"step": torch.ones(1)})),
-        "of its optimizer state step of b is not known",
-    ),
-    (
-        lambda state: change(
-            state, lambda found: found["optimizer"]["state"]["0.bias"].update(momentum_buffer=torch.ones(1))
-        ),
-        "of its optimizer state momentum_buffer of 0.bias is of shape (1,) and not (16,)",
-    ),
-    (
-        lambda state: change(state, lambda found: found["optimizer"]["param_groups"][0]["params"].remove("0.bias")),
-        "of its optimizer's parameters 0.bias is missing",
-    ),
-    (lambda state: change(state, lambda found: found.pop("optimizer")), "of its optimizer state momentum_buffer of "),
-    (lambda state: change(state, lambda found: found.pop("config")), "state.pt is no checkpoint of train.py"),
 ]
 
 

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from distaccum import Accumulator
 
@@ -140,8 +139,6 @@ class Checkpoints:
             try:
                 state = self._load(folder)
                 reason = self._refused(folder, state)
-                if not reason and not self._wrapped.is_deepspeed:
-                    self._check_tensors(state)
             except Exception as error:  # of as many kinds as there are ways to break a file
                 damaged.append((folder, a_line(error)))
                 continue
@@ -161,34 +158,16 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> dict[str, Any]:
         """What `save` wrote. An error says which file is not as it was written."""
-        sums = folder / "checksums.json"
-        if sums.exists():  # else an earlier version wrote the checkpoint
-            for name, checksum in json.loads(sums.read_text()).items():
-                if not (folder / name).is_file():
-                    raise ValueError(f"{name} is missing")
-                if _checksum(folder / name) != checksum:
-                    raise ValueError(f"{name} has another checksum than when it was written")
+        for name, checksum in json.loads((folder / "checksums.json").read_text()).items():
+            if not (folder / name).is_file():
+                raise ValueError(f"{name} is missing")
+            if _checksum(folder / name) != checksum:
+                raise ValueError(f"{name} has another checksum than when it was written")
         state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
         if not isinstance(state, dict) or not state.keys() >= IN_A_STATE:
             raise ValueError("state.pt is no checkpoint of train.py")
         state["name"] = folder.name
         return state
-
-    def _check_tensors(self, state: dict[str, Any]) -> None:
-        """Weights and optimizer state have the names and shapes of what is trained, or an error says which has not."""
-        shapes, trained = self._wrapped.shapes, self._wrapped.trained
-        if found := differences(shapes_of(state["model"]), shapes):
-            raise ValueError(f"of its weights {found}")
-        optimizer = state.get("optimizer") or {"state": {}, "param_groups": [{"params": trained}]}
-        kinds = self._kinds()
-        seen = {f"{kind} of {name}": value for name, of in optimizer["state"].items() for kind, value in of.items()}
-        expected = {f"{kind} of {name}": () if kind == "step" else shapes[name] for name in trained for kind in kinds}
-        has_state = seen or state["schedule"]  # which comes with the first step
-        if has_state and (found := differences(shapes_of(seen), expected)):
-            raise ValueError(f"of its optimizer state {found}")
-        grouped = {name: shapes.get(name, ()) for group in optimizer["param_groups"] for name in group["params"]}
-        if found := differences(grouped, {name: shapes[name] for name in trained}):
-            raise ValueError(f"of its optimizer's parameters {found}")
 
     def _kinds(self) -> list[str]:
         """Of what the optimizer keeps of a parameter."""
@@ -279,27 +258,6 @@ def fill_state(optimizer: dict[str, Any], trained: dict[str, Any], kinds: Sequen
         optimizer["state"][name] = {
             kind: torch.zeros(()) if kind == "step" else torch.zeros_like(trained[name]) for kind in kinds
         }
-
-
-def shapes_of(tensors: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    return {name: tuple(tensor.shape) for name, tensor in tensors.items() if isinstance(tensor, Tensor)}
-
-
-def differences(seen: dict[str, tuple[int, ...]], expected: dict[str, tuple[int, ...]]) -> str:
-    """What is missing, too many or of another shape; "" where nothing is.
-
-    >>> differences({"a": (2,), "c": ()}, {"a": (3,), "b": ()})
-    'a is of shape (2,) and not (3,), b is missing, c is not known'
-    """
-    found = [
-        f"{name} is of shape {seen[name]} and not {expected[name]}"
-        for name in seen.keys() & expected.keys()
-        if seen[name] != expected[name]
-    ]
-    found += [f"{name} is missing" for name in expected.keys() - seen.keys()]
-    found += [f"{name} is not known" for name in seen.keys() - expected.keys()]
-    found.sort()
-    return ", ".join(found[:3]) + (f" and {len(found) - 3} more" if found[3:] else "")
 
 
 def _files(folder: Path) -> list[Path]:

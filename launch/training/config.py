@@ -113,21 +113,9 @@ NEEDS = {
 }  # fmt: skip
 LARGEST = 2**31
 ABOVE_0 = {
-    "image_size",
-    "context",
-    "width",
-    "layers",
-    "batch_size",
-    "micro_batch_size",
-    "epochs",
-    "lr",
-    "replicas",
-    "tp",
-    "cp",
-    "pp",
-    "keep",
-    "timeout",
-}
+    "image_size", "context", "width", "layers", "batch_size", "micro_batch_size", "epochs", "lr", "replicas",
+    "tp", "cp", "pp", "keep", "timeout",
+}  # fmt: skip
 
 
 def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | None]:
@@ -137,20 +125,11 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         epilog="example: torchrun --nproc-per-node 2 launch/train.py --config configs/ddp-cpu.toml --updates 20",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="a TOML file of these options; the command line beats it"
-    )
-    parser.add_argument(
-        "--plan",
-        type=int,
-        nargs="?",
-        const=0,
-        metavar="RANKS",
-        help="print the plan of the run (on RANKS ranks), and stop",
-    )
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # DeepSpeed's launcher adds it
+    file_help = "a TOML file of these options; the command line beats it"
+    parser.add_argument("--config", type=Path, metavar="FILE", help=file_help)
+    plan_help = "print the plan of the run (on RANKS ranks), and stop"
+    parser.add_argument("--plan", type=int, nargs="?", const=0, metavar="RANKS", help=plan_help)
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # by DeepSpeed's launcher
     kinds = get_type_hints(Config)
     for field in dataclasses.fields(Config):
         kind, flag = kinds[field.name], f"--{field.name.replace('_', '-')}"
@@ -161,17 +140,16 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
             parser.add_argument(flag, choices=get_args(kind), help=text)
         else:
             parser.add_argument(flag, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
-    given, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(f"{unknown[0]!r} is not known{_nearest(unknown[0], parser.flags())}; --help lists the options")
-    options = {name: value for name, value in vars(given).items() if value is not None and name in kinds}
-    if {"epochs", "updates"} <= options.keys():
-        stop("both epochs and updates are given, expected one of them")
-    in_file = _read_file(given.config, kinds) if given.config else {}
+    given = parser.read(arguments)
+    options = {name: value for name, value in given.items() if name in kinds}
+    in_file: dict[str, Any] = {}
+    if path := given.get("config"):
+        parser.where = f"{path}: "
+        in_file = {name: value for name, value in parser.read(_words_of(path)).items() if name in kinds}
     if "epochs" in options:  # which beats the file, and updates would beat it
         in_file.pop("updates", None)
     config = Config(**{**in_file, **options})
-    name = given.config.stem if given.config else "train"
+    name = path.stem if path else "train"
     default = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "docs"))}[config.task]
     config = dataclasses.replace(
         config,
@@ -184,41 +162,28 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         if meant and getattr(config, other) != value:
             stop(f"{name} does nothing unless {other} is {value!r}, and it is {getattr(config, other)!r}; leave it out")
     _check(config)
-    if given.plan is None:
+    plan = given.get("plan")
+    if plan is None:
         _check_folder(Path(config.out), config.resume)
-    elif given.plan < 0:
-        stop(f"--plan {given.plan}, expected a number of ranks")
-    return config, given.plan
+    elif plan < 0:
+        stop(f"--plan {plan}, expected a number of ranks")
+    return config, plan
 
 
-def _read_file(path: Path, kinds: dict[str, Any]) -> dict[str, Any]:
+def _words_of(path: Path) -> list[str]:
+    """A file's options as words of the command line."""
     try:
-        values: dict[str, Any] = tomllib.loads(read_text(path))
-    except OSError:
-        folder = path if path.is_dir() else path.parent
-        near = sorted(str(file) for file in folder.glob("*.toml") if file.is_file()) if folder.is_dir() else []
-        stop(
-            f"{path} is {'a folder' if path.is_dir() else 'not there'}, expected a TOML file"
-            + (f" such as {', '.join(near[:4])}" if near else "")
-        )
+        values = tomllib.loads(read_text(path))
+    except OSError as error:
+        near = ", ".join(str(file) for file in sorted(path.glob("*.toml"))[:4])
+        stop(f"{path} cannot be read ({error.strerror}), expected a TOML file{f' such as {near}' if near else ''}")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         stop(f"{path} is not TOML: {error}")
-    for name, value in values.items():
-        if name not in kinds:
-            stop(f"{path} has {name!r}, which is not known{_nearest(name, kinds)}; known are {', '.join(kinds)}")
-        kind = kinds[name]
-        choices = get_args(kind) if get_origin(kind) is Literal else ()
-        if choices and value not in choices:
-            stop(f"{path} has {name} = {value!r}, expected one of {', '.join(choices)}")
-        if name == "checkpoint_every" and type(value) is int:
-            values[name] = str(value)
-        elif kind is float and type(value) is int and abs(value) < LARGEST:
-            values[name] = float(value)
-        elif not choices and type(value) is not kind:
-            stop(f"{path} has {name} = {value!r}, expected {_article(kind)}")
-    if {"epochs", "updates"} <= values.keys():
-        stop(f"{path} has both epochs and updates, expected one of them")
-    return values
+    flags = {name: name.replace("_", "-") for name in values}
+    return [
+        f"--{'' if value is not False else 'no-'}{flags[name]}" + ("" if isinstance(value, bool) else f"={value}")
+        for name, value in values.items()
+    ]
 
 
 def read_text(path: Path) -> str:
@@ -292,11 +257,23 @@ def check_batch(config: Config, ranks: int) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        stop(message)
+    where = ""  # what is read, for errors
 
-    def flags(self) -> list[str]:
-        return [flag for action in self._actions for flag in action.option_strings]
+    def error(self, message: str) -> NoReturn:
+        stop(f"{self.where}{message}")
+
+    def read(self, words: Sequence[str] | None) -> dict[str, Any]:
+        """The options that are given."""
+        found, unknown = self.parse_known_args(words)
+        if unknown:
+            name, flags = unknown[0].split("=")[0], [flag for one in self._actions for flag in one.option_strings]
+            near = difflib.get_close_matches(name, flags, n=1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            self.error(f"{name!r} is not known{meant}; --help lists the options")
+        given = {name: value for name, value in vars(found).items() if value is not None}
+        if {"epochs", "updates"} <= given.keys():
+            self.error("both epochs and updates are given, expected one of them")
+        return given
 
 
 def stop(message: str, everywhere: bool = False, status: int = 2) -> NoReturn:
@@ -345,12 +322,3 @@ def a_line(error: object) -> str:
     """The first of an error's text, or its kind where it has none."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__
-
-
-def _nearest(name: str, known: Any) -> str:
-    near = difflib.get_close_matches(name, list(known), n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
-def _article(kind: type) -> str:
-    return {int: "a whole number", float: "a number", str: "a text in quotes", bool: "true or false"}[kind]

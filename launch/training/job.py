@@ -21,13 +21,6 @@ from distaccum import DistaccumError
 from .config import Config, check_batch, stop
 from .sharing import check_sharing, sharing
 
-POLICIES = {
-    "plain": ("last", "every"),
-    "ddp": ("last", "every"),
-    "fsdp2": ("last", "every", "gathered", "replicas"),
-    "deepspeed": ("last", "every"),
-    "accelerate": ("last", "every", "gathered"),
-}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXCHANGE_SECONDS = 0.5  # between two questions of the ranks whether one of them was sent a signal
 
@@ -75,10 +68,6 @@ class Job:
             engine = "fsdp2" if sharing(config)[0] else "ddp" if ranks > 1 else "plain"
         if engine == "plain" and ranks > 1:
             stop(f"engine = 'plain' on {ranks} ranks, whose gradients nothing would reduce; use ddp or one process")
-        if config.sync not in POLICIES[engine]:
-            stop(f"sync = {config.sync!r} with {engine}, expected one of {', '.join(POLICIES[engine])}")
-        if config.sync == "replicas" and config.replicas == 1:
-            stop("sync = 'replicas' and one replica; give replicas, the groups of ranks that hold the whole model each")
         index = {"index": local_rank} if kind == "cuda" else {}
         device = torch.device(kind, **index)
         is_planned = plan is not None

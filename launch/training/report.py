@@ -159,14 +159,12 @@ class Report:
         self._bar.update()
         if not update.stepped:
             self._tell(f"update {update.index} was skipped: {update.reason}")
-        if self._board is not None:
-            self._board.add_scalar("loss", update.loss, update.index)
-            self._board.add_scalar("learning rate", lr, update.index)
-            self._board.add_scalar(f"{self._unit} per second", rate, update.index)
-            if update.grad_norm is not None:
-                self._board.add_scalar("gradient norm", update.grad_norm, update.index)
-            if self._noise is not None:
-                self._board.add_scalar("noise scale", self._noise, update.index)
+        self._show_on_board(update.index, loss=update.loss, lr=lr, gradient_norm=update.grad_norm, noise=self._noise)
+
+    def _show_on_board(self, index: int, **values: float | None) -> None:
+        for name, value in values.items():
+            if self._board is not None and value is not None:
+                self._board.add_scalar(name.replace("_", " "), value, index)
 
     def progress(self, index: int, micro_batches: int) -> None:
         """Reports the number of finished updates, and of finished micro-batches of the next one."""
@@ -179,7 +177,7 @@ class Report:
         line = f"{index} of {self._updates} updates and {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
         if self._losses:
             line += f": loss {self._losses[-1]:.4f}, {self._rate:.0f} {self._unit}/s"
-            line += f", {_clock((self._updates - index) * (now - self._began) / done)} left"
+            line += f", {timedelta(seconds=round((self._updates - index) * (now - self._began) / done))} left"
         self._job.say(line)
 
     def evaluation(self, index: int, measured: dict[str, float]) -> None:
@@ -188,9 +186,7 @@ class Report:
         with (self._folder / "evaluation.jsonl").open("a") as file:
             file.write(_json({"index": index, **measured}) + "\n")
         self._tell(f"after update {index}: {_listed(measured)}")
-        if self._board is not None:
-            for name, value in measured.items():
-                self._board.add_scalar(f"held out/{name}", value, index)
+        self._show_on_board(index, **{f"held out/{name}": value for name, value in measured.items()})
 
     def _tell(self, line: str) -> None:
         if self._bar.disable:
@@ -250,28 +246,18 @@ def draw(folder: Path) -> Path | None:
     measured = [json.loads(line) for line in held_out.read_text().splitlines()] if held_out.exists() else []
     if not updates:
         return None
-    x = [update["index"] for update in updates]
+    x, at = ([point["index"] for point in points] for points in (updates, measured))
+    losses, means = ([math.nan if p["loss"] is None else p["loss"] for p in points] for points in (updates, measured))
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
-    losses = [_number(update["loss"]) for update in updates]
     above.plot(x, losses, color="#0072B2", linewidth=1, label="an update's loss")
     if measured:
-        at = [point["index"] for point in measured]
-        above.plot(
-            at,
-            [_number(point["loss"]) for point in measured],
-            "o-",
-            color="#D55E00",
-            markersize=4,
-            label="loss on held-out data",
-        )
-    above.set_ylabel("loss")
-    above.set_ylim(bottom=0)
+        above.plot(at, means, "o-", color="#D55E00", markersize=4, label="loss on held-out data")
     above.legend(frameon=False)
     below.plot(x, [update["lr"] for update in updates], color="#009E73")
-    below.set_ylabel("learning rate")
-    below.set_ylim(bottom=0)
     below.set_xlabel("update")
-    for axes in (above, below):
+    for axes, label in ((above, "loss"), (below, "learning rate")):
+        axes.set_ylabel(label)
+        axes.set_ylim(bottom=0)
         axes.grid(alpha=0.3)
     path = folder / "curve.png"
     figure.savefig(path, dpi=130)
@@ -314,19 +300,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _number(value: float | None) -> float:
-    return math.nan if value is None else value
-
-
-def _clock(seconds: float) -> str:
-    """Hours, minutes and seconds.
-
-    >>> _clock(59.6), _clock(3601)
-    ('0:01:00', '1:00:01')
-    """
-    return str(timedelta(seconds=round(seconds)))
 
 
 def _listed(measured: dict[str, float]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -261,8 +260,6 @@ def _language(config: Config, *_: object) -> Task:
         tokens = encode(text)
         rows += [torch.tensor(tokens[at : at + config.context]) for at in range(0, len(tokens), config.context)]
     rows = [row for row in rows if len(row) > 1]  # one token has no next one
-    if config.model != "gpt":
-        _check_tokens(config, model, rows)
     held_out, kept = _split(len(rows), config.seed)
 
     def collate(rows: list[Tensor]) -> dict[str, Tensor]:
@@ -327,10 +324,6 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         stop(f"model = {config.model!r} needs transformers; pip install transformers, or leave the model out for 'gpt'")
-    folder = Path(config.model)
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    if names and not any(re.search(r"token|vocab|tekken|spiece|\.model$", name) for name in names):
-        stop(f"{folder} has no tokenizer (such as tokenizer.json), expected the one that its model was made with")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
         model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
@@ -340,19 +333,6 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
     if config.context > longest:
         stop(f"context = {config.context} and {config.model} takes {longest} tokens; give a context of at most that")
     return model, lambda text: list(tokenizer(text)["input_ids"])
-
-
-def _check_tokens(config: Config, model: Any, rows: list[Tensor]) -> None:
-    """Any tokenizer may lie beside a model, and of files that are not enough transformers makes an empty one."""
-    known = model.get_input_embeddings().weight.shape[0]
-    largest = max((int(row.max()) for row in rows), default=0)
-    if largest >= known:
-        stop(
-            f"the tokenizer of {config.model} gives token {largest} and its model knows {known}, numbered from 0; give "
-            "the tokenizer that the model was made with"
-        )
-    if len({token for row in rows for token in row.tolist()}) < 2:
-        stop(f"the tokenizer of {config.model} knows no word of {config.data}, expected the one of its model")
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

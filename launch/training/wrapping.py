@@ -29,7 +29,6 @@ class Wrapped:
     inner: Optimizer  # the torch optimizer in it
     scaler: torch.amp.GradScaler | None = None
     accelerator: Any = None
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the model's tensors, before it was wrapped
     trained: set[str] = field(default_factory=set)  # the names of its trainable parameters
     mesh: Any = None  # of data ranks and those that share samples, if there are any
     pipeline: Any = None  # the schedule that calls the model, which is then one of its stages
@@ -52,10 +51,9 @@ class Wrapped:
 
 
 def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     wrapped = _wrap(model.to(job.device), config, job, updates)
-    wrapped.shapes, wrapped.trained = shapes, trained
+    wrapped.trained = trained
     return wrapped
 
 
