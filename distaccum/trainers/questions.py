@@ -6,11 +6,11 @@ of the same rows, which is the law that accumulation relies on.
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 import torch
@@ -22,7 +22,7 @@ from ..cutting import Count, count_samples, count_tokens, cut_batch, map_tensors
 from ..law import Reduction
 
 IGNORED = -100
-MOST = 8  # ranks whose rows are compared with each other
+MOST = 8  # rows that are compared with each other
 SAME = 1e-5  # relative, of losses of the same logits
 KNOWN: dict[str, tuple[Reduction, Count]] = {
     "count=count_samples": ("mean", count_samples),
@@ -33,20 +33,13 @@ KNOWN: dict[str, tuple[Reduction, Count]] = {
 }
 
 
-class Taken(NamedTuple):
-    """A loss in eval mode, without a gradient."""
-
-    value: float
-    precision: float  # the coarsest of the loss's and the parameters' dtypes
-    is_random: bool  # it drew random numbers
-
-
 @dataclass(frozen=True)
 class Asked:
     """A loss, and what it is taken for."""
 
     name: str
-    loss: Callable[[Any, Any], Taken]  # of a micro-batch, told a number of items or None
+    loss: Callable[[Any, Any], Tensor]  # of a micro-batch in eval mode, told a number of items or None
+    precision: float  # of the coarsest dtype in it
     items: Callable[[Any], Any]  # the number as the Trainer counts it; None: it does not
     count: Count | None
     reduction: Reduction
@@ -55,16 +48,14 @@ class Asked:
     meets: bool  # ranks meet in each loss, so all must take as many
 
 
-class OfItems(NamedTuple):
-    shifts: bool | None = False  # None: not to be seen in this micro-batch
-    recounts: bool = False
-    is_mean: bool = False
-
-
-class OfParts(NamedTuple):
+class Compared(NamedTuple):
     differs: str = ""
     tells_apart: bool = True  # a count of samples would have differed
     fitting: str = ""  # the first of KNOWN that does not differ
+
+
+class _UnseenError(Exception):
+    """A rank cannot see over what the loss is a mean."""
 
 
 @final
@@ -72,10 +63,9 @@ class Questions:
     """Weights of micro-batches, which are open to question until a micro-batch has shown that they are right."""
 
     def __init__(self, asked: Asked) -> None:
-        self._asked = asked
-        self._shifts: bool | None = None  # as the Trainer believes
+        self._asked, self._precision = asked, asked.precision
+        self._shifts: bool | None = None  # the first label of each row plays no part; None: as the Trainer believes
         self._is_open = True
-        self._error: Exception | None = None  # why this rank could not ask
 
     def weight(self, micro_batch: Any) -> float | Tensor:
         return self.number_and_weight(micro_batch)[1]
@@ -104,29 +94,38 @@ class Questions:
         found = self._asked.items(micro_batch)
         if found is None or self._shifts is None or "shift_labels" in micro_batch:
             return found
-        return _kept(micro_batch["labels"], self._shifts)
+        labels = micro_batch["labels"]
+        return (labels[..., 1:] if self._shifts else labels).ne(IGNORED).sum()
 
     def are_due(self, index: int) -> bool:
         return self._is_open and not index & (index - 1)  # in windows 0, 1, 2, 4, 8, ...
 
-    def ask(self, micro_batches: Sequence[Any], index: int) -> bool:
-        """Asks what is open in window `index`; True: weights have changed. All ranks call it together.
+    def ask(self, drawn: Sequence[Any], index: int) -> bool:
+        """Asks what is open in window `index`; True: weights may have changed. All ranks call it together.
 
         Raises:
             ValueError: The loss is not what the default count takes it for, or that cannot be seen.
         """
-        micro_batches = [one for one in micro_batches if self.weight(one)]
-        asked, numbers = self._asked, gather_object([len(micro_batches)])
-        if min(numbers) == 0 and (asked.meets or max(numbers) == 0):
+        asked, shifted = self._asked, self._shifts
+        micro_batches = [one for one in drawn if self.weight(one)]
+        numbers = gather_object([len(micro_batches)])
+        if max(numbers) == 0 or (asked.meets and min(numbers) == 0):
             return False
-        answers, reason = self._together(lambda: self._of_items(micro_batches[0]) if micro_batches else None)
-        known = [answer.shifts for answer in answers if answer.shifts is not None]
-        self._shifts = known[0] if known else self._shifts
-        if reason:
-            self._object(self._unseen(reason))
-        elif asked.count is None and asked.reduction == "mean" and all(answer.is_mean for answer in answers):
+        try:
+            self._ask(micro_batches, numbers, index)
+        except _UnseenError as error:
+            if index == 0:
+                self._object(self._unseen(str(error)), error.__cause__)
+        return self._shifts is not shifted
+
+    def _ask(self, micro_batches: Sequence[Any], numbers: Sequence[int], index: int) -> None:
+        asked, first = self._asked, micro_batches[:1]
+        shifts = self._of_all(lambda: map(self._shifts_labels, first))
+        self._shifts = next((one for one in shifts if one is not None), self._shifts)
+        halved = self._of_all(lambda: map(self._is_halved, first))  # None: it is told no number
+        if asked.count is None and asked.reduction == "mean" and all(halved):
             self._is_open = self._shifts is None
-        elif asked.is_overridden and (asked.count is not None or all(answer == OfItems() for answer in answers)):
+        elif asked.is_overridden and (asked.count is not None or halved.count(None) == len(halved)):
             self._is_open = False
             if asked.count is None:
                 self._warn(
@@ -135,48 +134,64 @@ class Questions:
                     "several loss types) are not exact; count=count_samples says that it is such a mean"
                 )
         else:
-            self._ask_parts(micro_batches, index, sum(numbers))
-        return any(answer.recounts for answer in answers)
+            found = self._compared(micro_batches if index == 0 else micro_batches[:2], len(numbers))
+            if wrong := next((one for one in found if one.differs), None):
+                self._object(self._wrong(wrong))
+            elif found:
+                self._is_open = not any(one.tells_apart for one in found)
+            elif sum(numbers) > 1:  # else each count is right
+                raise _UnseenError("its micro-batches of one row cannot be put together")
 
-    def _of_items(self, micro_batch: Any) -> OfItems:
-        loss, told = self._asked.loss, self._items(micro_batch)
-        if told is None or (self._asked.is_models and self._asked.count is not None):
-            return OfItems()
-        shifts = _shifts_labels(loss, micro_batch, told)
-        number = told if shifts is None or "shift_labels" in micro_batch else _kept(micro_batch["labels"], shifts)
-        own, halved = loss(micro_batch, None if self._asked.is_models else number), loss(micro_batch, 2 * number)
-        is_mean = abs(2 * halved.value - own.value) <= max(SAME, 8 * own.precision) * abs(own.value)
-        return OfItems(shifts, bool(number != told), is_mean)
+    def _is_halved(self, micro_batch: Any) -> bool | None:
+        items = self._items(micro_batch)
+        if items is None or (self._asked.is_models and self._asked.count is not None):
+            return None
+        own = self._loss(micro_batch, None if self._asked.is_models else items)
+        return abs(2 * self._loss(micro_batch, 2 * items) - own) <= max(SAME, 8 * self._precision) * abs(own)
 
-    def _ask_parts(self, micro_batches: Sequence[Any], index: int, number: int) -> None:
+    def _shifts_labels(self, micro_batch: Any) -> bool | None:
+        """Whether the first label of each row plays no part, seen by changing it; None: not to be seen here."""
+        number = self._asked.items(micro_batch)
+        if number is None or (self._asked.is_models and self._asked.count is not None):
+            return False
+        labels = micro_batch["labels"]
+        if labels.dim() != 2 or labels.is_floating_point() or "shift_labels" in micro_batch:
+            return False
+        kept = labels.ne(IGNORED)
+        valid = labels[kept] if kept.any() else labels
+        one, another = valid.min(), valid.max()
+        wrong = torch.where(labels == one, another, one).where(kept, labels)
+        first, rest = labels.clone(), wrong.clone()
+        first[:, 0], rest[:, 0] = wrong[:, 0], labels[:, 0]
+        before, *after = (self._loss({**micro_batch, "labels": some}, number) for some in (labels, first, rest))
+        by_first, by_rest = (abs(value - before) for value in after)
+        if one == another or not kept[:, 0].any() or not by_rest > SAME * abs(before):
+            return None
+        return by_first <= SAME / 10 * abs(before)
+
+    def _compared(self, micro_batches: Sequence[Any], num_ranks: int) -> list[Compared]:
+        """Compares each micro-batch with its first row and the others, and first rows with two of them put together.
+
+        Rows of one micro-batch may be alike where those of two are not, as where they are sorted, or on two ranks.
+        """
+        share = max(1, MOST // num_ranks)
+        firsts = self._of_all(lambda: [map_tensors(rows_in(one)[0], Tensor.cpu) for one in micro_batches[:share]])
         own: list[tuple[Any, ...]] = []
-        firsts, _ = self._together(
-            lambda: map_tensors(rows_in(micro_batches[0])[0], Tensor.cpu) if micro_batches else None
-        )
 
-        def cut() -> int:
-            own.extend(in_pieces(firsts[:MOST]))
-            own.extend(itertools.islice(in_pieces(micro_batches), None if index == 0 else 1))
-            return len(own)
+        def cut() -> list[int]:
+            own.extend((_joined(*pair), *pair) for pair in pairwise(firsts[:MOST]))
+            own.extend((one, *rows_in(one)) for one in micro_batches)
+            own[:] = [pieces for pieces in own if len(pieces) == 3 and pieces[0] is not None]
+            return [len(own)]
 
-        lengths, reason = self._together(cut)
-        least = 0 if reason else min(lengths)
+        least = min(self._of_all(cut))
         if least or self._asked.meets:  # a model's own loss may meet other ranks too, as DETR's number of boxes does
             del own[least:]
-        found, error = self._together(lambda: [self._compare(pieces) for pieces in own])
-        every = [one for some in found for one in some]
-        wrong = next((one for one in every if one.differs), None)
-        if wrong is not None:
-            self._object(self._wrong(wrong))
-        elif every:
-            self._is_open = not any(one.tells_apart for one in every)
-        elif index == 0 and number > 1:  # else each count is right
-            self._object(self._unseen(reason or error or "its micro-batches of one row cannot be put together"))
+        return self._of_all(lambda: [self._compare(*pieces) for pieces in own])
 
-    def _compare(self, pieces: tuple[Any, ...]) -> OfParts:
-        """Compares each term of a micro-batch's loss with what those of its parts make of it."""
-        whole, *parts = pieces
-        wanted, *losses = map(self._terms, pieces)
+    def _compare(self, whole: Any, *parts: Any) -> Compared:
+        """Compares each term of the whole's loss with what those of its parts make of it."""
+        wanted, *losses = map(self._terms, (whole, *parts))
         size, rounding = abs(sum(wanted)), min(0.01, 200 * self._precision)  # in batches of other shapes
 
         def error(reduction: Reduction, count: Count) -> float:
@@ -188,54 +203,55 @@ class Questions:
             return max(one if math.isfinite(one) else math.inf for one in errors)
 
         if not math.isfinite(size) or error(self._asked.reduction, self.weight) <= 1:
-            return OfParts(tells_apart=error(self._asked.reduction, count_samples) > 10)
+            return Compared(tells_apart=error(self._asked.reduction, count_samples) > 10)
         total, first, second = (f"{sum(one):.8g}" for one in (wanted, *losses))
         weights = " and ".join(f"{float(self.weight(part)):g}" for part in parts)
+        has_labels = isinstance(whole.get("labels"), Tensor)
+        known = (name for name, how in KNOWN.items() if (has_labels or how[1] is count_samples) and error(*how) <= 1)
         seen = f"{total} of a micro-batch, {first} and {second} of its parts with counts {weights}"
-        can_count = (
-            count_samples,
-            *([KNOWN[name][1] for name in KNOWN] if isinstance(whole.get("labels"), Tensor) else []),
-        )
-        known = (name for name, (how, one) in KNOWN.items() if one in can_count and error(how, one) <= 1)
-        return OfParts(seen, True, next(known, ""))
+        return Compared(seen, fitting=next(known, ""))
 
     def _terms(self, micro_batch: Any) -> tuple[float, float]:
         """The terms of a loss that are divided by the number of items, and those that are not."""
-        loss, number = self._asked.loss, self._items(micro_batch) if self._asked.count is None else None
-        taken = loss(micro_batch, None if self._asked.is_models else self._items(micro_batch))
-        if taken.is_random:
-            raise ValueError("it draws random numbers in eval mode")
-        self._precision = taken.precision
+        number = self._items(micro_batch) if self._asked.count is None else None
+        value = self._loss(micro_batch, self.number_and_weight(micro_batch)[0])
         if number is None:
-            return 0.0, taken.value
-        rest = 2 * loss(micro_batch, 2 * number).value - loss(micro_batch, number).value
-        return taken.value - rest, rest
+            return 0.0, value
+        rest = 2 * self._loss(micro_batch, 2 * number) - self._loss(micro_batch, number)
+        return value - rest, rest
 
-    def _together(self, own: Callable[[], Any]) -> tuple[list[Any], str]:
-        """What the ranks found, and why one found nothing; each calls it. Running out of memory stays an error."""
-        found, reason, self._error = None, "", None
+    def _loss(self, micro_batch: Any, number: Any) -> float:
+        loss = self._asked.loss(micro_batch, number)
+        self._precision = max(self._asked.precision, torch.finfo(loss.dtype).eps)
+        return float(loss)
+
+    def _of_all(self, own: Callable[[], Any]) -> list[Any]:
+        """What the ranks found, one after the other; raises on all of them if one could not."""
+        found, failed = [], None
         try:
-            found = own()
+            found = list(own())
         except Exception as error:
-            reason, self._error = f"{type(error).__name__}: {error}".removeprefix("ValueError: "), error
-        every = gather_object([(found, reason)])
-        if isinstance(self._error, torch.OutOfMemoryError):
-            raise self._error
-        return [one for one, _ in every if one is not None], next((why for _, why in every if why), "")
+            failed = error
+        every = gather_object([(found, failed and f"{type(failed).__name__}: {failed}")])
+        if isinstance(failed, torch.OutOfMemoryError):  # a smaller batch may help
+            raise failed
+        if why := next((why for _, why in every if why), None):
+            raise _UnseenError(why) from failed
+        return [one for some, _ in every for one in some]
 
     # What is said
 
-    def _object(self, message: str) -> None:
+    def _object(self, message: str, cause: BaseException | None = None) -> None:
         self._is_open = False
         if self._asked.count is None:
-            raise ValueError(message) from self._error
+            raise ValueError(message) from cause
         self._warn(message)
 
     def _warn(self, message: str) -> None:
         if PartialState().is_main_process:
             warnings.warn(message, stacklevel=2)
 
-    def _wrong(self, found: OfParts) -> str:
+    def _wrong(self, found: Compared) -> str:
         asked = self._asked
         weight = "what count= counts" if asked.count is not None else "the labels that the Trainer counts, or samples,"
         what = f"a mean over {weight}" if asked.reduction == "mean" else "a sum over its rows"
@@ -257,45 +273,10 @@ class Questions:
         )
 
 
-def _kept(labels: Tensor, shifts: bool) -> Tensor:
-    return (labels[..., 1:] if shifts else labels).ne(IGNORED).sum()
-
-
-def _shifts_labels(loss: Callable[[Any, Any], Taken], micro_batch: Any, number: Any) -> bool | None:
-    """Whether the first label of each row plays no part, seen by changing it; None: not to be seen here."""
-    labels = micro_batch["labels"]
-    if labels.dim() != 2 or labels.is_floating_point() or "shift_labels" in micro_batch:
-        return False
-    kept = labels.ne(IGNORED)
-    valid = labels[kept] if kept.any() else labels
-    one, another = valid.min(), valid.max()
-    wrong = torch.where(labels == one, another, one).where(kept, labels)
-    first, rest = labels.clone(), wrong.clone()
-    first[:, 0], rest[:, 0] = wrong[:, 0], labels[:, 0]
-    before, *after = (loss({**micro_batch, "labels": some}, number).value for some in (labels, first, rest))
-    by_first, by_rest = (abs(value - before) for value in after)
-    if one == another or not kept[:, 0].any() or not by_rest > SAME * abs(before):
-        return None
-    return by_first <= SAME / 10 * abs(before)
-
-
 def rows_in(micro_batch: Any) -> list[Any]:
     """Its first row, and the others if there are any."""
     rows = count_samples(micro_batch)
     return [micro_batch] if rows == 1 else list(cut_batch(micro_batch, [1, rows - 1], rows))
-
-
-def in_pieces(micro_batches: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
-    """Wholes with two parts: a micro-batch, its first row and the others; the first rows of two that follow."""
-    before = None
-    for micro_batch in micro_batches:
-        first, *others = rows_in(micro_batch)
-        if others:
-            yield micro_batch, first, *others
-        # Rows of one micro-batch may be alike where those of two are not, as where they are sorted.
-        if before is not None and (whole := _joined(before, first)) is not None:
-            yield whole, before, first
-        before = first
 
 
 def _joined(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -27,11 +27,11 @@ from ..accumulator import Accumulator
 from ..cutting import Count
 from ..law import Reduction, share_of
 from ..scaling import forget
-from ..snapshot import kept, random_devices, random_state, same_random
+from ..snapshot import kept
 from ..update import Update
 from ..window.window import Window
 from ..wrappers.private.accelerate import leave_out_step, note_step
-from .questions import IGNORED, Asked, Questions, Taken
+from .questions import IGNORED, Asked, Questions
 
 OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values
 
@@ -199,9 +199,12 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
         own = self.accelerator.unwrap_model(self.model)
         own = own.get_base_model() if hasattr(own, "get_base_model") else own  # of PEFT
+        coarse = self.args.bf16 or self.args.fp16 or self.args.tf32
+        dtypes = [*(p.dtype for p in model.parameters() if p.is_floating_point()), *[torch.bfloat16] * bool(coarse)]
         return Asked(
             name=f"{type(self).__name__}.compute_loss" if is_overridden else type(own).__name__,
-            loss=lambda micro_batch, number: self._taken(model, micro_batch, number),
+            loss=lambda micro_batch, number: self._loss_in_eval(model, micro_batch, number),
+            precision=max(torch.finfo(dtype).eps for dtype in dtypes),
             items=self._items,
             count=self._own_count,
             reduction=self._reduction,
@@ -215,16 +218,12 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         with self._alone():
             return super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
 
-    def _taken(self, model: nn.Module, micro_batch: Any, number: Any) -> Taken:
-        with kept([model]) as before, torch.no_grad(), self._alone(), self.compute_loss_context_manager():
+    def _loss_in_eval(self, model: nn.Module, micro_batch: Any, number: Any) -> Tensor:
+        with kept([model]), torch.no_grad(), self._alone(), self.compute_loss_context_manager():
             model.eval()
             inputs = self._prepare_inputs({**micro_batch})
-            loss = self.compute_loss(_inner(model), inputs, num_items_in_batch=number)
-            after = random_state(random_devices([model]))
-        coarse = [torch.bfloat16] if self.args.bf16 or self.args.fp16 or self.args.tf32 else []
-        dtypes = {loss.dtype, *coarse, *(p.dtype for p in model.parameters() if p.is_floating_point())}
-        precision = max(torch.finfo(dtype).eps for dtype in dtypes)
-        return Taken(float(loss), precision, not same_random(before.random, after))
+            loss: Tensor = self.compute_loss(_inner(model), inputs, num_items_in_batch=number)
+        return loss
 
     @contextmanager
     def _alone(self) -> Iterator[None]:
