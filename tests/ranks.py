@@ -35,8 +35,9 @@ def fork(function: Callable[..., Any], *args: Any) -> BaseProcess:
 
 
 def may_have_children() -> None:
-    """Lets this daemon start the workers of a DataLoader."""
+    """Lets this daemon start the workers of a DataLoader, as a program that nobody forked does."""
     multiprocessing.current_process()._config["daemon"] = False
+    multiprocessing.set_start_method(None, force=True)
 
 
 class Ranks:

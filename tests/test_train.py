@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import random
 import re
@@ -52,15 +51,11 @@ def proven(programs: Programs, run: Path, bound: float = 1e-5) -> str:
 ENGINES = {
     "plain": (1, ()),
     "ddp": (2, ("--engine", "ddp")),
-    "ddp, every": (2, ("--engine", "ddp", "--sync", "every")),
     "ddp, 3 ranks": (3, ("--batch-size", 60)),
     "fsdp2": (2, ("--engine", "fsdp2")),
     "fsdp2, gathered": (2, ("--engine", "fsdp2", "--sync", "gathered")),
-    "fsdp2, every": (2, ("--engine", "fsdp2", "--sync", "every")),
     "fsdp2, replicas": (2, ("--engine", "fsdp2", "--sync", "replicas", "--replicas", 2)),
     "accelerate": (2, ("--engine", "accelerate")),
-    "accelerate, one rank": (1, ("--engine", "accelerate")),
-    "zero 0": (2, ("--engine", "deepspeed", "--stage", 0)),
     "zero 1": (2, ("--engine", "deepspeed", "--stage", 1)),
     "zero 3": (2, ("--engine", "deepspeed", "--stage", 3)),
 }
@@ -130,47 +125,17 @@ def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
-def test_dropout_is_on_from_the_first_update_also_when_resumed(programs, tmp_path):
-    model = hugging_face(programs, tmp_path / "model")
-    options = (*TEXT, "--model", model, "--updates", 4, "--checkpoint-every", 2, "--keep", 9)
-    trained(programs, tmp_path / "whole", *options, "--evaluate-every", 10**6)
-    trained(programs, tmp_path / "evaluated", *options, "--evaluate-every", 1)
-    assert same(tmp_path / "whole", tmp_path / "evaluated")
-    go_back(tmp_path / "evaluated", 2)
-    trained(programs, tmp_path / "evaluated", *options, "--evaluate-every", 10**6, "--resume")
-    assert same(tmp_path / "whole", tmp_path / "evaluated")
-    done = programs.run("prove", tmp_path / "whole", "--bound", 1e-6)
-    assert done.status == 1 and "the model draws random numbers, as dropout does" in done.text
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, **NO_DROPOUT}))
-    trained(programs, tmp_path / "without", *options)
-    first, without = (log_of(tmp_path / name)[0]["loss"] for name in ("whole", "without"))
-    assert first != without and first == pytest.approx(without, rel=0.1), "for the same weights"
-
-
-def test_digits_equal_those_of_scikit_learn(programs):
+def test_digits_equal_those_of_scikit_learn(monkeypatch):
     """Read from scikit-learn's file, or through its function if the file is absent."""
-    code = """
-from pathlib import Path
-from unittest.mock import patch
-from sklearn.datasets import load_digits
-from training import tasks
-found = load_digits()
-for is_there in (True, False):
-    with patch.object(Path, "is_file", lambda _: is_there):
+    monkeypatch.syspath_prepend(ROOT / "launch")
+    from sklearn.datasets import load_digits
+    from training import tasks
+
+    found = load_digits()
+    for is_there in (True, False):
+        monkeypatch.setattr(Path, "is_file", lambda _, is_there=is_there: is_there)
         rows = tasks._rows_of_digits()
-    assert (rows[:, :-1] == found.data).all() and (rows[:, -1] == found.target).all(), is_there
-"""
-    done = programs.run("-c", code)
-    assert done.status == 0, done.text
-
-
-def go_back(run: Path, update: int) -> None:
-    """Restores the run's folder to its checkpoint after `update` updates."""
-    for later in (run / "checkpoints").glob("update-*"):
-        if later.name > f"update-{update:08d}":
-            shutil.rmtree(later)
-    (run / "weights.pt").unlink()
+        assert (rows[:, :-1] == found.data).all() and (rows[:, -1] == found.target).all(), is_there
 
 
 def only_line(text: str) -> str:
@@ -179,19 +144,37 @@ def only_line(text: str) -> str:
     return line
 
 
-def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
+def images(folder: Path, number: int) -> Path:
     from torchvision.transforms.functional import to_pil_image
 
     torch.manual_seed(0)
     for name in ("cats", "dogs"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for i in range(15):
-            to_pil_image(torch.rand(3, 20, 24)).save(tmp_path / "images" / name / f"{i}.png")
-    options = ("--data", tmp_path / "images", "--batch-size", 8, "--micro-batch-size", 2, "--augment", "--epochs", 2)
+        (folder / "images" / name).mkdir(parents=True)
+        for i in range(number):
+            to_pil_image(torch.rand(3, 20, 24)).save(folder / "images" / name / f"{i}.png")
+    return folder / "images"
+
+
+def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
+    data = ("--data", images(tmp_path, 15), "--batch-size", 8, "--micro-batch-size", 2, "--augment", "--epochs", 2)
     for out, ranks, more in (("one", 1, ()), ("two", 2, ()), ("workers", 1, ("--workers", 2))):
-        trained(programs, tmp_path / out, *SMALL, *options, "--precision", "float64", *more, ranks=ranks)
+        trained(programs, tmp_path / out, *SMALL, *data, "--precision", "float64", *more, ranks=ranks)
         proven(programs, tmp_path / out, 1e-10)
     assert same(tmp_path / "one", tmp_path / "workers")
+
+
+def test_image_that_cannot_be_read_is_named(programs, tmp_path):
+    broken = images(tmp_path, 10) / "cats" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    options = (*SMALL, "--data", tmp_path / "images", "--batch-size", 8, "--micro-batch-size", 2)
+    done = programs.run("train", *options, "--workers", 1, "--out", tmp_path / "workers")
+    assert done.status == 1
+    assert f"{broken} is no image that can be read" in only_line(done.text)
+    ended = wait_for(programs.start_ranks(2, "train", *options, "--out", tmp_path / "two"))
+    assert [done.status for done in ended] == [1, 1]
+    text = "".join(done.text for done in ended)
+    assert "Traceback" not in text
+    assert text.count(f"{broken} is no image") == 3, "logged at once, raised, and quoted on the other rank"
 
 
 def test_torchvision_dataset_trains_by_its_name(programs, tmp_path):
@@ -210,7 +193,7 @@ def test_torchvision_dataset_trains_by_its_name(programs, tmp_path):
 
 @pytest.mark.parametrize(
     ("model", "size"),
-    [("inception_v3", 80), ("googlenet", 32), ("maxvit_t", 224), ("shufflenet_v2_x0_5", 32), ("regnet_x_400mf", 32)],
+    [("inception_v3", 80), ("maxvit_t", 224), ("shufflenet_v2_x0_5", 32)],
 )
 def test_torchvision_models_of_all_shapes_take_data(tmp_path, monkeypatch, model, size):
     """Models with auxiliary outputs, with a fixed image size, and with odd numbers of channels."""
@@ -226,37 +209,6 @@ def test_torchvision_models_of_all_shapes_take_data(tmp_path, monkeypatch, model
     assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
 
 
-def test_image_that_cannot_be_read_is_named(programs, tmp_path):
-    from torchvision.transforms.functional import to_pil_image
-
-    for name in ("cats", "dogs"):
-        (tmp_path / "images" / name).mkdir(parents=True)
-        for i in range(10):
-            to_pil_image(torch.rand(3, 20, 24)).save(tmp_path / "images" / name / f"{i}.png")
-    broken = tmp_path / "images" / "cats" / "3.png"
-    broken.write_bytes(broken.read_bytes()[:200])
-    options = ("--data", tmp_path / "images", "--batch-size", 8, "--micro-batch-size", 2)
-    for workers in (0, 1):
-        out = tmp_path / f"{workers}"
-        done = programs.run("train", *SMALL, *options, "--workers", workers, "--out", out)
-        assert done.status == 1
-        assert f"{broken} is no image that can be read" in only_line(done.text)
-    ended = wait_for(programs.start_ranks(2, "train", *SMALL, *options, "--out", tmp_path / "two"))
-    assert [done.status for done in ended] == [1, 1]
-    text = "".join(done.text for done in ended)
-    assert "Traceback" not in text
-    assert text.count(f"{broken} is no image") == 3, "logged at once, raised, and quoted on the other rank"
-
-
-@pytest.mark.parametrize(
-    ("model", "millions"), [("resnet50", "23.53"), ("vit_b_16", "85.67"), ("mobilenet_v3_small", "1.53")]
-)
-def test_torchvision_models_build(programs, model, millions):
-    done = programs.run("train", "--model", model, "--image-size", 64, "--plan")
-    assert done.status == 0, done.text
-    assert f"{model} on digits: {millions} million parameters" in done.text
-
-
 def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
     text = trained(programs, tmp_path / "run", *SMALL, "--norm", "batch", "--updates", 2)
     assert "no update equals that of the big batch" in text
@@ -266,12 +218,19 @@ def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
     assert "NOT EQUAL" in done.text and "--norm group is exact" in done.text
 
 
-@pytest.mark.parametrize("engine", ["plain", "ddp", "fsdp2", "accelerate", "deepspeed"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize(
+    ("engine", "precision"),
+    [
+        ("plain", "fp16"),
+        ("ddp", "bf16"),
+        ("fsdp2", "bf16"),
+        ("fsdp2", "fp16"),
+        ("accelerate", "fp16"),
+        ("deepspeed", "bf16"),
+    ],
+)
 def test_mixed_precision_trains(programs, tmp_path, engine, precision):
     ranks = 1 if engine == "plain" else 2
-    if (engine, precision) == ("deepspeed", "fp16"):
-        pytest.skip("DeepSpeed has no fp16 on CPU")
     options = ("--engine", engine, "--precision", precision, "--updates", 23, "--lr", 0.1)
     text = trained(programs, tmp_path / "run", *SMALL, *options, ranks=ranks)
     losses = [update["loss"] for update in log_of(tmp_path / "run") if update["stepped"]]
@@ -308,15 +267,12 @@ MISTAKES = {
     ("--engine", "fsdp3"): "invalid choice: 'fsdp3'",
     ("--config", "not/there.toml"): "not/there.toml cannot be read (No such file or directory), expected a TOML file",
     ("--config", "unknown.toml"): "unknown.toml: '--batch' is not known (did you mean",
-    ("--config", "type.toml"): "type.toml: argument --batch-size: invalid int value: 'many'",
     ("--config", "choice.toml"): "choice.toml: argument --engine: invalid choice: 'magic'",
-    ("--config", "broken.toml"): "broken.toml is not TOML",
     ("--batch-size", "0"): "batch_size = 0, expected a number above 0",
     ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
     ("--batch-size", "1", "--plan", "2"): "gives some rank fewer than 1 micro-batches",
     ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
     ("--stage", "3"): "stage does nothing unless engine is 'deepspeed'",
-    ("--stage", "4", "--engine", "deepspeed"): "stage = 4, expected a ZeRO stage from 0 to 3",
     ("--lr-scaling", "linear"): "one needs the other",
     ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
     ("--data", "CIFAR11"): "no folder here and no torchvision dataset",
@@ -326,26 +282,16 @@ MISTAKES = {
     ("--sync", "gathered"): "sync='gathered'",
     ("--engine", "deepspeed", "--deepspeed-config", "not.json"): "not.json cannot be read",
     ("--engine", "deepspeed", "--precision", "float64"): "float32 at most",
-    ("--config", "."): ". cannot be read (Is a directory), expected a TOML file such as",
     ("--config", "idle.toml"): "context does nothing unless task is 'language'",
-    ("--config", "huge.toml"): "lr = inf, expected a number",
     ("--epochs", "2", "--updates", "3"): "both epochs and updates are given",
     ("--seed", "9999999999"): "seed = 9999999999, expected a number below 2147483648",
     ("--task", "language", "--context", "1"): "context = 1, expected at least 2 tokens",
     ("--engine", "deepspeed", "--deepspeed-config", "list.json"): "list.json is no config of DeepSpeed",
-    (
-        "--engine",
-        "deepspeed",
-        "--deepspeed-config",
-        "bf16.json",
-    ): "precision is 'float32'; leave it out",
+    ("--engine", "deepspeed", "--deepspeed-config", "bf16.json"): "precision is 'float32'; leave it out",
     ("--data", "one"): "has one of train and val, expected both",
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
     ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
-    ("--timeout", "0"): "timeout = 0.0, expected a number above 0",
     ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
-    ("--config", "marked.toml"): "marked.toml: '--batch' is not known",
-    ("--model", "vit_h_14"): "model = 'vit_h_14' with image_size = 32: Input shape indivisible by patch size!",
     ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
     ("--task", "language", "--data", "texts"): "texts/b.md cannot be read as text ('utf-8' codec can't decode",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
@@ -357,16 +303,12 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, argu
     if arguments == ("--device", "cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
-    (tmp_path / "type.toml").write_text('batch_size = "many"\n')
     (tmp_path / "choice.toml").write_text('engine = "magic"\n')
-    (tmp_path / "broken.toml").write_text("batch_size 3\n")
     (tmp_path / "idle.toml").write_text("context = 3\n")
     (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
-    (tmp_path / "marked.toml").write_text("batch = 3\n", encoding="utf-8-sig")
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.md").write_text("\n\n".join(["a paragraph"] * 20))
     (tmp_path / "texts" / "b.md").write_bytes(b"\xff\xff")
-    (tmp_path / "huge.toml").write_text(f"lr = 1{'0' * 400}\n")
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
     (tmp_path / "used").mkdir()
@@ -391,31 +333,11 @@ def test_ranks_print_a_mistake_once(programs):
 def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
-    text = trained(
-        programs,
-        run,
-        *SMALL,
-        "--epochs",
-        2,
-        "--evaluate-every",
-        10,
-        "--tensorboard",
-        "--warmup",
-        5,
-    )
+    options = ("--epochs", 2, "--evaluate-every", 10, "--tensorboard", "--warmup", 5)
+    text = trained(programs, run, *SMALL, *options)
     assert len(log := log_of(run)) == 46
-    assert {
-        "index",
-        "loss",
-        "losses",
-        "grad_norm",
-        "counts",
-        "micro_batches",
-        "stepped",
-        "reason",
-        "seconds",
-        "lr",
-    } <= (log[0].keys())
+    fields = "index loss losses grad_norm counts micro_batches stepped reason seconds lr"
+    assert set(fields.split()) <= log[0].keys()
     assert [round(update["lr"], 4) for update in log[:6]] == [0.004, 0.008, 0.012, 0.016, 0.02, 0.02]
     assert log[-1]["lr"] < 1e-4
     measured = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
@@ -469,6 +391,7 @@ KEPT = {
     "adamw on ddp": (2, (*WITH_DROPOUT, "--optimizer", "adamw", "--lr", 0.001)),
     "fsdp2": (2, (*WITH_DROPOUT, "--engine", "fsdp2")),
     "fp16": (1, (*SMALL, "--precision", "fp16")),
+    "without momentum": (1, (*SMALL, "--momentum", 0)),
     "accelerate": (2, (*SMALL, "--engine", "accelerate")),
     "zero 3": (2, (*SMALL, "--engine", "deepspeed", "--stage", 3, "--optimizer", "adamw", "--lr", 0.001)),
 }
@@ -481,11 +404,14 @@ def test_resumed_run_has_the_same_bits(programs, tmp_path, ranks, options):
     shutil.copytree(tmp_path / "whole", tmp_path / "again")
     shutil.rmtree(tmp_path / "again" / "checkpoints" / "update-00000006")
     (tmp_path / "again" / "weights.pt").unlink()
-    text = trained(programs, tmp_path / "again", *options, "--resume", ranks=ranks)
+    text = trained(programs, tmp_path / "again", *options, "--evaluate-every", 1, "--resume", ranks=ranks)
     assert "goes on with update 3" in text and "3 updates in" in text
     assert same(tmp_path / "whole", tmp_path / "again")
     logs = [[(one["index"], one["loss"]) for one in log_of(tmp_path / name)] for name in ("whole", "again")]
     assert logs[0] == logs[1]
+    if ranks == 1 and options[:2] == WITH_DROPOUT[:2]:
+        done = programs.run("prove", tmp_path / "whole")
+        assert done.status == 1 and "the model draws random numbers, as dropout does" in done.text
 
 
 def test_resumed_run_may_change_engine_and_ranks(programs, tmp_path):
@@ -545,14 +471,13 @@ def flip(state: Path) -> None:
 
 DAMAGE: list[tuple[Callable[[Path], object], str]] = [
     (flip, "state.pt has another checksum"),
-    (lambda state: state.write_bytes(state.read_bytes()[:5000]), "state.pt has another checksum"),
     (lambda state: state.unlink(), "state.pt is missing"),
     (lambda state: state.with_name("checksums.json").write_text("{"), "Expecting property name"),
 ]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_path, ranks):
+def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_path):
+    ranks = 2
     whole, run, number = tmp_path / "whole", tmp_path / "run", 1 + len(DAMAGE)
     options = (*SMALL[:2], "--batch-size", 16, "--updates", number, "--checkpoint-every", 1, "--keep", 99)
     trained(programs, whole, *options, ranks=ranks)
@@ -595,88 +520,15 @@ def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
     assert programs.run("train", *options, "--resume").status == 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "engine", "optimizer"),
-    [
-        (1, "plain", ("--momentum", 0)),
-        (2, "fsdp2", ("--momentum", 0)),
-        (2, "fsdp2", ("--optimizer", "adamw")),
-    ],
-    ids=str,
-)
-def test_optimizers_keep_their_state_when_resumed(programs, tmp_path, ranks, engine, optimizer):
-    options = (*SMALL, *optimizer, "--engine", engine, "--schedule", "constant", "--precision", "float64")
-    trained(programs, tmp_path / "run", *options, "--updates", 2, ranks=ranks)
-    trained(programs, tmp_path / "run", *options, "--updates", 4, "--resume", ranks=ranks)
-    proven(programs, tmp_path / "run", 1e-10)
-
-
-def test_checkpoint_steps_no_optimizer_that_never_stepped(programs, tmp_path):
-    model = hugging_face(programs, tmp_path / "model", layer_norm_epsilon=float("nan"))
-    options = ("--optimizer", "adamw", "--on-nonfinite", "skip", "--updates", 1, "--checkpoint-every", 1)
-    trained(programs, tmp_path / "run", *TEXT, "--model", model, *options)
-    state = torch.load(tmp_path / "run" / "checkpoints" / "update-00000001" / "state.pt", weights_only=True)
-    assert state["optimizer"] is None, "torch creates one by a step, which AdamW would count"
-    options = (*options[:-3], 2, *options[-2:])
-    assert "goes on with update 1" in trained(programs, tmp_path / "run", *TEXT, "--model", model, *options, "--resume")
-
-
-@pytest.mark.parametrize(
-    ("make", "kinds"),
-    [
-        (lambda p: torch.optim.AdamW(p, lr=0.1), ["step", "exp_avg", "exp_avg_sq"]),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1), ["momentum_buffer"]),
-    ],
-    ids=["adamw", "sgd"],
-)
-def test_parameter_without_a_gradient_yet_resumes_exactly(make, kinds, monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "launch"))
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from training.checkpoints import fill_state
-
-    def update(model, optimizer, used):
-        model(torch.ones(1, 2))[used].sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    class Two(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.parts = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
-
-        def forward(self, x):
-            return [part(x) for part in self.parts]
-
-    model, again = Two(), Two()
-    optimizer, other = make(model.parameters()), make(again.parameters())
-    update(model, optimizer, 0)
-    weights, state = get_state_dict(model, optimizer)
-    fill_state(state, dict(model.named_parameters()), kinds)
-    weights, state = copy.deepcopy((weights, state))  # as through a file
-    set_state_dict(again, other, model_state_dict=weights, optim_state_dict=state)
-    for one in (model, optimizer), (again, other):
-        update(*one, 1)
-        update(*one, 0)
-    for ours, theirs in zip(model.parameters(), again.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-
-
-@pytest.mark.parametrize("content", [b"", b"half", b"{}\n", b"[1]\n", b'{"index": 0}\n'], ids=repr)
-@pytest.mark.parametrize("file", ["config.json", "log.jsonl", "weights.pt"])
-def test_prove_refuses_in_one_line_a_folder_that_is_no_run(programs, tmp_path, proven_run, file, content):
-    shutil.copytree(proven_run, tmp_path / "run")
-    (tmp_path / "run" / file).write_bytes(content)
-    done = programs.run("prove", tmp_path / "run")
-    assert done.status == 2
-    only_line(done.text)
-
-
-@pytest.fixture(scope="module")
-def proven_run(programs, tmp_path_factory) -> Path:
-    run = tmp_path_factory.mktemp("proven") / "run"
-    trained(programs, run, *SMALL, "--updates", 1)
-    return run
+def test_prove_refuses_in_one_line_a_folder_that_is_no_run(programs, tmp_path):
+    trained(programs, tmp_path / "run", *SMALL, "--updates", 1)
+    for file in ("config.json", "log.jsonl", "weights.pt"):
+        for i, content in enumerate((b"", b"half", b"[1]\n", b'{"index": 0}\n')):
+            other = shutil.copytree(tmp_path / "run", tmp_path / f"{file} {i}")
+            (other / file).write_bytes(content)
+            done = programs.run("prove", other)
+            assert done.status == 2, done.text
+            only_line(done.text)
 
 
 def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
@@ -693,22 +545,11 @@ def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
-def test_finished_run_that_is_extended_and_killed_is_unfinished(programs, tmp_path):
-    options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
-    run = tmp_path / "run"
-    trained(programs, run, *options, "--updates", 2)
-    started = programs.start("train", *options, "--updates", 10**5, "--checkpoint-every", 1, "--out", run, "--resume")
-    assert wait_until(lambda: newest_update(run) > 2, started)
-    started.send(signal.SIGKILL)
-    started.wait()
-    assert not (run / "weights.pt").exists(), "they would be the weights of update 2"
-
-
 def newest_update(run: Path) -> int:
     return max((int(path.name[7:]) for path in run.glob("checkpoints/update-*")), default=0)
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 14), (2, 6)])
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 8), (2, 5)])
 def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path, ranks, kills):
     options = ("--model", "cnn", "--epochs", 1, "--checkpoint-every", 1)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
@@ -734,8 +575,7 @@ def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path
     assert len(set(kept)) > 2, f"the kills came where nothing was to be lost: {kept}, {seed=}"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "number"), [(1, signal.SIGINT), (2, signal.SIGTERM)])
 def test_run_saves_on_a_signal_and_resumes(programs, tmp_path, ranks, number):
     """Only one rank gets the signal; the others stop after the same update."""
     options = (*SMALL, "--schedule", "constant", "--evaluate-every", 10**6)
@@ -758,31 +598,7 @@ def test_run_saves_on_a_signal_and_resumes(programs, tmp_path, ranks, number):
 LONG = (*WITH_DROPOUT[:4], "--batch-size", 64, "--micro-batch-size", 1, "--updates", 2, "--checkpoint-every", 0)
 
 
-COUNTED = """
-import sys
-from counting import Counting
-import train
-with Counting() as counting:
-    status = train.main(sys.argv[1:])
-print("small reductions:", sum(name.startswith("allreduce") and size <= 3 for name, size in counting.collectives))
-sys.exit(status)
-"""
-
-
-def test_ranks_check_for_signals_less_often_than_every_micro_step(programs, tmp_path):
-    """Counts collectives in the process, over 2 x 32 micro-steps on each rank."""
-    out = ("--out", tmp_path / "run", "--evaluate-every", 10**6)
-    started = programs.start_ranks(2, "-c", COUNTED, *LONG, *out, PYTHONPATH=str(ROOT / "tests"))
-    ended = wait_for(started)
-    assert [done.status for done in ended] == [0, 0], ended[0].text
-    for done in ended:
-        (number,) = re.findall(r"small reductions: (\d+)", done.text)
-        assert 0 < int(number) <= 32
-
-
-@pytest.mark.parametrize(
-    ("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2")), (2, ("--engine", "accelerate"))], ids=str
-)
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2"))], ids=str)
 def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path, ranks, options):
     """The resumed run ends with the same bits, also with dropout."""
     options = (*LONG, *options)

@@ -5,10 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 from programs import ROOT
 from test_train import log_of, only_line, proven, same, trained
-from torch import nn
 
 CONFIGS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 # 30 samples are 15 on each of two data ranks: micro-batches of 3 and 4. An epoch of 48 has a window of 18.
@@ -93,16 +91,3 @@ def test_unsupported_combinations_print_one_line_and_exit_with_status_2(programs
     done = programs.start("train", *arguments, cwd=tmp_path).wait()
     assert done.status == 2, done.text
     assert MISTAKES[arguments] in only_line(done.text)
-
-
-def test_block_is_torchs_layer_with_weights_that_can_be_cut(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "launch")
-    from training.gpt import Block, num_heads
-
-    for width in (16, 64):
-        torch.manual_seed(0)
-        block = Block(width)
-        torch.manual_seed(0)
-        layer = nn.TransformerEncoderLayer(width, num_heads(width), 4 * width, 0.0, batch_first=True, norm_first=True)
-        hidden, mask = torch.randn(3, 7, width), nn.Transformer.generate_square_subsequent_mask(7)
-        torch.testing.assert_close(block(hidden), layer(hidden, src_mask=mask, is_causal=True))
