@@ -236,21 +236,8 @@ def test_updates_are_those_of_the_big_batch_on_two_ranks(ranks, case):
             assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)
 
 
-def beside_the_trainer(case: str) -> tuple[float, list[Any]]:
-    results = []
-    for kind in kinds():
-        results.append(fit(kind, make_net(), make_rows(LENGTHS[case][:8]), gradient_accumulation_steps=2))
-    (theirs, their_logs), (ours, our_logs) = results
-    return worst(ours, theirs), [their_logs, our_logs]
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_run_equals_that_of_the_trainer_where_it_is_exact(ranks, world):
-    found = ranks(2).run(beside_the_trainer, "short-tail") if world == 2 else [beside_the_trainer("short-tail")]
-    for wrong, (theirs, ours) in found:
-        assert wrong <= 1e-12
-        assert len(ours) == len(theirs) == (8 if world == 1 else 4)
-        assert torch.tensor(ours).sub(torch.tensor(theirs)).abs().max() <= 1e-6
 
 
 # Loaders of one's own, of any length on each rank; and those without a length
@@ -320,16 +307,6 @@ def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
     assert theirs > 1e-2
 
 
-def test_loss_function_that_divides_by_the_number_of_items_is_exact():
-    def loss_of(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
-        logits = outputs["logits"].flatten(0, 1)
-        summed = nn.functional.cross_entropy(logits, labels.flatten(), ignore_index=IGNORED, reduction="sum")
-        return summed / num_items_in_batch
-
-    rows = make_rows(LENGTHS["short-tail"])
-    expected = Expected(make_net(), windows_of([rows]))
-    seen, _ = fit(kinds()[1], make_net(), rows, compute_loss_func=loss_of)
-    assert worst(seen, expected.weights) <= 1e-10
 
 
 def test_model_that_takes_no_number_of_items_needs_a_count():
@@ -461,53 +438,8 @@ def test_gradient_is_reduced_once_per_update(ranks):
         assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
 
 
-def test_label_that_a_causal_model_shifts_away_is_not_counted():
-    """The Trainer counts it where the class is not called ForCausalLM, as GPT2LMHeadModel."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    torch.manual_seed(0)
-    names = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    config = GPT2Config(
-        vocab_size=VOCABULARY,
-        n_positions=16,
-        n_embd=8,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=None,
-        eos_token_id=None,
-        **dict.fromkeys(names, 0.0),
-    )
-    start = GPT2LMHeadModel(config).double()
-    rows = make_rows([5, 9, 3])
-    rows = [{**row, "labels": row["input_ids"]} for row in rows]
-    whole = copy.deepcopy(start)
-    whole(**collate(rows)).loss.backward()
-    exact = torch.cat([parameter.grad.flatten() for parameter in whole.parameters()])
-    errors = []
-    for kind in kinds():
-        model = copy.deepcopy(start)
-        with accelerators(), tempfile.TemporaryDirectory() as folder:
-            options = {"max_steps": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-            trainer = make_trainer(kind, model, rows, folder, **options)
-            trainer.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-            trainer.train()
-        errors.append(error(join(start) - join(model), exact))
-    theirs, ours = errors
-    assert ours <= 1e-6  # GPT-2 takes its loss in float32
-    assert theirs > 0.1
 
 
-@pytest.mark.parametrize("name", ["default", "labels", "shifted", "samples"])
-def test_count_weighs_and_does_not_scale(name):
-    """All rows are of one length, so that each of these counts gives the same mean."""
-    from distaccum import count_samples, count_tokens
-
-    rows = make_rows([4] * 6)
-    expected = Expected(make_net(), windows_of([rows]))
-    counts = {"labels": count_tokens("labels"), "shifted": count_tokens("labels", shift=True), "samples": count_samples}
-    seen, logged = fit(kinds()[1], make_net(), rows, **({} if name == "default" else {"count": counts[name]}))
-    assert worst(seen, expected.weights) <= 1e-10
-    assert logged[0][0] == pytest.approx(expected.logged[0][0], rel=1e-6)
 
 
 class Summing(Net):
@@ -562,18 +494,6 @@ def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
     assert trainer.update.counts == {"count": 3}
 
 
-def test_batch_that_is_a_list_is_exact_with_its_length_as_count():
-    class Own(kinds()[1]):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return model(**collate(inputs))["loss"]
-
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(Rows(rows), batch_size=2, collate_fn=list)
-
-    rows = make_rows([3] * 5)
-    expected = Expected(make_net(WithoutKeywords), [rows])
-    options = {"count": len, "num_train_epochs": 1, "per_device_train_batch_size": 2}
-    assert worst(fit(Own, make_net(WithoutKeywords), rows, **options)[0], expected.weights) <= 1e-10
 
 
 class Drawing(Net):
