@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy, dropout, normalize
 from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils.parametrizations import spectral_norm
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, Report, count_samples, count_tokens
@@ -44,11 +43,6 @@ class Centred(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x - x.mean(0) if self.training else x
-
-
-class Shuffled(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x - x.mean(0)
 
 
 class Counting(nn.Module):
@@ -145,15 +139,8 @@ def test_correct_setup_is_equivalent(model, loss, options):
     [
         (net(nn.BatchNorm1d(8)), of_samples, {}, ["batchnorm: .* 2 .BatchNorm1d"]),
         (net(Centred()), of_samples, {}, ["loss: .*samples depend on each other"]),
-        (net(Shuffled()), of_samples, {}, ["loss: .*samples depend on each other"]),
         (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
         (net(Noise()), of_samples, {}, ["random: random numbers are drawn by the model or the loss, and"]),
-        (
-            net(),
-            lambda m, b: of_samples(m, b) * (1 + torch.rand(3).sum()),
-            {},
-            ["random: random numbers are drawn by the model or the loss, and"],
-        ),
         (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: "]),
         (net(), lambda m, b: of_samples(m, b) * (1 + float(numpy.random.rand())), {}, ["random: "]),
         (
@@ -168,37 +155,22 @@ def test_correct_setup_is_equivalent(model, loss, options):
             {},
             ["state: .*or drawn by a generator of the loss's own"],
         ),
-        (
-            net(nn.BatchNorm1d(8), nn.Dropout(0.2), nn.Dropout(0.2)),
-            of_samples,
-            {},
-            ["dropout: .* 3, 4", "batchnorm: .* 2"],
-        ),
         (net(Counting(True)), of_samples, {}, ["state: .*something is kept between calls"]),
         (net(Counting(False)), of_samples, {}, ["state: .*something is kept between calls"]),
-        (net(spectral_norm(nn.Linear(8, 8))), of_samples, {}, ["state: .*something is kept between calls"]),
         (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
-        (net(), lambda m, b: of_samples(m, b).sqrt(), {}, ["loss: "]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
-        (
-            net(),
-            of_samples,
-            {"reduction": "sum"},
-            ["reduction: the criterion averages over samples .* say 'mean'"],
-        ),
-        (net(), of_samples, {"reduction": "sum_to_mean"}, ["reduction: the criterion averages over samples"]),
+        (net(), of_samples, {"reduction": "sum"}, ["reduction: the criterion averages over samples .* say 'mean'"]),
         (
             token_net(),
             of_tokens,
             {},
-            [r"count: .*the labels in 'labels' that are not -100, .*count=count_tokens\('labels'\)"],
+            [r"count: .*the labels in 'labels' .*=count_tokens\('labels'\)"],
         ),
         (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
         (token_net(), of_tokens, {"count": SHIFTED}, [r"count: .*count=count_tokens\('labels'\)"]),
         (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
         (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7, 7. for"]),
         (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
-        (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": 99}, ["reduction: the criterion sums"]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": "auto"}, ["reduction: the criterion sums"]),
         (net(), of_samples, {"count": lambda b: 1, "micro_batch_size": 1}, ["count: it gave 1 for the whole batch"]),
         (
@@ -443,30 +415,28 @@ def wrapped(kind: str, model: nn.Module) -> nn.Module:
     return DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
 
 
-def over_ranks(kind: str, what: str) -> Report:
-    layers = {"batchnorm": [nn.BatchNorm1d(8)], "dropout": [nn.Dropout(0.2), nn.Dropout(0.3)]}.get(what, [])
-    model = wrapped(kind, net(*layers) if what != "count" else token_net())
-    batch = make_batch(*[(7, 1), (4, 2)][dist.get_rank()])
-    losses: Any = {"count": of_tokens, "loss": of_pairs, "reduction": lambda m, b: of_samples(m, b, "sum")}
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
-    return accumulator.check(batch, lambda part: losses.get(what, of_samples)(model, part))
+LAYERS = {"batchnorm": [nn.BatchNorm1d(8)], "dropout": [nn.Dropout(0.2), nn.Dropout(0.3)]}
+LOSSES = {"count": of_tokens, "loss": of_pairs, "reduction": lambda m, b: of_samples(m, b, "sum")}
+CAUSES = ("", "batchnorm", "dropout", "count", "loss", "reduction")
 
 
-@pytest.mark.parametrize("what", ["nothing", "batchnorm", "dropout", "count", "loss", "reduction"])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "DDP",
-        "DDP views",
-        "FSDP2",
-        "FSDP1",
-    ],
-)
-def test_ranks_report_the_same_verdict(ranks, kind, what):
-    one, other = ranks(2).run(over_ranks, kind, what)
-    assert one == other and one.samples == 11 and one.micro_batches == (3, 2)
-    assert one.equivalent == (what == "nothing"), one
-    assert [cause.split(":")[0] for cause in one.causes] == ([] if what == "nothing" else [what]), one
+def over_ranks(kind: str) -> list[Report]:
+    found = []
+    for cause in CAUSES:
+        model = wrapped(kind, token_net() if cause == "count" else net(*copy.deepcopy(LAYERS.get(cause, []))))
+        batch = make_batch(*[(7, 1), (4, 2)][dist.get_rank()])
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+        loss = LOSSES.get(cause, of_samples)
+        found.append(accumulator.check(batch, lambda part, model=model, loss=loss: loss(model, part)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["DDP", "DDP views", "FSDP2", "FSDP1"])
+def test_ranks_report_the_same_verdict(ranks, kind):
+    for one, other, cause in zip(*ranks(2).run(over_ranks, kind), CAUSES, strict=True):
+        assert one == other and one.samples == 11 and one.micro_batches == (3, 2)
+        assert one.equivalent == (not cause), one
+        assert [found.split(":")[0] for found in one.causes] == ([cause] if cause else []), one
 
 
 def ranks_whose_count_is_right_alone() -> Report:
@@ -483,30 +453,6 @@ def ranks_whose_count_is_right_alone() -> Report:
 def test_count_wrong_only_between_ranks_is_found(ranks):
     report = ranks(2).run(ranks_whose_count_is_right_alone)[0]
     assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
-
-
-def without_labels_on_one_rank() -> Report:
-    batch = labels_of_three_parts(*([1] if dist.get_rank() else []))
-    model = DistributedDataParallel(token_net())
-    return Accumulator(model, micro_batch_size=4).check(batch, lambda part: of_tokens(model, part))
-
-
-def test_micro_batch_without_labels_is_named_on_all_ranks(ranks):
-    one, other = ranks(2).run(without_labels_on_one_rank)
-    assert one == other and not one.equivalent
-    assert [cause.split(":")[0:2] for cause in one.causes] == [["count", " the loss of a micro-batch is nan"]]
-
-
-def with_a_gradient_of_zeros(kind: str) -> str:
-    model = wrapped(kind, net())
-    with pytest.raises(DistaccumError) as caught:
-        Accumulator(model, micro_batch_size=3).check(make_batch(), lambda part: of_samples(model, part) * 0)
-    return str(caught.value)
-
-
-@pytest.mark.parametrize("kind", ["DDP", "FSDP1"])
-def test_gradient_of_zeros_is_refused_on_all_ranks(ranks, kind):
-    assert all("so nothing was compared" in message for message in ranks(2).run(with_a_gradient_of_zeros, kind))
 
 
 def a_batch_without_a_length() -> str:

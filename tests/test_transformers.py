@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import tempfile
 import warnings
@@ -205,39 +204,25 @@ LENGTHS = {
 }
 
 
-@pytest.mark.parametrize("case", LENGTHS)
-def test_updates_are_those_of_the_big_batch_in_one_process(case):
-    rows = make_rows(LENGTHS[case])
-    expected = Expected(make_net(), windows_of([rows]))
-    seen, logged = fit(kinds()[1], make_net(), rows)
-    assert worst(seen, expected.weights) <= 1e-10
-    for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected.logged, strict=True):
-        assert rate == pytest.approx(wanted_rate)
-        assert norm == pytest.approx(wanted_norm, abs=1e-10)
-        assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # which the Trainer keeps in float32
-
-
-def on_ranks(case: str) -> tuple[float, Any, Any]:
+def against_the_big_batch(case: str) -> tuple[float, Any, Any]:
     rows = make_rows({**LENGTHS, "empty-rank": [3, 5, 2, 7, 1, 4, 6], "even": [3, 5, 2, 7, 1, 4, 6, 2]}[case])
-    world = dist.get_world_size()
-    parts = [part_of(rank, world, rows) for rank in range(world)]
-    expected = Expected(make_net(), windows_of(parts))
-    seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=EVEN)
+    world, rank_options = (dist.get_world_size(), EVEN) if dist.is_initialized() else (1, None)
+    expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=rank_options)
     return worst(seen, expected.weights), logged, expected.logged
 
 
-@pytest.mark.parametrize("case", [*LENGTHS, "empty-rank", "even"])
-def test_updates_are_those_of_the_big_batch_on_two_ranks(ranks, case):
-    for wrong, logged, expected in ranks(2).run(on_ranks, case):
+@pytest.mark.parametrize(
+    ("world", "case"), [*((1, case) for case in LENGTHS), *((2, case) for case in (*LENGTHS, "empty-rank", "even"))]
+)
+def test_updates_are_those_of_the_big_batch(ranks, world, case):
+    found = ranks(2).run(against_the_big_batch, case) if world == 2 else [against_the_big_batch(case)]
+    for wrong, logged, expected in found:
         assert wrong <= 1e-10
         for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected, strict=True):
             assert rate == pytest.approx(wanted_rate)
             assert norm == pytest.approx(wanted_norm, abs=1e-10)
-            assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)
-
-
-
-
+            assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
 
 
 # Loaders of one's own, of any length on each rank; and those without a length
@@ -305,8 +290,6 @@ def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
     theirs, ours = errors
     assert ours <= 1e-10
     assert theirs > 1e-2
-
-
 
 
 def test_model_that_takes_no_number_of_items_needs_a_count():
@@ -438,10 +421,6 @@ def test_gradient_is_reduced_once_per_update(ranks):
         assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
 
 
-
-
-
-
 class Summing(Net):
     """A loss that ignores the number that it is told: a sum over labels, in random order of memory."""
 
@@ -492,8 +471,6 @@ def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
         with pytest.warns(UserWarning, match="compute_loss is weighed by samples.*several loss types"):
             trainer.train()
     assert trainer.update.counts == {"count": 3}
-
-
 
 
 class Drawing(Net):
