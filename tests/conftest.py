@@ -10,8 +10,8 @@ from ranks import Ranks
 
 # --quick runs the tests of these files that are not marked slow, and all doctests.
 QUICK = (
-    "suite architecture reference leaving law loops engines transaction state loaders batches memory ddp ddp_shared "
-    "ddp_forms heads fully_shard deepspeed accelerate parts precision accumulate_dtype batchnorm"
+    "suite architecture reference leaving law waits engines transaction state loaders batches memory ddp ddp_shared "
+    "ddp_forms heads fully_shard deepspeed accelerate parts precision accumulate_dtype limits"
 )
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (

@@ -57,12 +57,31 @@ def test_batches_by_tokens_have_the_gradient_of_fixed_rows_and_less_padding(prog
         assert ways["cost"]["micro-batches"] <= ways["fixed"]["micro-batches"]
 
 
+def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs, tmp_path):
+    out = tmp_path / "law"
+    options = "--libraries", "hand", "distaccum", "--cases", "tokens2", "schedule", "--out", out
+    done = run(programs, "law.py", *options)
+    assert done.status == 0, done.errors
+    cells = json.loads(out.with_suffix(".json").read_text())["cells"]
+    verdicts = {name: [cell["verdict"] for cell in row.values()] for name, row in cells.items()}
+    assert verdicts == {"hand": ["wrong", "exact"], "distaccum": ["exact", "exact"]}
+    assert "| by hand (plain, DDP) | **wrong**, " in out.with_suffix(".md").read_text()
+
+
+def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
+    smallest = "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto"
+    done = run(programs, "gpu.py", "--device", "cpu", "--small", *smallest, "--out", tmp_path / "gpu")
+    assert done.status == 0, done.errors
+    assert "| " in (tmp_path / "gpu.md").read_text()
+
+
 @pytest.mark.parametrize(
     ("program", "options"),
     [
         ("overhead.py", ["--ranks", "0"]),
         ("memory.py", ["--sizes", "0"]),
         ("two_nodes.py", ["--rate", "fast"]),
+        ("law.py", ["--timeout", "90"]),
     ],
 )
 def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, options):

@@ -84,6 +84,16 @@ def test_windows_of_a_ramp_are_drawn_at_an_even_pace():
     assert paced[:11] == [5, 5, 5, 5, 11, 12, 13, 13, 14, 15, 15]
 
 
+def test_ramp_counts_updates_made_outside_of_its_loop():
+    model, accumulator = one_weight(steps=lambda index: index + 1)
+    lengths = []
+    for window in accumulator.windows(noting(10, [])):
+        lengths.append((accumulator.index, len(run(window, model))))
+        if accumulator.index == 1:
+            run(accumulator.window([torch.ones(1, 1)]), model)
+    assert lengths == [(0, 1), (2, 3), (3, 4), (4, 2)]
+
+
 def test_length_that_changes_between_two_windows_takes_effect_at_once():
     length = [2]
     model, accumulator = one_weight(steps=lambda _: length[0])
@@ -262,6 +272,25 @@ def test_next_plan_is_posted_before_the_last_forward(ranks):
     ahead = ["forward", "forward", "allgather_", "forward", "allreduce_"]
     for sent in ranks(2).run(plans_ahead):
         assert sent[:2] == [ahead, ahead]  # the third learns in its first micro-step that there is no fourth
+
+
+def dry_after_a_skip() -> str:
+    """Rank 1 is dry after a skipped window, whose micro-batches must not serve as stand-ins."""
+    model = nn.Linear(1, 1)
+    torch.distributed.fsdp.fully_shard(model)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="skip")
+    windows = accumulator.windows(noting(2 if dist.get_rank() else 4, []))
+    for x in (window := next(windows)):
+        window.backward(model(x).sum() * float("nan"))
+    assert not window.step().stepped
+    with pytest.raises(DistaccumError) as refused:
+        next(windows)
+    return str(refused.value)
+
+
+def test_micro_batch_of_a_skipped_window_does_not_stand_in(ranks):
+    for message in ranks(2).run(dry_after_a_skip):
+        assert "rank 1 has none from an earlier window to stand in" in message
 
 
 class Leaving:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from problems import error
+from problems import error, gradient
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -33,12 +33,6 @@ def network(layers: int, make: Callable[[], nn.Module] = nn.Identity) -> nn.Modu
 
 def of_classes(model: nn.Module) -> Callable[[Batch], Tensor]:
     return lambda batch: cross_entropy(model(batch[0]), batch[1])
-
-
-def gradient(model: nn.Module) -> Tensor:
-    return torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in model.parameters()]
-    )
 
 
 def off(model: nn.Module, loss_fn: Any, size: int, whole_fn: Any = None, batch: Batch | None = None) -> float:
@@ -67,6 +61,17 @@ def test_batch_normalisation_differs_more_with_each_layer_and_less_with_larger_m
     errors = [[of(n, size) for size in (32, 4)] for n in (1, 8)]
     assert 0.01 < errors[0][0] < errors[0][1] < errors[1][1] and errors[0][0] < errors[1][0] < errors[1][1]
     assert of(8, 4, freeze) <= EXACT and of(8, 4, lambda model: to_groupnorm(model, per_group=3)) <= EXACT
+
+
+def test_groupnorm_keeps_the_weights_and_frozen_layers_their_mode():
+    model = network(1, lambda: nn.BatchNorm1d(12))
+    weight = model[1].weight
+    assert freeze(model) == ["1"] and model.training
+    Accumulator(model, steps=3).split(make_batch()).discard()  # must not warn
+    layer = to_groupnorm(model, per_group=4)[1]
+    assert isinstance(layer, nn.GroupNorm) and layer.weight is weight and layer.num_groups == 3
+    with pytest.raises(TypeError, match="got a BatchNorm1d itself"):
+        to_groupnorm(nn.BatchNorm1d(3))
 
 
 def test_dropout_in_several_layers_draws_other_masks():
