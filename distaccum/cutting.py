@@ -74,7 +74,7 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
 
 
 def is_column(item: Any, length: int, *, is_root: bool = False) -> bool:
-    """Whether this has one value per sample: an array, or a list or tuple of alike entries, of that length."""
+    """Tells whether this has one value per sample: an array, or a list or tuple of alike entries, of that length."""
     if is_array(item):
         return len(item.shape) > 0 and item.shape[0] == length
     columns = columns_in(item, is_root=is_root)
@@ -119,27 +119,30 @@ def _votes(item: Any, whole: Names, place: Place = ()) -> Iterator[tuple[set[int
 
 
 def _first_dimensions(item: Any) -> Iterator[int | None]:
-    """Of each array and each list of plain values in it; None for what has no dimension."""
+    """Yields the length of each array and list of plain values in it, and None for anything without a dimension."""
+    children = list(items_in(item))
     if is_array(item):
         yield item.shape[0] if len(item.shape) else None
     elif is_list(item) and all(_nature(entry) in ("value", None) for entry in item):
         yield len(item)
-    elif is_list(item) or _is_container(item):
-        for _, child in items_in(item):
+    elif children:
+        for _, child in children:
             yield from _first_dimensions(child)
     elif item is not None:
         yield None
 
 
 def _nature(item: Any) -> Any:
-    """What samples of one batch have in common; None agrees with all."""
+    """Returns a key that is equal for samples of one batch; None agrees with all."""
     if is_array(item):
         return getattr(item, "dtype", None), len(item.shape)
     if isinstance(item, Mapping):
         return Mapping
     if is_list(item):
         return frozenset(map(_nature, item)) - {None} or None
-    return type(item) if _is_container(item) else None if item is None else "value"
+    if _is_dataclass(item) or hasattr(item, "_fields"):
+        return type(item)
+    return None if item is None else "value"
 
 
 def _is_number(item: Any) -> bool:
@@ -162,27 +165,23 @@ def items_in(item: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def _goes_whole(place: Place, whole: Names) -> bool:
-    """Whether an entry is named: by key or field at any depth, by position in the batch itself."""
+    """Tells whether an entry is named: by key or field at any depth, by position in the batch itself."""
     return place[-1] in whole and (len(place) == 1 or isinstance(place[-1], str))
 
 
 def is_array(item: Any) -> TypeGuard[Any]:
-    """Whether this is a tensor, or looks like one (numpy)."""
+    """Tells whether this is a tensor, or looks like one (numpy)."""
     return isinstance(item, Tensor) or (hasattr(item, "shape") and hasattr(item, "__getitem__"))
 
 
 def is_list(item: Any) -> TypeGuard[Any]:
-    """Whether this is a list or a tuple whose entries have no names."""
+    """Tells whether this is a list or a tuple whose entries have no names."""
     return isinstance(item, list | tuple) and not hasattr(item, "_fields") and not isinstance(item, torch.Size)
-
-
-def _is_container(item: Any) -> bool:
-    return _is_dataclass(item) or isinstance(item, Mapping) or hasattr(item, "_fields")
 
 
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
-    """What `count_tokens` returns."""
+    """Counts labels; made by `count_tokens`."""
 
     labels: str | int
     ignore_index: int
@@ -271,7 +270,7 @@ def fingerprint(batch: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """What a caller says of a batch: its samples, and entries that are never cut; None: as many as can be seen."""
+    """A caller's words about a batch: its number of samples (None: as many as can be seen), and entries never cut."""
 
     length: int | None = None
     whole: Names = ()
@@ -320,7 +319,7 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
 
 
 def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[Place, bool]:
-    """Whether each array and list is cut (True) or goes whole to each part, by the keys that lead to it.
+    """Maps the place of each array and list to whether it is cut (True) or goes whole to each part.
 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
     {('x',): True, ('prior',): False}
@@ -373,7 +372,7 @@ def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> No
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
-    """The same nesting with each tensor changed."""
+    """Returns an equal nesting with each tensor changed."""
     if isinstance(item, Tensor):
         return change(item)
     return rebuilt(item, lambda child, _: map_tensors(child, change))

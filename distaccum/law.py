@@ -196,7 +196,7 @@ def whole_number_in(state: Mapping[str, Any], name: str, least: int) -> int:
 
 
 class RankReport(NamedTuple):
-    """What one rank has for a window. Travels as a row of floats (exact up to 2**53)."""
+    """A rank's part of a window. Travels as a row of floats (exact up to 2**53)."""
 
     update: int  # its index
     steps: int  # micro-batches per rank and update that were requested on this rank; 0: any number
@@ -228,7 +228,7 @@ FAILED = RankReport._fields.index("failed")  # its place in a row
 
 @dataclass
 class Plan:
-    """What all ranks know of a window before its first backward. Nobody changes it."""
+    """Knowledge that all ranks share of a window before its first backward. Nobody changes it."""
 
     counts: dict[str, float]  # the global denominators
     num_counted: tuple[int, ...]  # micro-batches by rank

@@ -71,7 +71,7 @@ def norm_on_host(gradients: Sequence[Tensor]) -> float | None:
 
 
 def is_zero(gradients: Sequence[Tensor]) -> bool:
-    """Whether this rank's parts of all gradients are zeros; waits for the device."""
+    """Tells whether this rank's parts of all gradients are zeros; waits for the device."""
     return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
 
 

@@ -91,7 +91,7 @@ def own_version_of(tensor: Tensor) -> int | None:
 
 
 def is_view(gradient: Tensor) -> bool:
-    """Whether a gradient lies in the memory of another tensor, as in a bucket of DDP, which no public name tells.
+    """Tells whether a gradient lies in the memory of another tensor, as in a bucket of DDP, which no public name tells.
 
     Without the name: yes, so that a gradient which somebody replaced in mid-window by another is not noticed.
     """

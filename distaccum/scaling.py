@@ -51,7 +51,7 @@ def forget(scaler: GradScaler | None, optimizers: Sequence[Optimizer]) -> None:
 
 
 def has_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Whether the scaler has unscaled gradients of one of these optimizers (of any, if none are given).
+    """Tells whether the scaler has unscaled gradients of one of these optimizers (of any, if none are given).
 
     Unscaling leaves the gradients' version counters alone.
     """
@@ -70,7 +70,7 @@ def stamp_of_scale(scaler: GradScaler) -> object:
 
 
 def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
-    """Whether `loss` came from `scaler.scale()`: the multiplication has saved the scale."""
+    """Tells whether `loss` came from `scaler.scale()`: the multiplication has saved the scale."""
     factor, scale = getattr(loss.grad_fn, "_saved_other", None), scaler._scale
     return isinstance(factor, Tensor) and scale is not None and factor.data_ptr() == scale.data_ptr()
 

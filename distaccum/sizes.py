@@ -84,7 +84,7 @@ class MicroBatchSize:
         return {name: value for name, value in asdict(self).items() if name not in own}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """What `learned_sizes` gave."""
+        """Takes up what `learned_sizes` gave."""
         self.proven, self.trials = [], []
         self.good, self.too_large = state["good"], state["too_large"]
         self.since, self.wait = state["since"], state["wait"]

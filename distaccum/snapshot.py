@@ -27,7 +27,8 @@ class Snapshot:
     def take(self) -> Snapshot:
         # All of them: what batch normalisation does to its statistics shows in no version counter.
         modules = {id(module): module for model in self._models for module in model.modules()}.values()
-        found = [(module, name, buffer) for module in modules for name, buffer in _own_buffers(module)]
+        own = [(module, module.named_buffers(recurse=False, remove_duplicate=False)) for module in modules]
+        found = [(module, name, buffer) for module, buffers in own for name, buffer in buffers]
         if [id(b) for *_, b in found] != [id(b) for *_, b in self._buffers]:
             with torch.inference_mode(False):  # else they could not be written to outside of it
                 self._copies = [torch.empty_like(buffer) for *_, buffer in found]
@@ -44,8 +45,8 @@ class Snapshot:
     @torch.no_grad()
     def restore_buffers(self) -> None:
         for (module, name, buffer), copy in zip(self._buffers, self._copies, strict=True):
-            target, source = _without_repeats(buffer, copy)
-            target.copy_(source)
+            if not _has_repeats(buffer):
+                buffer.copy_(copy)
             if getattr(module, name, None) is not buffer:  # the loss put another in its place, or deleted it
                 (setattr if hasattr(module, name) else nn.Module.register_buffer)(module, name, buffer)
 
@@ -54,38 +55,22 @@ class Snapshot:
 def kept(models: Sequence[nn.Module], parameters: Iterable[nn.Parameter] = ()) -> Iterator[Snapshot]:
     """Restores buffers, random numbers, modes and these parameters' gradients at its end."""
     gradients = [(p, p.grad, p.grad.clone()) for p in parameters if p.grad is not None]
+    modes = [(module, module.training) for model in models for module in model.modules()]
     snapshot = Snapshot(models).take()
     try:
-        with modes_kept(models):
-            yield snapshot
+        yield snapshot
     finally:
+        for module, training in modes:
+            module.training = training
         snapshot.restore()
         for parameter, gradient, values in gradients:
             parameter.grad = gradient.copy_(values)
 
 
-@contextmanager
-def modes_kept(models: Iterable[nn.Module]) -> Iterator[None]:
-    """Puts all their modules back into training or eval mode at its end."""
-    modes = [(module, module.training) for model in models for module in model.modules()]
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training
-
-
-def _own_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    return module.named_buffers(recurse=False, remove_duplicate=False)
-
-
-def _without_repeats(buffer: Tensor, copy: Tensor) -> tuple[Tensor, Tensor]:
-    """Both with each element of an expanded buffer once: torch writes to no other."""
-    if buffer.layout is torch.strided:
-        for dim, (stride, size) in enumerate(zip(buffer.stride(), buffer.shape, strict=True)):
-            if stride == 0 and size > 1:
-                buffer, copy = buffer.narrow(dim, 0, 1), copy.narrow(dim, 0, 1)
-    return buffer, copy
+def _has_repeats(buffer: Tensor) -> bool:
+    """Tells whether it was expanded, so that no operation of torch writes to it."""
+    is_strided = buffer.layout is torch.strided
+    return is_strided and any(step == 0 and n > 1 for step, n in zip(buffer.stride(), buffer.shape, strict=True))
 
 
 def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
@@ -112,7 +97,7 @@ def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = Map
 
 
 def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
-    """Whether numpy's numbers are still these, without `get_state`, which takes as long as 40 of torch's.
+    """Tells whether numpy's numbers are still these, without `get_state`, which takes as long as 40 of torch's.
 
     A second normal number that waits (`has_normal`) may be drawn without a trace in the memory that is compared.
     """
@@ -143,7 +128,7 @@ def check_random_state(state: dict[str, Any]) -> None:
 
 
 def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether nothing was drawn between the two."""
+    """Tells whether nothing was drawn between the two."""
     tensors = [[state["torch"], *state["devices"].values()] for state in (one, other)]
     drawn = any(not torch.equal(a, b) for a, b in zip(*tensors, strict=True))
     return not drawn and all(one[name] == other[name] for name in {"python", "numpy"} & one.keys() & other.keys())

@@ -33,7 +33,7 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Meaning(NamedTuple):
-    """Whether a larger batch would help, and the cost of this one.
+    """Tells whether a larger batch would help, and the cost of this one.
 
     Attributes:
         verdict (str): "larger helps", "enough" or "wasteful".
@@ -140,7 +140,7 @@ class Estimate:
         small, per_sample, large = self.norms = [squares / num, per_sample / num, large / self.divisor**2]
         new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
         counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
-        before = self._before.to(row)
+        before = self._before.to(row.device, row.dtype, non_blocking=True)  # of the host, where it was loaded
         return torch.where(counts, KEPT * before + new, before)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""What a loader's or caller's batch becomes before it is counted."""
+"""Ways to turn what a loader yields into micro-batches."""
 
 from .by_cost import ByCost, trim_padding
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from ..cutting import Count, Names, TokenCount, cut_batch, map_tensors
+from ..cutting import Count, Names, cut_batch, map_tensors
 from ..law import whole_number
 
 Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
@@ -62,7 +62,7 @@ def group_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:
 
 
 def group_in_order(costs: Sequence[int], limit: int) -> list[list[int]]:
-    """The same without another order of rows, in more groups.
+    """Neighbouring rows together, in groups of at most `limit`: more of them than `group_by_cost` makes.
 
     >>> group_in_order([3, 9, 2, 4], limit=9)
     [[0], [1], [2, 3]]
@@ -81,29 +81,22 @@ def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
 
 
 def costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> list[int]:
-    """What each of `length` rows costs, in whole numbers."""
-    found: Any = cost.of_rows(batch) if isinstance(cost, TokenCount) else cost(batch)
+    """The cost of each of `length` rows, in whole numbers."""
+    found: Any = getattr(cost, "of_rows", cost)(batch)
     if isinstance(found, Tensor):
         found = found.tolist()
     if not isinstance(found, Sequence):  # of the whole batch
-        found = [_as_number(cost(row)) for row in cut_batch(batch, [1] * length, length, whole)]
+        found = [cost(row) for row in cut_batch(batch, [1] * length, length, whole)]
     if len(found) != length:
         raise ValueError(f"cost gave {len(found)} numbers for a batch of {length} rows, expected one for each, or one")
-    return [_whole(one) for one in found]
+    return [_whole(one.item() if isinstance(one, Tensor) and one.numel() == 1 else one) for one in found]
 
 
-def _as_number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _whole(value: Any) -> int:
-    try:
-        number = operator.index(value) if not isinstance(value, float) else int(value) if value == int(value) else -1
-    except (TypeError, ValueError, OverflowError):
-        number = -1
-    if number < 0 or isinstance(value, bool):
-        raise ValueError(f"cost gave {value!r} for a row, expected a whole number of at least 0, such as its tokens")
-    return number
+def _whole(number: Any) -> int:
+    is_number = not isinstance(number, bool) and isinstance(number, Real)
+    if not is_number or number < 0 or number % 1:
+        raise ValueError(f"cost gave {number!r} for a row, expected a whole number of at least 0, such as its tokens")
+    return int(number)
 
 
 Batch = TypeVar("Batch")
