@@ -38,8 +38,7 @@ from .extensions.nonfinite import LookAtEnd
 from .feeding.by_cost import ByCost
 from .law import DistaccumError, Reduction, Schedule
 from .meshes.pipeline import PipelineSchedule
-from .runs.check.measure import check
-from .runs.check.report import Report
+from .runs.check.report import Report, check
 from .runs.contrast import Encode, PairsLoss, contrast
 from .runs.update import LossFn, update
 from .update import Update

@@ -5,17 +5,18 @@ from __future__ import annotations
 import shutil
 import textwrap
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ...accumulating.planner import Planner
 from ...cutting import Columns
 from ...law import DistaccumError, in_short
 from ...norms import names_of
 from ...snapshot import kept
 from ..memory import is_out_of_memory
+from ..update import LossFn
 from .causes import causes_of
-from .compare import Comparison, LossFn, Subject
+from .comparison import Comparison
 
 ADVICE = {
     "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
@@ -25,8 +26,8 @@ ADVICE = {
     "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; let "
     "the loss draw none to see its other causes",
     "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
-    "loss": "a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples, of layers that look "
-    "at each sample alone",
+    "loss": "a loss over pairs: accumulator.contrast; a weighted mean: let count give the sum of the weights; else "
+    "make it a sum or a mean over samples, of layers that look at each sample alone",
 }
 
 
@@ -61,7 +62,7 @@ class Report:
         bound (float): The relative error up to which a difference counts as rounding.
         samples (int): Samples of the big batch, over all ranks.
         micro_batches (tuple[int, ...]): Micro-batches by rank.
-        notes (tuple[str, ...]): What else was seen, such as micro-batches that were left out.
+        notes (tuple[str, ...]): Why it was not compared in float64, or the bound is wider than that dtype's.
     """
 
     equivalent: bool
@@ -104,17 +105,26 @@ class Report:
         return "\n".join(lines)
 
 
-def report(subject: Subject, batch: Any, columns: Columns, loss_fn: LossFn) -> Report:
-    """The report; gradients, buffers, modes and random numbers are as they were before."""
-    gradients_of = subject.everything if subject.engine.stale(subject.everything) else ()
-    with warnings.catch_warnings(), kept(subject.models, gradients_of) as before:
+def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
+    """The report; gradients, buffers, modes, random numbers and warnings that were given are as they were before."""
+    planner.make_way()
+    setup, engine = planner.setup, planner.setup.engine
+    engine.refuse_closure("check")
+    if engine.owns_step:
+        raise DistaccumError(
+            f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
+        )
+    every, warned = setup.parameters().every, set(setup.once.keys)
+    with warnings.catch_warnings(), kept(setup.models, every if engine.stale(every) else ()) as before:
         warnings.simplefilter("ignore")
         try:
-            return _report(Comparison(subject, batch, columns, loss_fn, before))
+            return _report(Comparison(planner.separate(), batch, columns, loss_fn, before))
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             seen = in_short(error)
+        finally:
+            setup.once.keys = warned
     raise DistaccumError(f"the whole batch does not fit into memory, which a check needs ({seen}); take a smaller one")
 
 
@@ -131,48 +141,24 @@ def _report(comparison: Comparison) -> Report:
                 "with another batch"
             )
         equivalent, bound = used.agrees(errors), used.bound()
-        notes = [*used.notes, *_notes_on(used, equivalent)]
-        causes = [] if equivalent else causes_of(used)
-    dtype = str(used.dtype).removeprefix("torch.")
-    if used.narrowest != used.dtype:
-        narrow = str(used.narrowest).removeprefix("torch.")
-        notes.append(f"the model or the loss computes in {narrow} in part, in {dtype} too: hence the bound")
-    names = names_of(comparison.subject.models)
+        causes = () if equivalent else tuple(causes_of(used))
+    dtype, narrowest = (str(one).removeprefix("torch.") for one in (used.dtype, used.narrowest))
+    if narrowest != dtype:
+        used.notes.append(f"the model or the loss computes in {narrowest} in part, in {dtype} too: hence the bound")
+    names = names_of(comparison.models)
     rows = [
         Difference(names.get(id(p), f"parameter {i}"), norm, error, error64 if is_wide else None)
-        for i, (p, (norm, error), (_, error64)) in enumerate(
-            zip(comparison.subject.parameters, own, errors, strict=True)
-        )
+        for i, (p, (norm, error), (_, error64)) in enumerate(zip(comparison.parameters, own, errors, strict=True))
     ]
     rows.sort(key=lambda row: row.error if row.error64 is None else row.error64, reverse=True)
     return Report(
         equivalent=equivalent,
         worst=max(error for _, error in errors),
-        causes=tuple(causes),
+        causes=causes,
         parameters=tuple(rows),
         dtype=dtype,
         bound=bound,
         samples=used.length,
         micro_batches=used.kept,
-        notes=tuple(notes),
+        notes=tuple(used.notes),
     )
-
-
-def _notes_on(comparison: Comparison, equivalent: bool) -> Iterator[str]:
-    if left_out := comparison.left_out:
-        has, is_left = ("has", "is") if left_out == 1 else ("have", "are")
-        yield (
-            f"{left_out} of {sum(comparison.kept) + left_out} micro-batches {has} no "
-            f"{' and no '.join(comparison.subject.reductions)} and {is_left} left out, as in training"
-        )
-    if equivalent and (names := comparison.uncertain_counts()):
-        yield (
-            "some labels are ignored (-100), as many in each sample, and count is of none of them "
-            f"({', '.join(names)}): whether the loss averages over samples or over labels that are kept does not show; "
-            "check with samples that keep different numbers of labels"
-        )
-    if equivalent and comparison.is_random:
-        yield (
-            "random numbers are drawn by the model or the loss; micro-batches drew those of the whole batch, which "
-            "holds only for this order and this cut"
-        )

@@ -4,28 +4,31 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import reduce
-from typing import Any, Protocol
+from functools import partial, reduce
+from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...accumulating.drawing import Batches, Drawing, cut_up
+from ...accumulating.planner import Planner
+from ...accumulating.reporting import Manner
 from ...batchnorm import KINDS
-from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors, tensors_in
-from ...engines import Engine
-from ...law import DistaccumError, Reduction, all_or_none, in_short, shorten
-from ...norms import names_of
-from ...snapshot import Snapshot, random_devices, random_state, same_random, set_seed
-from .rows import all_ignored, kept_by_row, uneven_sizes
+from ...cutting import Columns, Names, count_samples, cut_batch, join_batches, map_tensors, tensors_in
+from ...law import DistaccumError, all_or_none, in_short, shorten
+from ...norms import local, names_of
+from ...snapshot import Snapshot, set_seed
+from ..update import LossFn, run_all
 
-LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 # The largest error that rounding explains, by dtype; any other is half precision.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
 BOUND_OF_HALF = 5e-2
+IGNORED = -100  # the default of torch's criterions
 
 
 @dataclass(frozen=True)
@@ -35,60 +38,32 @@ class Measured:
     gradients: list[Tensor | None]
     loss: float
     kept: tuple[int, ...]  # micro-batches, by rank
-    left_out: int = 0  # micro-batches of this rank that had nothing that counts
-
-    def scaled(self, factor: float) -> Measured:
-        return weighted_sum([self], [factor])
-
-
-class Measure(Protocol):
-    """Runs a window, and gives its gradient instead of stepping."""
-
-    def __call__(
-        self, micro_batches: Sequence[Any] | None, loss_fn: LossFn, lengths: Sequence[int] = (), *, as_sum: bool
-    ) -> Measured:
-        """The window of these on this rank (None: the batch as it is cut), of `lengths` samples.
-
-        `as_sum`: bare losses, summed over ranks.
-        """
-
-
-@dataclass
-class Subject:
-    """What is checked: the parts of the accumulator that a check needs."""
-
-    models: Sequence[nn.Module]
-    parameters: Sequence[nn.Parameter]  # that are trained
-    everything: Sequence[nn.Parameter]  # frozen ones too
-    engine: Engine
-    reductions: Mapping[str, Reduction]
-    counts: Mapping[str, Callable[[Any], Any]]
-    measure: Measure
 
 
 class Comparison:
     """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype."""
 
-    def __init__(self, subject: Subject, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
-        self.subject, self.engine, self.before = subject, subject.engine, before
-        self._loss_fn, self._columns, self.whole = loss_fn, columns, columns.whole
+    def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
+        setup = trial.setup
+        self.engine, self.models, self.reductions = setup.engine, setup.models, trial.config.reductions
+        self.parameters: list[nn.Parameter] = [p for p in setup.parameters().every if p.requires_grad]
+        self.before = before
+        self._trial, self._loss_fn, self._columns, self.whole = trial, loss_fn, columns, columns.whole
         self._own, self._own_length = batch, -1  # this rank's
         self.batch, self.length = batch, 0  # of all ranks
         self.kept: tuple[int, ...] = ()  # micro-batches, by rank
-        self.unlike: set[str] = set()  # why a micro-batch's loss is not finite where the whole batch's is
-        self.is_random = False  # whether random numbers are drawn
-        self.left_out = 0  # micro-batches of all ranks that had nothing that counts
+        self.not_finite: set[str] = set()  # why a micro-batch's loss is not, where the whole batch's is; "": unknown
         self.notes: list[str] = []
-        self.dtype = min({p.dtype for p in subject.parameters} or {torch.float32}, key=_bits)
+        self.dtype = min({p.dtype for p in self.parameters} or {torch.float32}, key=_bits)
         self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
         self._cast: Callable[[Any], Any] = lambda batch: batch
-        self.modules = list({id(m): (n, m) for model in subject.models for n, m in model.named_modules()}.values())
+        self.modules = list({id(m): (n, m) for model in self.models for n, m in model.named_modules()}.values())
 
     def join(self) -> None:
         """Makes the batch of all ranks, on each of them."""
-        failed: Exception | None = None
+        failed, peers = None, self.engine.peers
         try:
-            if not self.subject.parameters:
+            if not self.parameters:
                 raise ValueError(
                     "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
                     "trained (requires_grad_(True))"
@@ -96,18 +71,16 @@ class Comparison:
             self._own_length = self._columns.length_of(self._own)
         except Exception as error:  # the others wait in the gathering below, and hear of it there
             failed = error
-            self.engine.peers.tell(error)
-        batches = [(self._own, self._own_length, failed and in_short(failed))]
-        if self.engine.peers.num_ranks > 1:
-            own, length, why = batches[0]
-            batches = self.engine.peers.gather_objects((map_tensors(own, Tensor.cpu), length, why))
-        all_or_none([why for *_, why in batches], failed, "rank {ranks} could not begin the check ({why})")
-        self.length = sum(length for _, length, _ in batches)
+            peers.tell(error)
+        own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
+        everyone = peers.gather_objects((own, self._own_length, failed and in_short(failed)))
+        all_or_none([why for *_, why in everyone], failed, "rank {ranks} could not begin the check ({why})")
+        full = [(batch, length) for batch, length, _ in everyone if length]
+        self.length = sum(length for _, length in full)
         if self.length < 2:
             raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
-        if self.engine.peers.num_ranks == 1:
+        if peers.num_ranks == 1:
             return
-        full = [(batch, length) for batch, length, _ in batches if length]
         try:
             joined = join_batches([batch for batch, _ in full], [length for _, length in full], self.whole)
         except Exception as error:
@@ -115,31 +88,18 @@ class Comparison:
                 f"the batches of the ranks cannot be joined into one ({in_short(error)}), which the check needs; pad "
                 "them to one length"
             ) from error
-        self.batch = map_tensors(joined, lambda t: t.to(self.subject.parameters[0].device))
-
-    def loss(self, batch: Any) -> Any:
-        """What the caller's function gives for a batch, cast to the current dtype."""
-        return self._loss_fn(self._cast(batch))
+        self.batch = map_tensors(joined, lambda t: t.to(self.parameters[0].device))
 
     def count(self, name: str, batch: Any, length: int) -> float:
-        count = self.subject.counts[name]
+        count = self._trial.config.counts[name]
         return length if count is count_samples else float(count(batch))  # the length may be one that was given
-
-    def uncertain_counts(self) -> list[str]:
-        """The names whose count leaves ignored labels in, where no part would show that the criterion does not."""
-        kept = kept_by_row(self.batch, self.length, self.whole)
-        if not kept or min(kept) < max(kept):
-            return []
-        without, length = all_ignored(self.batch), self.length
-        names = self.subject.reductions
-        return [name for name in names if self.count(name, without, length) == self.count(name, self.batch, length)]
 
     def bound(self) -> float:
         return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
 
     def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
         """Whether rounding explains what `compare` gave."""
-        return max(error for _, error in errors) <= self.bound() and not self.unlike
+        return max(error for _, error in errors) <= self.bound() and not self.not_finite
 
     def differ(self, one: Measured, other: Measured) -> bool:
         return max(error for _, error in self._errors(one, other)) > self.bound()
@@ -148,43 +108,44 @@ class Comparison:
         """By parameter, the norm of the big batch's gradient and the relative error of the accumulated one."""
         exact = self._big_batch()
         self._refuse_nonfinite(exact)
-        drawn = not same_random(random_state(random_devices(self.subject.models)), self.before.random)
-        self.unlike = set()
-        as_cut = self._accumulated(None)
+        self.not_finite = set()
+        as_cut = self._accumulated(self._as_cut)
         self.kept = as_cut.kept
-        rows = self.engine.peers.gather([float(drawn), float(as_cut.left_out)])
-        self.is_random, self.left_out = any(one for one, _ in rows), int(sum(number for _, number in rows))
         length = self._own_length
         least = 2 if any(isinstance(m, KINDS) and m.training for _, m in self.modules) else 1  # it fails with one
         sizes = uneven_sizes(self._own, length, [max(1, length // 3)], self.whole, least=least)
         parts = list(cut_batch(self._own, sizes, length, self.whole)) if length else []
-        uneven = self._accumulated(parts, sizes)  # which shows a wrong count
+        uneven = self._accumulated(lambda _: Batches(parts, sizes))  # which shows a wrong count
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 
-    def _accumulated(self, micro_batches: Sequence[Any] | None, lengths: Sequence[int] = ()) -> Measured:
+    def _as_cut(self, index: int) -> Batches:
+        """This rank's batch, in two parts at least."""
+        trial = self._trial
+        cut = partial(cut_up, self._own, trial.config, trial.progress.size, trial.progress.seen, self._columns)
+        batches = cut()(index)
+        return batches if len(batches.micro_batches) > 1 or self._own_length < 2 else cut(parts=2)(index)
+
+    def _accumulated(self, draw: Drawing) -> Measured:
         self.before.restore()
         seen: set[str] = set()
 
         def loss_fn(batch: Any) -> Any:
-            loss = self.loss(batch)
+            loss = self._loss_fn(self._cast(batch))
             losses = loss.values() if isinstance(loss, Mapping) else [loss]
             if any(isinstance(one, Tensor) and not bool(one.isfinite().all()) for one in losses):
                 seen.add(without_labels(batch))
             return loss
 
-        found = self.subject.measure(micro_batches, loss_fn, lengths, as_sum=False)
+        found = self._measured(draw, loss_fn)
         if not math.isfinite(found.loss):  # on all ranks alike
-            self.unlike |= {why for of_rank in self.engine.peers.gather_objects(sorted(seen)) for why in of_rank}
+            self.not_finite.update(*self.engine.peers.gather_objects(sorted(seen)))
         return found
 
     def _refuse_nonfinite(self, exact: Measured) -> None:
-        names = names_of(self.subject.models)
-        bad = [
-            names.get(id(p), "a parameter")
-            for p, g in zip(self.subject.parameters, exact.gradients, strict=True)
-            if g is not None and not bool(g.isfinite().all())
-        ]
+        names = names_of(self.models)
+        pairs = zip(self.parameters, exact.gradients, strict=True)
+        bad = [names.get(id(p), "a parameter") for p, g in pairs if g is not None and not bool(g.isfinite().all())]
         if any(bad for (bad,) in self.engine.peers.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
             where = f", its gradient not finite in {shorten(bad)}" if bad else ""
             why = without_labels(self.batch)
@@ -195,41 +156,52 @@ class Comparison:
 
     def _big_batch(self) -> Measured:
         found = []
-        for name, reduction in self.subject.reductions.items():
+        for name, reduction in self.reductions.items():
             if count := self.count(name, self.batch, self.length):
-                one = self.bare(name, self.batch)
-                found.append(one.scaled(1 / count) if reduction == "sum_to_mean" else one)
+                found.append((self.bare(name, self.batch), 1 / count if reduction == "sum_to_mean" else 1.0))
         if not found:
-            raise ValueError(
-                f"count gave 0 {' and 0 '.join(self.subject.reductions)} for the whole batch; check with another"
-            )
-        return reduce(lambda one, other: weighted_sum([one, other], [1.0, 1.0]), found)
+            raise ValueError(f"count gave 0 {' and 0 '.join(self.reductions)} for the whole batch; check with another")
+        return weighted_sum(*zip(*found, strict=True))
 
     def bare(self, name: str, batch: Any, *, seed: int | None = None, restore: bool = True) -> Measured:
         """The gradient of one call of the criterion of this name, unweighted."""
 
         def loss_fn(batch: Any) -> Any:
             with saved_tensors_hooks(self._note_dtype, lambda tensor: tensor):
-                loss = self.loss(batch)
+                loss = self._loss_fn(self._cast(batch))
             if not isinstance(loss, Mapping):
                 return loss
-            found = loss.get(name, loss.get("loss") if len(self.subject.reductions) == 1 else None)
+            found = loss.get(name, loss.get("loss") if len(self.reductions) == 1 else None)
             if found is None:
-                raise ValueError(
-                    f"loss_fn gave losses {list(loss)}, expected one for each of {list(self.subject.reductions)}"
-                )
+                raise ValueError(f"loss_fn gave losses {list(loss)}, expected one for each of {list(self.reductions)}")
             return found
 
         if restore:
             self.before.restore()
         if seed is not None:
             set_seed(seed)
-        return self.subject.measure([batch], loss_fn, as_sum=True).scaled(1 / self.engine.peers.num_ranks)
+        found = self._measured(lambda _: Batches([batch], [1]), loss_fn, as_sum=True)
+        return weighted_sum([found], [1 / self.engine.peers.num_ranks])
 
     def _note_dtype(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             self.narrowest = min(self.narrowest, tensor.dtype, key=_bits)
         return tensor
+
+    def _measured(self, draw: Drawing, loss_fn: LossFn, *, as_sum: bool = False) -> Measured:
+        """The gradient and the loss of a window that is not stepped; `as_sum`: of bare losses, summed over ranks."""
+        trial, engine, scaler = self._trial, self.engine, self._trial.setup.scaler
+        window = trial.plan(draw, Manner(is_sum=as_sum, reduces_afterwards=as_sum))
+        try:
+            run_all(window, loss_fn)
+            sums = window.status.ledger.sums()
+            if (reduction := engine.peers.sum(sums)) is not None:
+                reduction.wait()
+            scale = 1.0 if scaler is None else 1 / scaler.get_scale()
+            gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in self.parameters]
+            return Measured(gradients, float(sums.sum()) / engine.divisor, window.status.plan.num_counted)
+        finally:
+            window.discard()
 
     def _errors(self, seen: Measured, exact: Measured) -> list[tuple[float, float]]:
         """By parameter, the norm and the error relative to it, or to sqrt(eps) of the whole gradient's norm if that is
@@ -259,8 +231,8 @@ class Comparison:
         if not self.engine.can_be_cast or self.dtype == torch.float64:
             yield self
             return
-        tensors = {id(t): t for model in self.subject.models for t in (*model.parameters(), *model.buffers())}
-        tensors |= {id(p): p for p in self.subject.parameters}
+        tensors = {id(t): t for model in self.models for t in (*model.parameters(), *model.buffers())}
+        tensors |= {id(p): p for p in self.parameters}
         wide = copy.copy(self)
         wide._cast = lambda batch: map_tensors(batch, _widened)
         wide.dtype = wide.narrowest = torch.float64
@@ -270,15 +242,39 @@ class Comparison:
             for tensor in tensors.values():
                 stack.callback(setattr, tensor, "data", tensor.data)
                 tensor.data = _widened(tensor.data)
-            wide.before = Snapshot(self.subject.models).take()
+            wide.before = Snapshot(self.models).take()
             try:
-                wide.bare(next(iter(self.subject.reductions)), self.batch)
+                wide.bare(next(iter(self.reductions)), self.batch)
             except Exception as error:
                 self.notes.append(f"not in float64: {in_short(error)}")
             else:
                 yield wide
                 return
         yield self
+
+
+def uneven_sizes(batch: Any, length: int, at: Iterable[int], whole: Names = (), *, least: int = 1) -> list[int]:
+    """The sizes of parts, each of `least` samples or more: cut after `at`, and where labels are unlike samples.
+
+    There the share of the labels that are kept is as far as it can be from the share of the samples, so that a count
+    of the wrong one shows.
+
+    >>> uneven_sizes({"y": torch.tensor([1, 1, 1, -100, -100, -100, 1, 1])}, 8, [1])
+    [1, 2, 5]
+    """
+    places = {place for place in at if least <= place <= length - least}
+    names = {where for where, tensor in tensors_in(batch) if _holds_integers(tensor) and bool(tensor.eq(IGNORED).any())}
+    rows = cut_batch(batch, [1] * length, length, whole) if names and length else ()
+    kept = [sum(int(t.ne(IGNORED).sum()) for where, t in tensors_in(row) if where in names) for row in rows]
+    apart = {i: abs(so_far * length - i * sum(kept)) for i, so_far in enumerate(accumulate(kept), 1)}
+    free = [
+        place
+        for place in range(least, length - least + 1)
+        if apart.get(place) and all(place == other or abs(place - other) >= least for other in places)
+    ]
+    if free:
+        places.add(max(free, key=lambda place: (apart[place], place not in places)))
+    return [end - start for start, end in pairwise(sorted({0, *places, length}))]
 
 
 def without_labels(batch: Any) -> str:
@@ -288,16 +284,13 @@ def without_labels(batch: Any) -> str:
     "its labels in 'y' are all -100, and a mean over none is 0 / 0; count=count_tokens('y')"
     """
     for where, tensor in tensors_in(batch):
-        if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        if not _holds_integers(tensor) or not tensor.numel():
             continue
-        why = "and a mean over none is 0 / 0"
-        if tensor.ndim and bool(tensor.eq(-100).all()):
-            return f"its labels in {where} are all -100, {why}; count=count_tokens({where})"
-        if tensor.ndim > 1 and tensor.shape[1] > 1 and bool(tensor[:, 1:].eq(-100).all()):
-            return (
-                f"its labels in {where} are all -100 but the first of each row, {why}; "
-                f"count=count_tokens({where}, shift=True)"
-            )
+        why = f"its labels in {where} are all -100{{}}, and a mean over none is 0 / 0; count=count_tokens({where}{{}})"
+        if bool(tensor.eq(IGNORED).all()):
+            return why.format("", "")
+        if tensor.ndim > 1 and tensor.shape[1] > 1 and bool(tensor[:, 1:].eq(IGNORED).all()):
+            return why.format(" but the first of each row", ", shift=True")
     return ""
 
 
@@ -305,9 +298,13 @@ def weighted_sum(parts: Sequence[Measured], weights: Sequence[float]) -> Measure
     gradients: list[Tensor | None] = []
     for column in zip(*(part.gradients for part in parts), strict=True):
         there = [g * weight for g, weight in zip(column, weights, strict=True) if g is not None]
-        gradients.append(sum(there[1:], there[0]) if there else None)
+        gradients.append(reduce(torch.add, there) if there else None)
     loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
     return Measured(gradients, loss, parts[0].kept)
+
+
+def _holds_integers(tensor: Tensor) -> bool:
+    return tensor.ndim > 0 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _bits(dtype: torch.dtype) -> int:
@@ -318,6 +315,10 @@ def _widened(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
 
 def _square(gradient: Tensor | None) -> float:
