@@ -64,7 +64,7 @@ number = 3
 @pytest.fixture
 def folder(tmp_path, monkeypatch) -> Path:
     (tmp_path / "more").mkdir()
-    for name in ("factories.py", "more/random.py"):
+    for name in ("factories.py", "more/of_mine.py"):
         (tmp_path / name).write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -82,7 +82,7 @@ COUNT = ("--count", "tokens:labels")
         (("factories.py:good", *COUNT, "--steps", "4"), 0, "in 4 micro-batches"),
         (("factories:with_options",), 0, "in 5 micro-batches"),
         (("factories:with_options", "--micro-batch-size", "3"), 0, "in 4 micro-batches"),
-        (("more/random.py:good", *COUNT), 0, "in 3 micro-batches"),
+        (("more/of_mine.py:good", *COUNT), 0, "in 3 micro-batches"),
         (("factories:good",), 1, "count_tokens('labels')"),
         (("factories:normalised", *COUNT, "--micro-batch-size", "5"), 1, "batchnorm: "),
         (("factories:good", *COUNT, "--reduction", "sum"), 1, "reduction: the criterion averages"),

@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
@@ -146,19 +145,11 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
 
 def _imported(module: str) -> Any:
     """By name, from here as with `python -m`, or a file."""
-    if not module.endswith(".py"):
-        sys.path.insert(0, str(Path.cwd()))
-        return importlib.import_module(module)
     path = Path(module)
-    if not path.exists():
+    if path.suffix == ".py" and not path.exists():
         raise FileNotFoundError(f"there is no {module}")
-    sys.path.insert(0, str(path.parent.resolve()))
-    spec = spec_from_file_location(f"checked_{path.stem}", path)  # a file may have the name of a module of Python
-    assert spec is not None and spec.loader is not None
-    made = module_from_spec(spec)
-    sys.modules[spec.name] = made  # dataclasses look themselves up
-    spec.loader.exec_module(made)
-    return made
+    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
+    return importlib.import_module(path.stem if path.suffix == ".py" else module)
 
 
 def _count(text: str) -> Count:
@@ -174,7 +165,7 @@ def _count(text: str) -> Count:
 
 PLAN = """
 examples:
-  distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --samples 50000
+  distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8
   distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M
   distaccum plan --model my_training:setup --batch-size 4096 --ranks 8
   distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
@@ -194,7 +185,6 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
     parser.add_argument("--ranks", type=int, default=1, **count, help="number of data-parallel ranks (1)")
     parser.add_argument("--nodes", type=int, default=1, **count, help="nodes, with equal numbers of ranks (1)")
-    parser.add_argument("--samples", **count, help="samples in an epoch")
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
     parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="count its parameters, and try what fits here")

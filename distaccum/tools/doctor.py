@@ -10,6 +10,7 @@ import platform
 import re
 import socket
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from importlib.util import find_spec
@@ -29,6 +30,7 @@ from ..law import DistaccumError
 from .table import width, wrapped
 
 DEVELOPERS = ("bench", "docs", "launch", "test")  # extras that training with the library never needs
+OPTIONAL = ("accelerate", "deepspeed")  # packages of engines
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
 State = Literal["ok", "absent", "wrong"]
@@ -153,10 +155,8 @@ def examine_launcher(environment: Mapping[str, str]) -> Finding:
     wrong, cure = "", "start with torchrun, or unset the variables of another launcher"
     if given.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"} and missing:
         wrong = f"{shown} without {' and '.join(missing)}"
-    elif not missing and not all(re.fullmatch("[0-9]{1,9}", given[name]) for name in given.keys() - {"MASTER_ADDR"}):
-        wrong = f"{shown}, expected whole numbers"
-    elif not missing and int(given["RANK"]) >= int(given["WORLD_SIZE"]):
-        wrong = f"{shown}, expected a RANK below WORLD_SIZE"
+    elif not missing and given["RANK"] not in map(str, range(int(given["WORLD_SIZE"]))):
+        wrong = f"{shown}, expected a RANK from 0 to below WORLD_SIZE"
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
         if "RANK" not in given and environment.get(name, "1") != "1":
             wrong = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
@@ -197,11 +197,9 @@ class Job:
                 f"rank {rank} of {world} on {socket.gethostname()}: check that all were started and reach that "
                 "address, or wait longer with --timeout"
             ) from None
-        names = ("accelerate", "deepspeed")
-        lacks = [name for name in names if find_spec(name) is None]
         versions = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
-        versions |= {name: importlib.metadata.version(name) for name in names if name not in lacks}
-        about = {"host": socket.gethostname(), "kind": kind, "lacks": lacks, "versions": versions}
+        versions |= {name: importlib.metadata.version(name) if find_spec(name) else "none" for name in OPTIONAL}
+        about = {"host": socket.gethostname(), "kind": kind, "versions": versions}
         self.ranks: list[dict[str, Any]] = self.gather(about)
         self.kind = kind if all(one["kind"] == kind for one in self.ranks) else "cpu"
         self.device = torch.device(self.kind, *([local_rank] if self.kind != "cpu" else []))
@@ -224,20 +222,15 @@ class Job:
         """Findings about the ranks, where there are several."""
         if self.world == 1:
             return
-        for host, members in groupby(range(self.world), key=lambda rank: self.ranks[rank]["host"]):
-            first, *_, last = [*members] * 2
-            yield Finding("ranks", f"rank {first}" if first == last else f"ranks {first} to {last}", f"on {host}")
-        yield Finding("ranks", "group", f"{dist.get_backend_config()}, tensors on {self.kind}")
-        versions = [one["versions"] for one in self.ranks]
-        for name in dict.fromkeys(name for one in versions for name in one):
-            kinds: dict[str, list[str]] = {}
-            for rank, one in enumerate(versions):
-                kinds.setdefault(one.get(name, "none"), []).append(str(rank))
-            if len(kinds) > 1:
-                seen = "; ".join(f"{version} on rank {', '.join(ranks)}" for version, ranks in kinds.items())
+        hosts = ", ".join(f"{number} on {host}" for host, number in Counter(one["host"] for one in self.ranks).items())
+        yield Finding("ranks", "hosts", f"ranks: {hosts}; {dist.get_backend_config()}, tensors on {self.kind}")
+        for name in self.ranks[0]["versions"]:
+            of_ranks: dict[str, list[str]] = {}
+            for rank, one in enumerate(self.ranks):
+                of_ranks.setdefault(one["versions"][name], []).append(str(rank))
+            if len(of_ranks) > 1:
+                seen = "; ".join(f"{version} on rank {', '.join(ranks)}" for version, ranks in of_ranks.items())
                 yield Finding("ranks", name, seen, "wrong", "install the same on all nodes")
-        if all(one == versions[0] for one in versions):
-            yield Finding("ranks", "versions", "the same on all")
 
 
 def _first_line(error: Exception) -> str:
@@ -315,7 +308,7 @@ def _try_engines(job: Job, all_engines: bool) -> Iterator[Finding]:
     about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
     failed = ""
     for name, (package, wrap) in ENGINES.items():
-        lacking = [str(rank) for rank, one in enumerate(job.ranks) if package in one["lacks"]]
+        lacking = [str(rank) for rank, one in enumerate(job.ranks) if one["versions"].get(package) == "none"]
         if name == "a plain module" and job.world > 1:
             cure = "wrap the model in DistributedDataParallel"
             yield Finding(about, name, "for one process", "absent", cure)

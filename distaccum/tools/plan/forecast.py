@@ -1,4 +1,4 @@
-"""`plan`: the cut of a run, the tail of its epoch, its bytes and learning rate, before it is started."""
+"""`plan`: the cut of a batch, its bytes and learning rate, before a run is started."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from .rules import (
     bytes_sent,
     scaled_learning_rate,
     split_cut,
-    tail_of_split,
-    tail_of_windows,
     windows_cut,
 )
 
-AMOUNTS = ("batch_size", "micro_batch_size", "samples", "base_batch_size", "parameters")
-CHOICES = {"optimizer": get_args(Optimizer), "reduction": REDUCTIONS}
+AMOUNTS = ("batch_size", "micro_batch_size", "base_batch_size", "parameters")
 
 
 def plan(
@@ -31,7 +28,6 @@ def plan(
     nodes: int = 1,
     parameters: float | str | None = None,
     dtype_bytes: int | None = None,
-    samples: int | str | None = None,
     model: tuple[Any, Any, Callable[[Any], Any]] | None = None,
     base_batch_size: int | str | None = None,
     lr: float | None = None,
@@ -39,9 +35,9 @@ def plan(
     betas: tuple[float, float] = (0.9, 0.999),
     reduction: Reduction = "mean",
 ) -> Forecast:
-    """Steps, cut, tail and bytes of a run, and its learning rate, as far as the arguments determine them.
+    """Steps, cut and bytes of a run, and its learning rate, as far as the arguments determine them.
 
-    Whole numbers may be texts such as "512", "7e9", "350M" or "1,281,167". What is left out is None in the result.
+    Whole numbers may be texts such as "512", "7e9", "350M" or "1,000". What is left out is None in the result.
 
     Args:
         batch_size: Samples per update over all ranks.
@@ -50,7 +46,6 @@ def plan(
         nodes: Machines, with as many ranks on each.
         parameters: Trained parameters of the model.
         dtype_bytes: Bytes of one number of the gradient; 4 by default, or the model's own with `model`.
-        samples: Samples of an epoch, dealt out to the ranks one by one.
         model: A model, a batch and a `loss_fn` (micro-batch -> loss): its parameters are counted, and the micro-batch
             that fits on this machine is tried.
         base_batch_size: The batch size that `lr` and `betas` were chosen for.
@@ -71,64 +66,50 @@ def plan(
         >>> forecast.steps, forecast.windows.samples, str(forecast.split)
         (4, 1024, '1,000 samples (8 ranks: 125 = 3 x 31 + 1 x 32)')
     """
-    given = _checked(dict(locals()))
-    notes: list[str] = []
-    batch, micro, epoch, base, numbers = (given[name] for name in AMOUNTS)
-    gradient_bytes = None if numbers is None else numbers * (dtype_bytes or 4)
+    given: dict[str, Any] = {name: value for name, value in locals().items() if name != "model"}
+    for name, value in given.items():
+        if value is not None and name in (*AMOUNTS, "ranks", "nodes", "dtype_bytes"):
+            given[name] = amount(name, value) if name in AMOUNTS else whole_number(name, value)
+    if ranks % nodes:
+        raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many ranks on each node")
+    if lr is not None and not 0 < lr < float("inf"):
+        raise ValueError(f"lr={lr}, expected a number above 0")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas={betas}, expected two numbers from 0 to below 1")
+    for name, known in {"optimizer": get_args(Optimizer), "reduction": REDUCTIONS}.items():
+        if given[name] is not None and given[name] not in known:
+            raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
+    notes: tuple[str, ...] = ()
+    of_model: int | None = None  # bytes of its gradient
     if model is not None:
         from .fitting import fit  # imports torch, which takes seconds
 
-        found = fit(*model, micro_batch_size=micro)
-        notes.append(found.summary)
-        micro = found.micro_batch_size  # as asked, or as much of it as fits
-        if numbers is None:
-            numbers = found.parameters
-            gradient_bytes = found.gradient_bytes if dtype_bytes is None else numbers * dtype_bytes
-    given |= {"micro_batch_size": micro, "parameters": numbers}
-    steps = windows = split = windows_tail = split_tail = rate = None
+        found = fit(*model, micro_batch_size=given["micro_batch_size"])
+        notes = (found.summary,)
+        given["micro_batch_size"] = found.micro_batch_size  # as asked, or as much of it as fits
+        if given["parameters"] is None:
+            given["parameters"], of_model = found.parameters, found.gradient_bytes
+    batch, micro, base, numbers = (given[name] for name in AMOUNTS)
+    gradient_bytes = None if numbers is None else numbers * (dtype_bytes or 4)
+    if of_model is not None and dtype_bytes is None:
+        gradient_bytes = of_model
+    steps = windows = split = rate = None
     if batch is not None and micro is not None:
         steps = steps_for(batch, micro, ranks)
         windows, split = windows_cut(steps, micro, ranks), split_cut(batch, micro, ranks)
-        if epoch is not None:
-            windows_tail = tail_of_windows(epoch, steps, micro, ranks)
-            split_tail = tail_of_split(epoch, batch, micro, ranks)
     rows: tuple[dict[str, Any], ...] = ()
-    if numbers is not None and gradient_bytes is not None and ranks > 1:
+    if gradient_bytes is not None and ranks > 1:
         rows = tuple(bytes_sent(numbers, gradient_bytes, ranks, nodes, steps))
     if batch is not None and base is not None:
         rate = scaled_learning_rate(batch / base, lr, optimizer, betas, reduction)
-    return Forecast(
-        given,
-        gradient_bytes,
-        steps,
-        windows,
-        split,
-        windows_tail,
-        split_tail,
-        rows,
-        rate,
-        tuple(notes),
-        _missing(given),
-    )
-
-
-def _checked(given: dict[str, Any]) -> dict[str, Any]:
-    """The arguments without the model, and their counts as numbers."""
-    del given["model"]
-    for name in ("ranks", "nodes", "dtype_bytes"):
-        given[name] = None if given[name] is None else whole_number(name, given[name])
-    for name in AMOUNTS:
-        given[name] = None if given[name] is None else amount(name, given[name])
-    if given["ranks"] % given["nodes"]:
-        raise ValueError(f"ranks={given['ranks']} on nodes={given['nodes']}, expected as many ranks on each node")
-    if given["lr"] is not None and not 0 < given["lr"] < float("inf"):
-        raise ValueError(f"lr={given['lr']}, expected a number above 0")
-    if not all(0 <= beta < 1 for beta in given["betas"]):
-        raise ValueError(f"betas={given['betas']}, expected two numbers from 0 to below 1")
-    for name, known in CHOICES.items():
-        if given[name] is not None and given[name] not in known:
-            raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
-    return given
+    wanted = {  # what to give, and what for
+        "--batch-size and --micro-batch-size for the steps and the cut": steps is None,
+        "--parameters for the bytes per update": numbers is None,
+        "--ranks above 1 for what is sent between them": numbers is not None and ranks == 1,
+        "--base-batch-size for the learning rate": base is None,
+    }
+    missing = tuple(text for text, is_missing in wanted.items() if is_missing)
+    return Forecast(given, gradient_bytes, steps, windows, split, rows, rate, notes, missing)
 
 
 SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -150,20 +131,3 @@ def amount(name: str, value: object) -> int:
     if exact is None or exact != int(exact):
         raise ValueError(f"{name}={value!r}, expected a whole number such as 512, 7e9, 7b, 350M or 11.7M")
     return whole_number(name, int(exact))
-
-
-def _missing(given: dict[str, Any]) -> tuple[str, ...]:
-    """Which options to give, and what for."""
-    purposes = {
-        "the steps and the cut": ("batch_size", "micro_batch_size"),
-        "an epoch's tail": ("samples",),
-        "the bytes per update": ("parameters",),
-        "the learning rate": ("base_batch_size",),
-    }
-    found = []
-    for purpose, names in purposes.items():
-        if lacking := [f"--{name.replace('_', '-')}" for name in names if given[name] is None]:
-            found.append(f"{' and '.join(lacking)} for {purpose}")
-    if given["parameters"] is not None and given["ranks"] == 1:
-        found.append("--ranks above 1 for what is sent between them")
-    return tuple(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 from ..table import table, width, wrapped
@@ -38,14 +37,6 @@ class Cut:
 
 
 @dataclasses.dataclass(frozen=True)
-class Tail:
-    """The end of an epoch."""
-
-    updates: int
-    last: Cut
-
-
-@dataclasses.dataclass(frozen=True)
 class Forecast:
     """The result of `plan`: None where an argument is missing, which `missing` names.
 
@@ -58,8 +49,6 @@ class Forecast:
         windows (Cut | None): An update of `windows(loader)`, in whole micro-batches: its `samples`, and `ranks`, groups
             of ranks that hold the same (`ranks`, `samples`, `micro_batches` as pairs of number and size).
         split (Cut | None): An update of `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
-        windows_tail (Tail | None): An epoch by `windows(loader)`: its `updates`, and the `last` of them (a Cut).
-        split_tail (Tail | None): An epoch by `split(batch)`.
         policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; and what a rank
             sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
         learning_rate (dict[str, Any] | None): `advice`, sentences; with `optimizer` also `lr_times`, `lr`, and for
@@ -73,8 +62,6 @@ class Forecast:
     steps: int | None
     windows: Cut | None
     split: Cut | None
-    windows_tail: Tail | None
-    split_tail: Tail | None
     policies: tuple[dict[str, Any], ...]
     learning_rate: dict[str, Any] | None
     notes: tuple[str, ...]
@@ -87,7 +74,15 @@ class Forecast:
     def __str__(self) -> str:
         given = self.given
         shape = f"{number_of(given['ranks'], 'rank')} on {number_of(given['nodes'], 'node')}"
-        lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes), *self._cuts()]
+        lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes)]
+        if self.steps is not None and self.windows is not None and self.split is not None:
+            batch, micro, more = given["batch_size"], given["micro_batch_size"], self.windows.samples
+            steps = f"{number_of(self.steps, 'micro-step')} per rank and update"
+            beyond = f", {more - batch:,} more than asked" if more != batch else ""
+            is_dry = any(not one.samples for one in self.split.ranks)
+            of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
+            lines += ["", f"steps: {steps}, for {batch:,} samples in micro-batches of {micro:,}"]
+            lines += [f"  windows(loader)  {self.windows}{beyond}", f"  split(batch)     {self.split}: exact{of_dry}"]
         if self.policies:
             parameters = f"{given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
             cells = [["", "each micro-step", "once", "per update"]]
@@ -102,22 +97,6 @@ class Forecast:
         if self.missing:
             lines += ["", "to know more, give", *(f"  {one}" for one in self.missing)]
         return "\n".join(wrapped(lines, width()))
-
-    def _cuts(self) -> Iterator[str]:
-        if self.steps is None or self.windows is None or self.split is None:
-            return
-        batch, micro, more = self.given["batch_size"], self.given["micro_batch_size"], self.windows.samples
-        yield ""
-        steps = f"{number_of(self.steps, 'micro-step')} per rank and update"
-        yield f"steps: {steps}, for {batch:,} samples in micro-batches of {micro:,}"
-        yield f"  windows(loader)  {self.windows}" + (f", {more - batch:,} more than asked" if more != batch else "")
-        is_dry = any(not one.samples for one in self.split.ranks)
-        of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
-        yield f"  split(batch)     {self.split}: exact{of_dry}"
-        if self.windows_tail is not None and self.split_tail is not None:
-            yield from ("", f"epoch of {self.given['samples']:,} samples, dealt out to the ranks one by one")
-            for name, tail in (("windows(loader)", self.windows_tail), ("split(batch)", self.split_tail)):
-                yield f"  {name:15}  {number_of(tail.updates, 'update')}, the last of {tail.last}"
 
 
 def bytes_text(number: int | None) -> str:

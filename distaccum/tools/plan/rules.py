@@ -1,4 +1,4 @@
-"""Arithmetic of a plan: how batches and epochs are cut, the bytes of each policy, and the learning rate."""
+"""Arithmetic of a plan: how a batch is cut, the bytes of each policy, and the learning rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from ...law import Reduction, even_cut
-from .report import Alike, Cut, Tail
+from .report import Alike, Cut
 
 Optimizer = Literal["sgd", "adam"]
 GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
@@ -15,36 +15,14 @@ MALLADI = "Malladi et al. 2022, arXiv:2205.10287"
 SHARDS_KEPT = 10**9  # parameters; below it ZeRO 3 keeps what forward gathered until backward
 
 
-def cut_of(*alike: Alike) -> Cut:
-    return Cut(sum(one.ranks * one.samples for one in alike), alike)
-
-
 def windows_cut(steps: int, micro: int, ranks: int) -> Cut:
-    return cut_of(Alike(ranks, steps * micro, ((steps, micro),)))
+    return Cut(steps * micro * ranks, (Alike(ranks, steps * micro, ((steps, micro),)),))
 
 
 def split_cut(batch: int, micro: int, ranks: int) -> Cut:
     alike = [Alike(times, size, tuple(even_cut(size, largest=micro))) for times, size in even_cut(batch, parts=ranks)]
     dry = ranks - sum(one.ranks for one in alike)
-    return cut_of(*([Alike(dry, 0, ())] if dry else []), *alike)
-
-
-def tail_of_windows(epoch: int, steps: int, micro: int, ranks: int) -> Tail:
-    """Rank r has samples[r::ranks], in micro-batches of which the last may be short."""
-    least, with_more = divmod(epoch, ranks)
-    updates = -(-(least + (with_more > 0)) // (steps * micro))
-    done = (updates - 1) * steps * micro
-    alike = []
-    for num, of_rank in ((ranks - with_more, least - done), (with_more, least + 1 - done)):
-        whole, rest = divmod(of_rank, micro)
-        parts = tuple((times, size) for times, size in ((whole, micro), (1, rest)) if times and size)
-        alike += [Alike(num, of_rank, parts)] if num else []
-    return Tail(updates, cut_of(*alike))
-
-
-def tail_of_split(epoch: int, batch: int, micro: int, ranks: int) -> Tail:
-    updates = -(-epoch // batch)
-    return Tail(updates, split_cut(epoch - (updates - 1) * batch, micro, ranks))
+    return Cut(batch, (*([Alike(dry, 0, ())] if dry else []), *alike))
 
 
 def bytes_sent(parameters: int, size: int, ranks: int, nodes: int, steps: int | None) -> Iterator[dict[str, Any]]:
