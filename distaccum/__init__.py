@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from .tools.plan.forecast import plan
     from .tools.plan.report import Forecast
     from .update import Update
-    from .window.window import Window
+    from .window import Window
 
 __all__ = [
     "Accumulator",
@@ -37,7 +37,7 @@ _MODULES = {
     "Forecast": "tools.plan.report",
     "Report": "runs.check.report",
     "Update": "update",
-    "Window": "window.window",
+    "Window": "window",
     "count_samples": "cutting",
     "count_tokens": "cutting",
     "plan": "tools.plan.forecast",

@@ -23,26 +23,23 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .accumulating.commit import Committer
-from .accumulating.config import BatchNorm, Config, OnNonfinite, by_name
-from .accumulating.drawing import Batches, cut_up
-from .accumulating.feed import all_of
-from .accumulating.planner import Planner
-from .accumulating.progress import Progress
-from .accumulating.setup import Setup
-from .accumulating.windows import Windows
 from .cutting import Columns, Count, Names, count_samples
+from .drawing import Batches, cut_up
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
-from .extensions.nonfinite import LookAtEnd
+from .feed import all_of
 from .feeding.by_cost import ByCost
-from .law import DistaccumError, Reduction, Schedule
+from .job import Job
+from .law import Reduction, Schedule
 from .meshes.pipeline import PipelineSchedule
+from .options import BatchNorm, Config, OnNonfinite, by_name
+from .planner import Planner, Windows
 from .runs.check.report import Report, check
 from .runs.contrast import Encode, PairsLoss, contrast
 from .runs.update import LossFn, update
+from .state import load_state, state_dict_of
 from .update import Update
-from .window.window import Window
+from .window import Window
 
 
 @final
@@ -129,16 +126,13 @@ class Accumulator:
             mesh=mesh,
         )
         self._config = config
-        self._setup = setup = Setup(config, model, optimizer, scheduler, scaler, accelerator)
-        self._extensions = join_all(extensions, setup)
-        if not setup.steps and setup.scaler is None and on_nonfinite == "raise":
-            self._extensions = (*self._extensions, LookAtEnd(setup.engine))
-        self._progress = Progress(config, setup)
-        committer = Committer(config, setup, self._progress)
-        self._planner = Planner(config, setup, self._progress, committer, hooks_of(self._extensions))
-        setup.accelerated.refuse_to_save_one_place(self._loaders_place)
-        if too_long := setup.accelerated.longer_schedules():
-            setup.once("schedule", too_long)
+        job = Job(config, model, optimizer, scheduler, scaler, accelerator)
+        self._extensions = join_all(extensions, job)
+        job.hooks = hooks_of(self._extensions)
+        self._planner = Planner(job)
+        job.accelerated.refuse_to_save_one_place(self._loaders_place)
+        if too_long := job.accelerated.longer_schedules():
+            job.once("schedule", too_long)
 
     def __getstate__(self) -> dict[str, Any]:
         self._planner.__getstate__()  # which a shallow copy would not ask
@@ -147,7 +141,7 @@ class Accumulator:
     @property
     def index(self) -> int:
         """The index of the next update, which is the number of windows that were stepped or skipped."""
-        return self._progress.index
+        return self._planner.job.index
 
     # Windows
 
@@ -191,8 +185,7 @@ class Accumulator:
             DistaccumError: As in `windows()`.
         """
         self._config.refuse_to_cut("split")
-        at, columns = self._progress, Columns(length, whole)
-        return self._planner.plan(cut_up(batch, self._config, at.size, at.seen, columns))
+        return self._planner.plan(cut_up(batch, self._planner.job, Columns(length, whole)))
 
     def window(self, micro_batches: Iterable[Any]) -> Window:
         """One window of micro-batches that you made.
@@ -294,8 +287,7 @@ class Accumulator:
             DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call is between a
                 window's loop and its `step()`, where you may have stepped.
         """
-        states = {one.key: one.state() for one in self._extensions if one.key}
-        return self._progress.state(self._setup, states, self._planner.own_part())
+        return state_dict_of(self._planner, self._extensions)
 
     def _loaders_place(self) -> Any:
         """Of this rank."""
@@ -315,10 +307,4 @@ class Accumulator:
             TypeError, ValueError: No such state, or one with a scaler for an Accumulator without (or the reverse).
             DistaccumError: A window is open, or this rank's part is missing and holds the place of a loader.
         """
-        if self._planner.has_open_window:
-            assert self._planner.status is not None
-            raise DistaccumError(
-                f"load_state_dict() while a window is {self._planner.status.describe()}; finish it or discard() it"
-            )
-        self._progress.load(state, self._setup, {one.key: one.load for one in self._extensions if one.key})
-        self._planner.forget()
+        load_state(state, self._planner, self._extensions)

@@ -7,11 +7,11 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from .accumulating.progress import KEYS
-from .accumulating.setup import Setup
+from .job import Hooks, Job
 from .update import Update
-from .window.hooks import Hooks
-from .window.window import Window
+from .window import Window
+
+KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, beside extensions' and each rank's part
 
 
 class Extension:
@@ -28,7 +28,7 @@ class Extension:
     key = ""
     in_contrast: ClassVar[bool] = True
 
-    def join(self, job: Setup) -> None:
+    def join(self, job: Job) -> None:
         """Raises if it cannot work with this Accumulator, which is being made.
 
         Args:
@@ -116,7 +116,7 @@ def hooks_of(extensions: Iterable[Extension]) -> Hooks:
     )
 
 
-def join_all(extensions: Sequence[Extension], job: Setup) -> tuple[Extension, ...]:
+def join_all(extensions: Sequence[Extension], job: Job) -> tuple[Extension, ...]:
     """They have joined, or one raised."""
     if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
         raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from engines import fully_sharded
-from inside import num_micro_steps_of, window_of
+from inside import window_of
 from problems import make_batch, make_net_without_router
 from ranks import RankError, Ranks
 from torch import nn
@@ -238,7 +238,7 @@ class Run:
             raise torch.OutOfMemoryError("CUDA out of memory. (not really)")
 
     def loss(self, batch: Any, window: Any) -> torch.Tensor:
-        where = window.num_done, num_micro_steps_of(window) - 1, len(window) - 1
+        where = window.num_done, window.num_micro_steps - 1, len(window) - 1
         forward, backward = self.pending("forward", *where), self.pending("backward", *where)
         self.trunk.strike = None
         if forward is not None or backward is not None:

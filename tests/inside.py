@@ -6,10 +6,10 @@ import math
 from typing import Any, NamedTuple
 
 from distaccum import Accumulator, Update
-from distaccum.accumulating.planner import Planner
 from distaccum.extensions.noise import Estimate
+from distaccum.planner import Planner
 from distaccum.sizes import MicroBatchSize
-from distaccum.window.window import Window
+from distaccum.window import Window
 
 
 class Norms(NamedTuple):
@@ -31,25 +31,20 @@ def norms_of(update: Update) -> Norms | None:
 
 def fit_of(accumulator: Accumulator) -> MicroBatchSize:
     """Shows that a refused state changed no attribute, including those that no state holds."""
-    return accumulator._progress.size
+    return accumulator._planner.job.size
 
 
 def storages_kept(accumulator: Accumulator) -> set[int]:
     """DDP's buckets that only the library still holds: a memory leak, which no result shows."""
-    engine: Any = accumulator._setup.engine
+    engine: Any = accumulator._planner.job.engine
     return {stamp.gradient.untyped_storage().data_ptr() for stamp in engine._zeroed.stamps.values()}
 
 
 def window_of(accumulator: Accumulator) -> Window:
     """The current window within update(), which hands out none."""
-    window = accumulator._planner.standing()
+    window = accumulator._planner.window
     assert window is not None
     return window
-
-
-def num_micro_steps_of(window: Window) -> int:
-    """The number of micro-steps over all ranks; a window's length leaves out stand-ins."""
-    return window._source.num_micro_steps
 
 
 def planner_of(accumulator: Accumulator) -> Planner:

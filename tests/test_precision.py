@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.accumulating.commit import MOST_SKIPS
+from distaccum.job import MOST_SKIPS
 from distaccum.norms import clip, total_norm
 from distaccum.scaling import forget, stamp_of_scale
 

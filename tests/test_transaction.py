@@ -116,7 +116,7 @@ def test_extensions_hear_of_each_backward_and_of_the_end_before_the_engine_reduc
     """Of a loss that is refused they hear nothing, and of a backward that fails no end."""
     recorder = Recorder()
     model, _, accumulator = make(extensions=[recorder])
-    engine = planner_of(accumulator).setup.engine
+    engine = planner_of(accumulator).job.engine
     finish = engine.finish
 
     def noted() -> None:
@@ -1018,7 +1018,7 @@ def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
     assert [one for one in found if one.error > 1e-5] == []
     torn = [one.line for one in found if (one.index, one.rate) != ((1, 0.5) if one.has_stepped else (0, 1.0))]
     # Lines that run after the step but before the library can record it.
-    assert len(torn) <= 3 and all("base.py" in line or "self._has_stepped = reason is None" in line for line in torn)
+    assert len(torn) <= 3 and all("base.py" in line or "has_stepped = reason is None" in line for line in torn)
 
 
 def test_failing_schedule_does_not_step_the_weights_twice():

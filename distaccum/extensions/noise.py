@@ -19,14 +19,14 @@ from typing import Any, NamedTuple, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ..accumulating.setup import Setup
 from ..engines import Engine
 from ..engines.base import Leaf
 from ..extension import Extension
+from ..job import Job
 from ..law import share_of
 from ..norms import total_norm, widest
 from ..update import Update
-from ..window.window import Window
+from ..window import Window
 
 KEPT = 0.99  # of the averages, at each update: about the last hundred count
 Number = TypeVar("Number", float, Tensor)
@@ -162,7 +162,7 @@ class NoiseScale(Extension):
     in_contrast = False
     _last: Estimate  # of the update before
 
-    def join(self, job: Setup) -> None:
+    def join(self, job: Job) -> None:
         engine, config = job.engine, job.config
         if len(set(config.reductions.values())) > 1 or len(set(map(id, config.counts.values()))) > 1:
             raise ValueError(
@@ -205,10 +205,10 @@ class NoiseScale(Extension):
 
     def after_backward(self, window: Window) -> None:
         """Measures this rank's own gradient after its first micro-batch."""
-        early, at = self._early, window.status
+        early = self._early
         if early is not None:
             early.remove_hooks()
-        if early is None or at.has_more_parts:
+        if early is None or window.has_more_parts:
             return
         self._early = None
         if early.is_lost:
@@ -218,7 +218,7 @@ class NoiseScale(Extension):
                 "stays as it was; add the parts' losses up, or use sync='last'",
             )
             return
-        (count, *_), (total, *_) = at.source.counts[0], at.plan.counts.values()
+        (count, *_), (total, *_) = window.micros[0].counts, window.counts.values()
         self._small = self.small(early, share_of(self._reduction, count, total, self._engine.divisor), count)
 
     def small(self, early: Early, share: float, count: float) -> Tensor:
@@ -231,7 +231,7 @@ class NoiseScale(Extension):
         """The sums over ranks of what `small` gives, and the window's |g|^2 in parts."""
         if self._engine.peers.num_ranks == 1 and self._small is None:
             return None  # nothing to compare
-        part = widest(torch.zeros((), device=window.status.parameters[0].device))
+        part = widest(torch.zeros((), device=window.parameters[0].device))
         if not self._norm_follows:
             part = self._unscaled(self._unscaled(widest(self._engine.part_of_square(self._parameters()))))
         small = part.new_zeros(3) if self._small is None else self._small.to(part)

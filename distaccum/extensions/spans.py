@@ -8,7 +8,7 @@ from torch.profiler import record_function
 
 from ..extension import Extension
 from ..update import Update
-from ..window.window import Window
+from ..window import Window
 
 
 @final

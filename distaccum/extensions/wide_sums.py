@@ -6,8 +6,8 @@ from typing import final
 
 import torch
 
-from ..accumulating.setup import Setup
 from ..extension import Extension
+from ..job import Job
 
 
 @final
@@ -25,7 +25,7 @@ class WideSums(Extension):
             raise ValueError(f"WideSums({dtype!r}), expected torch.float32 or torch.float64")
         self._dtype = dtype
 
-    def join(self, job: Setup) -> None:
+    def join(self, job: Job) -> None:
         if job.engine.pipeline is not None and not job.engine.pipeline.is_sharded:
             raise ValueError("WideSums with a pipeline's schedule needs stages under fully_shard; leave it out")
         job.engine.accumulate_in(self._dtype, job.parameters().every)

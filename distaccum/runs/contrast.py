@@ -11,22 +11,19 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from ..accumulating.drawing import cut_up
-from ..accumulating.planner import Planner
-from ..accumulating.reporting import Manner
 from ..cutting import Columns
+from ..drawing import Manner, cut_up
 from ..extension import Extension, hooks_of
 from ..feeding.by_cost import group_in_order
 from ..law import DistaccumError, in_short, ranks_where
+from ..losses import Loss, refuse_loss
 from ..norms import HALF, leaves
+from ..planner import Planner
 from ..ranks import Peers
 from ..sizes import PROOFS
 from ..snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
 from ..update import Update
-from ..window.ledger import PairsLedger
-from ..window.seeds import refuse_loss
-from ..window.status import Status
-from ..window.window import Window
+from ..window import Window
 from .memory import is_out_of_memory
 from .update import Agreement, retry
 
@@ -45,18 +42,16 @@ def contrast(
     columns: Columns,
 ) -> Update:
     """One update of a loss over all pairs of a batch."""
-    planner.setup.engine.refuse_closure("contrast")
-    verifies = planner.progress.num_contrasts < PROOFS
+    planner.job.engine.refuse_closure("contrast")
+    verifies = planner.job.num_contrasts < PROOFS
 
     def begin(agreement: Agreement) -> tuple[Callable[[Window], None], Manner]:
         one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
         hear = [agreement, *(other for other in extensions if other.in_contrast), one]
-        return one.run, Manner(hooks_of(hear), is_sum=True, ledger=PairsLedger)
+        return one.run, Manner(hooks_of(hear), is_sum=True)
 
-    progress = planner.progress
-    draw = cut_up(batch, planner.config, progress.size, progress.seen, columns, group=group_in_order)
-    update = retry(planner, draw, begin)
-    progress.num_contrasts += 1
+    update = retry(planner, cut_up(batch, planner.job, columns, group=group_in_order), begin)
+    planner.job.num_contrasts += 1
     return update
 
 
@@ -73,7 +68,7 @@ class Contrast(Extension):
         self, planner: Planner, agreement: Agreement, encode: Encode, loss_fn: PairsLoss, *, verifies: bool
     ) -> None:
         """`verifies`: that encode gives the same again, which costs a read on the host."""
-        self._engine, self._scaler = planner.setup.engine, planner.setup.scaler
+        self._engine, self._scaler = planner.job.engine, planner.job.scaler
         self._agreement, self._encode, self._loss_fn = agreement, encode, loss_fn
         self._verifies = verifies
         self._differences: list[Tensor] = []
@@ -99,7 +94,7 @@ class Contrast(Extension):
 
     def begin(self, window: Window) -> None:
         """Takes the loss, on all ranks, before the first micro-batch that has a graph."""
-        at = window.status
+        at = window
         if at.plan.is_empty:
             return
         device = at.parameters[0].device
@@ -112,25 +107,27 @@ class Contrast(Extension):
         total = sum(at.plan.num_counted)
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
         self._sharded = [(p, g * scale.to(g.dtype)) for p, g in of_parameters if hasattr(p, "to_local")]
+        of_all: list[tuple[int, Loss]] = []
         for i, part in enumerate(encoded):
             rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in zip(gradients, mine, strict=True)]
             self._parts.append(_Part(rows, carried, part if self._verifies else None))
             largest = [one.detach().abs().max() for one in part if _has_gradient(one) and one.numel()]
-            _ledger_of(at).largest += [(at.source.numbers[i], one) for one in largest]
+            of_all += [(at.micros[i].number, one) for one in largest]
+        at.losses.largest = of_all
         set_random_state(before.random)
 
-    def _encode_all(self, at: Status) -> list[list[Tensor]]:
+    def _encode_all(self, at: Window) -> list[list[Tensor]]:
         """This rank's representations, by micro-batch; all ranks know then that none has failed."""
         with torch.no_grad():
-            encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in at.source.to_come()][: at.source.num]
+            encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in at.to_come()][: len(at)]
         torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
         self._engine.show_parameters()
-        _refuse_uneven(encoded, [length for (length,) in at.source.counts])
+        _refuse_uneven(encoded, [length for one in at.micros for length in one.counts])
         self._agreement.agree()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
     def _loss_over(
-        self, everyone: Everyone, at: Status, device: torch.device
+        self, everyone: Everyone, at: Window, device: torch.device
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
         """Its gradient by representation and by parameter, and the scaler's scale; the same on all ranks."""
         peers, devices = self._engine.peers, random_devices(self._engine.models)
@@ -160,15 +157,13 @@ class Contrast(Extension):
         return gradients, of_parameters, scale
 
     def _differentiate(
-        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor, at: Status
+        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor, at: Window
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
         """By representation and by parameter; what has none is left out. The window's record gets the loss."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
-        ledger = _ledger_of(at)
-        ledger.loss = loss.detach().clone()  # before a hook of backward's can change it in place
-        self._loss = ledger.loss
-        ledger.part = self._engine.divisor / self._engine.peers.num_ranks
+        self._loss = loss.detach().clone()  # before a hook of backward's can change it in place
+        at.losses.of_pairs = self._loss, self._engine.divisor / self._engine.peers.num_ranks
         parameters = [p for p in at.parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
@@ -368,11 +363,6 @@ def _differences(before: Sequence[Tensor], now: Sequence[Tensor]) -> Iterator[Te
 
 def _has_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _ledger_of(at: Status) -> PairsLedger:
-    assert isinstance(at.ledger, PairsLedger)
-    return at.ledger
 
 
 def _in_float32(tensor: Tensor) -> Tensor:

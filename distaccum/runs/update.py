@@ -10,17 +10,16 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ..accumulating.drawing import Drawing, cut_up
-from ..accumulating.nonfinite import NonfiniteError
-from ..accumulating.planner import Planner
-from ..accumulating.reporting import LOOP, Manner
 from ..cutting import Columns
+from ..drawing import LOOP, Make, Manner, cut_up
 from ..engines import Engine
 from ..extension import Extension, hooks_of
+from ..guard import Stage
 from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
+from ..nonfinite import NonfiniteError
+from ..planner import Planner
 from ..update import Update
-from ..window.status import Stage, Status
-from ..window.window import Window
+from ..window import Window
 from .memory import free, is_out_of_memory
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
@@ -99,15 +98,15 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
 
 def update(planner: Planner, extensions: Sequence[Extension], batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
     """One update of a batch that is cut."""
-    planner.setup.engine.refuse_closure("update")
-    draw = cut_up(batch, planner.config, planner.progress.size, planner.progress.seen, columns)
+    planner.job.engine.refuse_closure("update")
+    draw = cut_up(batch, planner.job, columns)
     run = partial(run_all, loss_fn=loss_fn)
     return retry(planner, draw, lambda one: (run, replace(LOOP, hooks=hooks_of([one, *extensions]))))
 
 
 def retry(
     planner: Planner,
-    draw: Drawing,
+    draw: Make,
     begin: Callable[[Agreement], tuple[Callable[[Window], None], Manner]],
 ) -> Update:
     """Runs a window and steps it; where that failed for want of memory, again with smaller micro-batches.
@@ -116,16 +115,14 @@ def retry(
     attempt.
     """
     planner.make_way()
-    engine, size = planner.setup.engine, planner.progress.size
-    snapshot = planner.progress.snapshot
+    job = planner.job
+    engine, size, snapshot = job.engine, job.size, job.snapshot
     while True:
-        planner.progress.start.put_back()  # now, so that a second attempt has the same numbers
+        job.random.put_back()  # now, so that a second attempt has the same numbers
         snapshot.take()
         agreement = Agreement(engine)
         run, manner = begin(agreement)
         window = planner.plan(draw, replace(manner, agrees=True))
-        status = planner.status
-        assert status is not None
         has_run = False
         try:
             run(window)
@@ -140,22 +137,22 @@ def retry(
                 raise
             window.discard()
             snapshot.restore()
-            _settle(planner, status, agreement, error)
+            _settle(planner, window, agreement, error)
         except BaseException:
             window.discard()
-            if status.stage is not Stage.STEPPED:  # else Ctrl-C came after the weights moved
+            if window.stage is not Stage.STEPPED:  # else Ctrl-C came after the weights moved
                 snapshot.restore()
             raise
         else:
-            plan = status.plan
+            plan = window.plan
             size.succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
             return update
         free()
 
 
-def _settle(planner: Planner, status: Status, agreement: Agreement, error: Exception) -> None:
+def _settle(planner: Planner, window: Window, agreement: Agreement, error: Exception) -> None:
     """Ranks exchange their failures; returns where a smaller micro-batch may fit."""
-    peers, largest = planner.setup.engine.peers, status.plan.largest
+    peers, largest = planner.job.engine.peers, window.plan.largest
     if isinstance(error, LostRanksError):
         raise error
     try:
@@ -173,10 +170,10 @@ def _settle(planner: Planner, status: Status, agreement: Agreement, error: Excep
         all_or_none(
             agreement.failed,
             None,
-            f"rank {{ranks}} failed in update {status.index} ({{why}}); the window is undone on all ranks, and nothing "
+            f"rank {{ranks}} failed in update {window.index} ({{why}}); the window is undone on all ranks, and nothing "
             "was stepped",
         )
-        if not planner.progress.size.ran_out(largest):
+        if not planner.job.size.ran_out(largest):
             seen = f": {in_short(error)}" if agreement.own == Vote.OUT_OF_MEMORY else ""
             raise DistaccumError(
                 f"a micro-batch of {largest} sample does not fit into the memory of rank "

@@ -77,7 +77,7 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
     findings = [*examine_packages(), *_examine_devices(), examine_launcher(os.environ)]
     is_job = "RANK" in os.environ and findings[-1].state == "ok"
     rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if is_job else (0, 1)
-    job = Job(rank, world, timeout)
+    job = Trials(rank, world, timeout)
     findings += job.differences()
     findings += _try_engines(job, all_engines)
     mine = [dataclasses.astuple(one) for one in findings if one.state == "wrong"]
@@ -169,7 +169,7 @@ def examine_launcher(environment: Mapping[str, str]) -> Finding:
 # The job
 
 
-class Job:
+class Trials:
     """The ranks of the job, in a process group."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
@@ -303,7 +303,7 @@ ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # by name:
 }
 
 
-def _try_engines(job: Job, all_engines: bool) -> Iterator[Finding]:
+def _try_engines(job: Trials, all_engines: bool) -> Iterator[Finding]:
     """Findings on each engine: whether its windows have the norm of the big batch's gradient."""
     about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
     failed = ""
@@ -336,7 +336,7 @@ def _try_engines(job: Job, all_engines: bool) -> Iterator[Finding]:
             failed = name if wrong and job.world > 1 else ""  # some ranks may still be inside a collective
 
 
-def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Job) -> str:
+def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Trials) -> str:
     """The policies of an engine, after a window of two uneven micro-batches under each."""
 
     def micro_batches(rank: int) -> list[torch.Tensor]:

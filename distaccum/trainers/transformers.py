@@ -29,7 +29,7 @@ from ..law import Reduction, share_of
 from ..scaling import forget
 from ..snapshot import kept
 from ..update import Update
-from ..window.window import Window
+from ..window import Window
 from ..wrappers.private.accelerate import leave_out_step, note_step
 from .questions import IGNORED, Asked, Questions
 

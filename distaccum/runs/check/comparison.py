@@ -15,13 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...accumulating.drawing import Batches, Drawing, cut_up
-from ...accumulating.planner import Planner
-from ...accumulating.reporting import Manner
 from ...batchnorm import KINDS
 from ...cutting import Columns, Names, count_samples, cut_batch, join_batches, map_tensors, tensors_in
+from ...drawing import Batches, Make, Manner, cut_up
 from ...law import DistaccumError, all_or_none, in_short, shorten
 from ...norms import local, names_of
+from ...planner import Planner
 from ...snapshot import Snapshot, set_seed
 from ..update import LossFn, run_all
 
@@ -44,8 +43,8 @@ class Comparison:
     """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype."""
 
     def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
-        setup = trial.setup
-        self.engine, self.models, self.reductions = setup.engine, setup.models, trial.config.reductions
+        setup = trial.job
+        self.engine, self.models, self.reductions = setup.engine, setup.models, setup.config.reductions
         self.parameters: list[nn.Parameter] = [p for p in setup.parameters().every if p.requires_grad]
         self.before = before
         self._trial, self._loss_fn, self._columns, self.whole = trial, loss_fn, columns, columns.whole
@@ -91,7 +90,7 @@ class Comparison:
         self.batch = map_tensors(joined, lambda t: t.to(self.parameters[0].device))
 
     def count(self, name: str, batch: Any, length: int) -> float:
-        count = self._trial.config.counts[name]
+        count = self._trial.job.config.counts[name]
         return length if count is count_samples else float(count(batch))  # the length may be one that was given
 
     def bound(self) -> float:
@@ -122,11 +121,11 @@ class Comparison:
     def _as_cut(self, index: int) -> Batches:
         """This rank's batch, in two parts at least."""
         trial = self._trial
-        cut = partial(cut_up, self._own, trial.config, trial.progress.size, trial.progress.seen, self._columns)
+        cut = partial(cut_up, self._own, trial.job, self._columns)
         batches = cut()(index)
         return batches if len(batches.micro_batches) > 1 or self._own_length < 2 else cut(parts=2)(index)
 
-    def _accumulated(self, draw: Drawing) -> Measured:
+    def _accumulated(self, draw: Make) -> Measured:
         self.before.restore()
         seen: set[str] = set()
 
@@ -188,18 +187,18 @@ class Comparison:
             self.narrowest = min(self.narrowest, tensor.dtype, key=_bits)
         return tensor
 
-    def _measured(self, draw: Drawing, loss_fn: LossFn, *, as_sum: bool = False) -> Measured:
+    def _measured(self, draw: Make, loss_fn: LossFn, *, as_sum: bool = False) -> Measured:
         """The gradient and the loss of a window that is not stepped; `as_sum`: of bare losses, summed over ranks."""
-        trial, engine, scaler = self._trial, self.engine, self._trial.setup.scaler
-        window = trial.plan(draw, Manner(is_sum=as_sum, reduces_afterwards=as_sum))
+        trial, engine, scaler = self._trial, self.engine, self._trial.job.scaler
+        window = trial.plan(draw, Manner(is_sum=as_sum, by_hand=as_sum))
         try:
             run_all(window, loss_fn)
-            sums = window.status.ledger.sums()
+            sums = window.losses.sums()
             if (reduction := engine.peers.sum(sums)) is not None:
                 reduction.wait()
             scale = 1.0 if scaler is None else 1 / scaler.get_scale()
             gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in self.parameters]
-            return Measured(gradients, float(sums.sum()) / engine.divisor, window.status.plan.num_counted)
+            return Measured(gradients, float(sums.sum()) / engine.divisor, window.plan.num_counted)
         finally:
             window.discard()
 

@@ -8,10 +8,10 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
-from ...accumulating.planner import Planner
 from ...cutting import Columns
 from ...law import DistaccumError, in_short
 from ...norms import names_of
+from ...planner import Planner
 from ...snapshot import kept
 from ..memory import is_out_of_memory
 from ..update import LossFn
@@ -108,7 +108,7 @@ class Report:
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
     """The report; gradients, buffers, modes, random numbers and warnings that were given are as they were before."""
     planner.make_way()
-    setup, engine = planner.setup, planner.setup.engine
+    setup, engine = planner.job, planner.job.engine
     engine.refuse_closure("check")
     if engine.owns_step:
         raise DistaccumError(

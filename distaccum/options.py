@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
-from ..cutting import Count, TokenCount, count_samples
-from ..engines import Sync
-from ..feeding.by_cost import ByCost
-from ..law import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
+from .cutting import Count, TokenCount, count_samples
+from .engines import Sync
+from .feeding.by_cost import ByCost
+from .law import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]

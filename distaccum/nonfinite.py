@@ -10,12 +10,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..engines import Engine
-from ..law import DistaccumError, shorten
-from ..norms import local, names_of, norm_on_host, read
-from ..window.ledger import PairsLedger
-from ..window.window import Window
-from .config import OnNonfinite
+from .engines import Engine
+from .law import DistaccumError, shorten
+from .losses import Losses
+from .norms import local, names_of, norm_on_host, read
+from .options import OnNonfinite
+from .record import Record
 
 SHOWN = 3  # parameters that each rank names; of the others it gives the number
 
@@ -49,18 +49,31 @@ class NonfiniteError(DistaccumError):
     """A window was given up, and nothing was stepped."""
 
 
-def judge(window: Window, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
+def judge(
+    engine: Engine, losses: Losses, parameters: Sequence[nn.Parameter], what: str, on_nonfinite: OnNonfinite
+) -> str:
     """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip."""
     # Ranks that share samples may hold different parameters, as stages do, and only one of them the losses.
-    found = min(
-        engine.peers.gather_objects(find_nonfinite(window, engine), everyone=True), key=lambda one: one.vagueness
-    )
+    own = find_nonfinite(engine, losses, parameters)
+    found = min(engine.peers.gather_objects(own, everyone=True), key=lambda one: one.vagueness)
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({found.message})"
     raise NonfiniteError(
         f"the {what} of this window is not finite ({found.message}), on all ranks alike; nothing was stepped and the "
         f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates"
     )
+
+
+def judge_loss(
+    engine: Engine,
+    losses: Losses,
+    record: Record,
+    parameters: Sequence[nn.Parameter],
+    on_nonfinite: OnNonfinite,
+) -> None:
+    """Raises where an overflow is no scaler's business, since a loss was not finite before it was scaled."""
+    if on_nonfinite == "raise" and not record.has_finite_losses():
+        judge(engine, losses, parameters, "loss", "raise")
 
 
 @dataclass(frozen=True)
@@ -75,25 +88,26 @@ class Found:
         return not self.is_placed, not self.names_some
 
 
-def find_nonfinite(window: Window, engine: Engine) -> Found:
+def find_nonfinite(engine: Engine, losses: Losses, parameters: Sequence[nn.Parameter]) -> Found:
     """The finding of all ranks; each must call it. Reads every gradient, and costs a small collective."""
-    names, ledger, parameters = names_of(engine.models), window.status.ledger, window.status.parameters
+    names, of_pairs = names_of(engine.models), losses.of_pairs
+    noun = "loss" if of_pairs is None else "largest representation"
     bad = [i for i, p in enumerate(parameters) if p.grad is not None and not _is_finite(p.grad)]
     # Nothing was stepped since, so these were not finite before the first backward.
     weights = [i for i, p in enumerate(parameters) if not _is_finite(p)]
-    place, value = ledger.first_nonfinite() or (-1, 0.0)
+    place, value = losses.first_nonfinite() or (-1, 0.0)
     rows = engine.peers.gather([float(place), value, *_listing(bad), *_listing(weights)])
     if first := _named([row[3 + SHOWN :] for row in rows], parameters, names):
         message = f"before its first backward there were weights that are not finite already, first in {first}"
         return Found(message, True, cure="Go back to a checkpoint, or look at how they were initialised or loaded")
 
     places = [
-        f"the {ledger.noun} of micro-batch {place:g} on rank {rank} is {value}"
+        f"the {noun} of micro-batch {place:g} on rank {rank} is {value}"
         for rank, (place, value, *_) in enumerate(rows)
         if place >= 0
     ]
-    if not places and isinstance(ledger, PairsLedger) and ledger.loss is not None and not _is_finite(ledger.loss):
-        places.append(f"the loss over all pairs is {float(ledger.loss)}, of representations that are all finite")
+    if not places and of_pairs is not None and not _is_finite(of_pairs[0]):
+        places.append(f"the loss over all pairs is {float(of_pairs[0])}, of representations that are all finite")
     parts = [*places] or ["every loss is finite, so it came up in a backward or in the reduction"]
     if listing := _named([row[2 : 3 + SHOWN] for row in rows], parameters, names):
         parts.append(f"first in {listing}")

@@ -7,31 +7,31 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol, final
 
-from ..ranks import Owed, Peers, Rows
-from ..window.status import Status
-from .drawing import Batches, Candidate, Take
-from .reuse import FirstDrawn
+import torch
+from torch import Tensor
+
+from .cutting import tensors_in
+from .drawing import Batches, Draw, Make, Manner, WouldWait, draw, group_items, num_items
+from .job import Job
+from .law import DistaccumError
+from .private import own_version_of
+from .ranks import Owed, Rows
+
+NUM_ELEMENTS = 64  # of each tensor of a loop's first item, which are compared
 
 
-class Counter(Protocol):
-    def __call__(self, make: Callable[[], Batches], index: int, *, ahead: bool = False) -> Candidate | None:
-        """What `make` gives for update `index`, counted.
+class Place(NamedTuple):
+    """Where a loader stands."""
 
-        None: it is `ahead` of its time, and would have to wait for a device.
-        """
-
-    def is_outdated(self, candidate: Candidate) -> bool:
-        """Whether it was reported ahead of its time, and the window before did not end as it was expected to."""
-
-
-Draw = tuple[Candidate, Callable[[], Rows]]  # this rank's part of a window, and what waits for the reports of all ranks
+    state: Any  # what its state_dict() gave
+    num_after: int  # items that it yielded since then
 
 
 class Feed(Protocol):
-    def draw(self, index: int) -> Draw:
-        """This rank's part of update `index`."""
+    def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
+        """This rank's part of update `index`, and what waits for the reports of all ranks."""
 
-    def accept(self, candidate: Candidate, *, ahead: bool) -> None:
+    def accept(self, draw: Draw, *, ahead: bool) -> None:
         """A window was made of it, on all ranks; the next one may be drawn ahead."""
 
     def pace(self, index: int, place: int, num_micro_steps: int) -> None:
@@ -42,20 +42,14 @@ class Feed(Protocol):
 class Given:
     """Micro-batches that the caller has, or that a batch is cut into."""
 
-    def __init__(
-        self,
-        make: Callable[[int], Batches],
-        report: Callable[[Callable[[], Batches], int], Candidate | None],
-        peers: Peers,
-    ) -> None:
-        self._make, self._report, self._peers = make, report, peers
+    def __init__(self, job: Job, make: Make, manner: Manner) -> None:
+        self._job, self._make, self._manner = job, make, manner
 
-    def draw(self, index: int) -> Draw:
-        candidate = self._report(lambda: self._make(index), index)
-        assert candidate is not None
-        return candidate, self._peers.post(candidate.report.to_row())
+    def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
+        found = draw(self._job, self._make, index, self._manner)
+        return found, self._job.engine.peers.post(found.report.to_row())
 
-    def accept(self, candidate: Candidate, *, ahead: bool) -> None: ...
+    def accept(self, draw: Draw, *, ahead: bool) -> None: ...
 
     @staticmethod  # a window keeps it, and shall not keep what it was made of
     def pace(index: int, place: int, num_micro_steps: int) -> None: ...
@@ -70,44 +64,39 @@ class Ahead:
     it on ranks that leave a window at different places.
     """
 
-    def __init__(self, reader: Reader, take: Take, report: Counter, peers: Peers, *, reads_ahead: bool) -> None:
-        self.reader, self._take, self._report, self._peers = reader, take, report, peers
-        self._reads_ahead = reads_ahead
+    def __init__(self, job: Job, reader: Reader, *, reads_ahead: bool) -> None:
+        self.reader, self._job, self._peers, self._reads_ahead = reader, job, job.engine.peers, reads_ahead
         self._is_due = False  # the next window is not reported yet, nor given up
         self._owed: Owed | None = None  # its report
-        self._next: Candidate | None = None  # what was reported
+        self._next: Draw | None = None  # what was reported
         self._num = 0  # items of the loader in it
         self._fault: Exception | None = None  # of asking for that number
-        self.is_in_loop = True  # over windows()
-        self.status: Status | None = None  # of the last window
+        self.index = -1  # of the last window
         self.at_start: Place | None = None  # the loader's, where it began
 
-    def draw(self, index: int) -> Draw:
+    def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
         num, fault = self._num_of(index)
         owed, self._owed, self._is_due = self._owed, None, False
         if owed is not None and owed.is_open and owed.update == index:
             self._num, self._next = num, self._drawn(index, num, fault)
             self._peers.pay(owed, self._next.report.to_row())
-        candidate, self._next = self._next, None
+        found, self._next = self._next, None
         rows = None if owed is None else self._peers.settle(owed)
-        if rows is None or candidate is None or not self._is_wanted(candidate, index, num):
-            candidate = self._drawn(index, num, fault)
-            wait = self._peers.post(candidate.report.to_row())
+        if rows is None or found is None or not self._is_wanted(found, index, num):
+            found = self._drawn(index, num, fault)
+            wait = self._peers.post(found.report.to_row())
         else:
             known = rows
-
-            def wait() -> Rows:
-                return known
-
-        if candidate.error is not None:
+            wait = lambda: known  # noqa: E731
+        if found.error is not None:
             self.reader.drop(num)  # it is raised now
         self._num = num
-        return candidate, wait
+        return found, wait
 
-    def accept(self, candidate: Candidate, *, ahead: bool) -> None:
+    def accept(self, draw: Draw, *, ahead: bool) -> None:
         self.at_start = self.reader.use(self._num)
         if ahead and self._reads_ahead:
-            report = candidate.report
+            report = draw.report
             self._owed, self._is_due = self._peers.owe(report.update + 1, len(report) - 1 + len(report.totals)), True
         else:
             self.reader.settle_reuse()  # the loop may write to what it gets
@@ -128,51 +117,43 @@ class Ahead:
 
     def _report_ahead(self, index: int) -> None:
         if self._owed is not None and self._owed.is_open:
-            self._next = self._report(self._make(index, self._num, ahead=True), index, ahead=True)
-            if self._next is not None:
-                self._peers.pay(self._owed, self._next.report.to_row())
+            try:
+                self._next = draw(self._job, self._make(self._num, ahead=True), index, ahead=True)
+            except WouldWait:
+                return
+            self._peers.pay(self._owed, self._next.report.to_row())
 
     def leave(self) -> None:
         """The loop over windows() is over: nothing more is drawn."""
-        self.is_in_loop = self._is_due = False
+        self._is_due = False
         self.reader.leave()
 
     def _num_of(self, index: int) -> tuple[int, Exception | None]:
         try:
-            return self._take.num(index), None
+            return num_items(self._job, index), None
         except Exception as error:
             return 0, error
 
-    def _is_wanted(self, candidate: Candidate, index: int, num: int) -> bool:
+    def _is_wanted(self, draw: Draw, index: int, num: int) -> bool:
         """Whether what was drawn ahead is the window that is asked for: none was left, skipped, or changed in length.
 
-        The same on all ranks.
+        The same on all ranks. A window that was skipped leaves no stand-in, which was expected of it.
         """
-        return candidate.report.update == index and self._num == num and not self._report.is_outdated(candidate)
+        is_outdated = draw.report.has_stand_in and self._job.spare is None
+        return draw.report.update == index and self._num == num and not is_outdated
 
-    def _drawn(self, index: int, num: int, fault: Exception | None) -> Candidate:
-        candidate = self._report(self._make(index, num, fault), index)
-        assert candidate is not None
-        return candidate
+    def _drawn(self, index: int, num: int, fault: Exception | None) -> Draw:
+        return draw(self._job, self._make(num, fault), index)
 
-    def _make(
-        self, index: int, num: int, fault: Exception | None = None, *, ahead: bool = False
-    ) -> Callable[[], Batches]:
-        def make() -> Batches:
+    def _make(self, num: int, fault: Exception | None = None, *, ahead: bool = False) -> Make:
+        def make(index: int) -> Batches:
             if fault is not None:
                 raise fault
             self.reader.fill(num)
             items = self.reader.peek(num)
-            return self._take.batches(items, index, is_last=self.reader.ends_within(num), ahead=ahead)
+            return group_items(self._job, items, index, is_last=self.reader.ends_within(num), ahead=ahead)
 
         return make
-
-
-class Place(NamedTuple):
-    """Where a loader stands."""
-
-    state: Any  # what its state_dict() gave
-    num_after: int  # items that it yielded since then
 
 
 @final
@@ -186,7 +167,7 @@ class Reader:
         self._drawn: list[Any] = []
         self._place = place  # before the first of these
         self._is_fresh = True
-        self._first: FirstDrawn | None = None  # of the first window, until the next one is begun
+        self._first: _First | None = None  # item, until one of the next window was drawn
         self._error: Exception | None = None  # after these
         self._has_ended = False
 
@@ -205,7 +186,7 @@ class Reader:
             except Exception as error:  # raised where its window is asked for, on all ranks
                 self._error = error
             if self._is_fresh and self._drawn:
-                self._first, self._is_fresh = FirstDrawn(self._drawn[0]), False
+                self._first, self._is_fresh = _First(self._drawn[0]), False
 
     @property
     def holds_any(self) -> bool:
@@ -222,18 +203,14 @@ class Reader:
         """The first `num` items, or as many as there are; they stay until `use`."""
         if self._error is not None and len(self._drawn) < num:
             raise self._error
-        if len(self._drawn) > 1:
-            self.refuse_reuse()
-        return self._drawn[:num]
-
-    def refuse_reuse(self) -> None:
-        """Raises where the loader wrote to the first item that it yielded, since a later one was drawn."""
-        if self._first is not None:
+        if len(self._drawn) > 1 and self._first is not None:
             self._first.refuse_change()
+        return self._drawn[:num]
 
     def settle_reuse(self) -> None:
         """Looks for the last time, before the loop gets the first item: one of the next window was drawn since then."""
-        self.refuse_reuse()
+        if self._first is not None:
+            self._first.refuse_change()
         self._first = None
 
     def use(self, num: int) -> Place | None:
@@ -299,3 +276,45 @@ def all_of(micro_batches: Any) -> list[Any]:
     reader = Reader(micro_batches, None, tells_state=False)
     reader.fill(sys.maxsize)
     return reader.peek(sys.maxsize)
+
+
+@final
+class _First:
+    """A loop's first item, as it was when it was drawn.
+
+    A loader that fills one buffer again, or several in turn, comes back to that of the first before any other.
+    """
+
+    def __init__(self, item: Any) -> None:
+        self._item, self._before = item, _look_at(item)
+
+    def refuse_change(self) -> None:
+        now, before = _look_at(self._item), self._before
+        if len(now) != len(before) or not all(map(_Seen.is_as, now, before)):
+            raise DistaccumError(
+                "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
+                "and a window draws its micro-batches before it runs; expected memory of its own for each: yield "
+                "copies, by tensor.clone(), array.copy() or dict(batch)"
+            )
+
+
+class _Seen(NamedTuple):
+    tensor: Tensor
+    version: int | None  # counts torch's writes
+    elements: bytes  # numpy and other libraries write without torch's knowledge
+
+    def is_as(self, other: _Seen) -> bool:
+        return self.tensor is other.tensor and self[1:] == other[1:]
+
+
+def _look_at(item: Any) -> list[_Seen]:
+    """The tensors of an item as they are now; nothing is read from a device."""
+    found: list[_Seen] = []
+    for _, tensor in tensors_in(item):
+        elements = b""
+        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
+            some = tensor.detach().reshape(-1)[:: -(-tensor.numel() // NUM_ELEMENTS)]
+            packed = some.clone(memory_format=torch.contiguous_format)
+            elements = bytes(packed.view(torch.uint8).tolist())  # as bytes NaN equals itself
+        found.append(_Seen(tensor, own_version_of(tensor), elements))
+    return found

@@ -1,30 +1,72 @@
-"""Setup: what an Accumulator works on: models, engine, optimizers, schedules, scaler."""
+"""Job: the models and what trains them, chosen and checked once, and where training stands."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..batchnorm import batchnorms
-from ..cutting import TokenCount, count_samples
-from ..engines import Engine, choose_engine
-from ..law import DistaccumError, Once
-from ..scaling import refuse_mixed
-from ..wrappers.accelerate import Accelerated
-from ..wrappers.fabric import FromFabric
-from .config import Config, as_list
+from .batchnorm import batchnorms
+from .cutting import TokenCount, count_samples
+from .engines import Engine, choose_engine
+from .law import DistaccumError, Once
+from .options import Config, as_list
+from .randomness import RandomNumbers
+from .scaling import refuse_mixed
+from .sizes import MicroBatchSize
+from .snapshot import Snapshot
+from .wrappers.accelerate import Accelerated
+from .wrappers.fabric import FromFabric
+
+MOST_SKIPS = 50  # in a row
+Counts = tuple[float, ...]  # denominators of one micro-batch, by name
+Seen = dict[tuple[Any, ...], bool]  # by the place in a batch, whether it was cut or whole
+
+
+class Micro(NamedTuple):
+    """A micro-batch of this rank."""
+
+    batch: Any
+    counts: Counts
+    number: int  # among all that were drawn, also those in which nothing counts
+    pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
+
+
+class Hooks(NamedTuple):
+    """By event, the methods of extensions that override it, looked up once; the first argument is the window."""
+
+    begin: tuple[Callable[[Any], None], ...] = ()
+    before_backward: tuple[Callable[[Any, bool], None], ...] = ()
+    after_backward: tuple[Callable[[Any], None], ...] = ()
+    finishing: tuple[Callable[[Any], None], ...] = ()
+    numbers: tuple[Callable[[Any], Tensor | None], ...] = ()
+    judge: tuple[Callable[[Any], str | None], ...] = ()
+    end: tuple[Callable[[Any, Any], None], ...] = ()
+
+
+@dataclass
+class Trace:
+    """What a window leaves if it is dropped: its gradients, which nobody may take for those of the next."""
+
+    update: int  # its index
+    lacks_step: bool = False  # its loop is complete
+
+
+@dataclass(frozen=True)
+class Parameters:
+    every: list[nn.Parameter]  # the models' and the optimizers', each once
+    stepped: list[nn.Parameter]  # the optimizers'
+    groups: list[Sequence[nn.Parameter]]  # that take part as a whole, an optimizer's each
 
 
 @final
-class Setup:
-    """Chosen and checked once; what follows from the optimizers' parameters is kept until they change."""
+class Job:
+    """What all windows of an Accumulator share."""
 
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
@@ -37,6 +79,7 @@ class Setup:
         self.accelerated = Accelerated(
             accelerator, fabric.optimizers, as_list("scheduler", scheduler, "step"), fabric.scaler
         )
+        self.config = config
         self.engine: Engine = choose_engine(fabric.models, config.sync, config.mesh)
         self.models: list[nn.Module] = list(self.engine.models)
         self.engine.run_backward = fabric.around(self.accelerated.run_backward or self.engine.run_backward)
@@ -48,11 +91,33 @@ class Setup:
         self.max_norm = self.engine.adopt_max_norm(config.max_norm)
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
+        self.hooks = Hooks()
         self._models_parameters = self.engine.parameters()
         self._owned: list[int] = []  # ids of what the optimizers had when they were seen last
         self._known: Parameters | None = None
-        self.config = config
         self._refuse(config)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Sets what moves on from window to window."""
+        self.index = 0  # of the next update
+        self.skipped = 0  # updates in a row
+        self.num_contrasts = 0  # that ended well in this process
+        self.trace: Trace | None = None  # of the window that is open
+        self.is_stepping = False  # the optimizers, now
+        self.size = MicroBatchSize(None if self.config.most == "auto" else self.config.most)
+        self.seen: Seen = {}  # what was cut of batches, and what went whole
+        self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with
+        self.snapshot = Snapshot(self.models)  # before a window that the library runs
+        self.random = RandomNumbers(self.models, self.once)
+
+    def refuse_to_skip_on(self, reason: str | None) -> None:
+        if self.skipped >= MOST_SKIPS:
+            skipped, self.skipped = self.skipped, 0
+            raise DistaccumError(
+                f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
+                "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
+            )
 
     def after_step(self, stepped: bool) -> None:
         """Lets the trainers whose wrappers were taken off know of a step, or of one that was skipped."""
@@ -65,7 +130,7 @@ class Setup:
         return self.engine.lockstep and self.engine.sync != "gathered"
 
     def parameters(self) -> Parameters:
-        """Those of now: an optimizer may have got others."""
+        """The parameters of now: an optimizer may have got others."""
         owned = [id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
         if self._known is None or not owned or owned != self._owned:
             self._owned, self._known = owned, self._found()  # which keeps them, so that no other has their ids
@@ -76,10 +141,10 @@ class Setup:
         return self.parameters().stepped or self.engine.parameters()
 
     def _found(self) -> Parameters:
-        groups: list[Sequence[nn.Parameter]] = [owned_by(one) for one in self.optimizers]
+        groups = [[p for group in one.param_groups for p in group["params"]] for one in self.optimizers]
         stepped = unique(p for group in groups for p in group)
         every = unique([*self._models_parameters, *stepped]) if self.optimizers else self.engine.parameters()
-        return Parameters(every, stepped, groups or [self._models_parameters])
+        return Parameters(every, stepped, [*groups] or [self._models_parameters])
 
     def _refuse(self, config: Config) -> None:
         """Refuses options that the engine or the optimizers do not support."""
@@ -111,6 +176,18 @@ class Setup:
             if engine.owns_step:
                 raise ValueError(f"scaler with {engine.name}, which scales losses itself; leave it out")
             refuse_mixed(self.optimizers)
+        self._refuse_nonfinite(config)
+        if not self._models_parameters:
+            raise ValueError("the model has no parameters, so there is no gradient to accumulate")
+        if self.optimizers and not {*map(id, self._models_parameters)} & {*map(id, stepped)}:
+            raise ValueError(
+                "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
+                "model is moved, wrapped and complete"
+            )
+
+    def _refuse_nonfinite(self, config: Config) -> None:
+        """Refuses looks at the gradient that the engine cannot take, or takes otherwise."""
+        engine = self.engine
         if engine.steps_nonfinite is not None and config.on_nonfinite != "ignore":
             raise ValueError(
                 f"on_nonfinite={config.on_nonfinite!r} with {engine.name}, which steps gradients that are not finite "
@@ -133,13 +210,6 @@ class Setup:
                 "each rank would look at its own part of the gradient, and ranks would decide differently. Use "
                 "fully_shard over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
             )
-        if not self._models_parameters:
-            raise ValueError("the model has no parameters, so there is no gradient to accumulate")
-        if self.optimizers and not {*map(id, self._models_parameters)} & {*map(id, stepped)}:
-            raise ValueError(
-                "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
-                "model is moved, wrapped and complete"
-            )
 
     def _refuse_with_parts(self, config: Config) -> None:
         if count_samples in config.counts.values():
@@ -158,37 +228,5 @@ class Setup:
                 )
 
 
-@dataclass(frozen=True)
-class Parameters:
-    every: list[nn.Parameter]  # the models' and the optimizers', each once
-    stepped: list[nn.Parameter]  # the optimizers'
-    groups: list[Sequence[nn.Parameter]]  # that take part as a whole, an optimizer's each
-
-
-def owned_by(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in parameters}.values())
-
-
-# The caller's own step() in mid-window
-
-
-def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], bool]) -> None:
-    """Refuses the caller's step() while `holds_gradients(owner)`, before it changes a weight; goes with `owner`."""
-    if not hasattr(optimizer, "register_step_pre_hook"):
-        return
-    this = weakref.ref(owner)
-
-    def refuse(*_: object) -> None:
-        found = this()
-        if found is not None and holds_gradients(found):
-            raise DistaccumError(
-                "optimizer.step() before the window's own: the gradients in it belong to the window; call "
-                "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
-                "before it"
-            )
-
-    weakref.finalize(owner, optimizer.register_step_pre_hook(refuse).remove)

@@ -1,1 +1,0 @@
-"""From options to a plan, and from a complete window to an update."""

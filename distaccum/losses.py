@@ -1,0 +1,237 @@
+"""Losses: the factor of each loss of a window, and what its record gets of them. The only place that scales a loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from .job import Counts, Job
+from .law import Reduction, share_of
+from .norms import HALF, number_of
+from .scaling import is_scaled_by, stamp_of_scale
+
+MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
+
+Loss = Tensor | float  # as the record has it: a number where it is on the host, which nobody waits for
+Term = tuple[str, float, Loss]  # name, share, loss
+
+
+@final
+class Losses:
+    """Each loss goes backward with its share as the seed, so that no factor enters the graph.
+
+    A seed is made anew for each backward: a hook of the loss may write to it, and the scaler's scale moves.
+    """
+
+    def __init__(
+        self, job: Job, reductions: Mapping[str, Reduction], totals: Mapping[str, float], device: torch.device
+    ) -> None:
+        self._names, self._reductions, self._totals = tuple(reductions), reductions, totals
+        self.has_several = len(self._names) > 1
+        self._engine, self._scaler, self._once, self._device = job.engine, job.scaler, job.once, device
+        self._scales = job.scales_seeds  # else what runs backward multiplies by the scaler's scale
+        self.scale_stamp: object = None  # of the scale that the seeds have
+        self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
+        self._terms: list[tuple[int, Term]] = []  # each with the number of its micro-batch
+        self._given: set[str] = set()  # names that this micro-batch's backwards were given
+        # Of one loss over all pairs: it, the same on all ranks, with the part of it that this rank adds to the record,
+        # and the largest representation of each micro-batch.
+        self.of_pairs: tuple[Tensor, float] | None = None
+        self.largest: list[tuple[int, Loss]] | None = None
+
+    def begin(self) -> None:
+        """Notes the scale that all seeds of a window will have, also on a rank that gives none."""
+        if self._scaler is not None:
+            if stamp_of_scale(self._scaler) is None:
+                self._scaler.scale(torch.zeros((), device=self._device))  # which makes its scale
+            self.scale_stamp = stamp_of_scale(self._scaler)
+
+    def weigh(
+        self, counts: Counts, is_stand_in: bool, loss: Tensor | None, named: Mapping[str, Tensor | None]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Term]]:
+        """Losses and seeds for a backward, and what `note` is given once it ended."""
+        if not named and not self.has_several:
+            share = 0.0 if is_stand_in else self._share(0, counts) or 0.0
+            one, seed = self._seed(loss, share)
+            return (one,), (seed,), ((self._names[0], share, _recorded(one)),) if share else ()
+        given = self._by_name(loss, named)
+        self._given.update(given)
+        losses, seeds, terms = [], [], []
+        for place, name in enumerate(self._names):
+            found = self._share(place, counts)
+            # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
+            if name not in given or found is None:
+                continue
+            share = 0.0 if is_stand_in else found
+            one, seed = self._seed(given[name], share)
+            losses.append(one)
+            seeds.append(seed)
+            if share:
+                terms.append((name, share, _recorded(one)))
+        return losses, seeds, terms
+
+    def _share(self, place: int, counts: Counts) -> float | None:
+        """The factor of a named loss of a micro-batch; None: the term is left out."""
+        name, n = self._names[place], counts[place]
+        total = self._totals[name]
+        # Ranks that have parts of the same samples run each backward together, also where nothing counts.
+        if not n and not (self._engine.peers.has_parts and total):
+            return None
+        return share_of(self._reductions[name], n, total, self._engine.divisor)
+
+    def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        if loss is not None:  # positional, or a name that happens to be "loss"
+            if "loss" not in self._names and (self.has_several or named):
+                raise ValueError(
+                    f"backward() got a loss without a name, expected one for each of {list(self._names)}: "
+                    f"window.backward({', '.join(f'{name}=...' for name in self._names)})"
+                )
+            named = {"loss" if "loss" in self._names else self._names[0]: loss, **named}
+        given = {name: value for name, value in named.items() if value is not None}
+        unknown = sorted(given.keys() - set(self._names))
+        if unknown or not given:
+            raise ValueError(f"backward() got {unknown or 'no loss'}, expected losses by name, of {list(self._names)}")
+        return given
+
+    def _seed(self, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+        """The loss, ready for backward, and its seed: a fill, which nobody waits for."""
+        if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
+            refuse_loss(loss)
+        if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
+            loss = self._engine.whole_loss(loss)
+        if loss.dtype is not torch.float32:
+            if loss.is_complex():
+                refuse_loss(loss)
+            if loss.dtype in HALF:
+                self._look_at_rounding(loss.dtype, share)
+        scaler = self._scaler
+        if scaler is not None and is_scaled_by(scaler, loss):
+            raise ValueError(
+                "backward() got a loss that scaler.scale() has multiplied, and the window scales it too; give it "
+                "the loss itself: window.backward(loss)"
+            )
+        if loss.dtype in HALF:
+            loss = loss.float()
+        seed = loss.new_full((), share)
+        return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
+
+    def _look_at_rounding(self, dtype: torch.dtype, share: float) -> None:
+        """A loss in half precision is cast up, and its gradient, the share, comes back in half precision."""
+        rounded = torch.tensor(share, dtype=dtype, device="cpu").item()
+        if self._scaler is None and abs(rounded - share) > MOST_ROUNDING * share:
+            raise ValueError(
+                f"backward() got a loss in {dtype}, which rounds its share, {share:.6g}, to {rounded:.6g}, and the "
+                "gradient with it; compute it in float32: criterion(outputs.float(), ...)"
+            )
+        if rounded != share:
+            self._once(
+                "half",
+                f"a loss in {dtype} rounds its share, {share:.6g}, to that dtype in backward (an error of up to 0.2% "
+                "in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
+            )
+
+    def unscaled(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Gradients that have the scaler's scale, as seeds of a backward whose runner scales them again."""
+        if self._scaler is None or self._scales:
+            return list(gradients)
+        return [one / self._scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
+
+    # The record
+
+    def note(self, terms: Sequence[Term], number: int) -> None:
+        """Keeps the losses of micro-batch `number`."""
+        for term in terms:
+            self._terms.append((number, term))
+
+    def expect_none(self) -> None:
+        """The losses of this micro-batch are another rank's."""
+        self._given.update(self._names)
+
+    def missing(self, counts: Counts) -> list[str]:
+        """Names with a count in the micro-batch that ended, of which no backward got a loss."""
+        given, self._given = self._given, set()
+        return [name for name, n in zip(self._names, counts, strict=True) if n and name not in given]
+
+    def numbers(self) -> list[float] | None:
+        """This rank's losses by name, weighted; None where they are on a device."""
+        totals = dict.fromkeys(self._names, 0.0)
+        for _, (name, share, loss) in self._terms:
+            if isinstance(loss, Tensor):
+                return None
+            totals[name] += share * loss
+        return None if self.of_pairs is not None else list(totals.values())
+
+    def sums(self) -> Tensor:
+        """The same, on the device: what the ranks add up for the record."""
+        if self.of_pairs is not None:
+            whole, part = self.of_pairs
+            return whole.to(self._device, self._wide).reshape(1) * part
+        numbers = self.numbers()
+        if numbers is not None:
+            return torch.stack([self._on_device(number) for number in numbers])
+        return torch.stack([self._sum_of(name) for name in self._names])
+
+    def _sum_of(self, name: str) -> Tensor:
+        found = [(share, loss) for _, (of, share, loss) in self._terms if of == name]
+        if not found:
+            return self._on_device(0.0)
+        losses = [loss if isinstance(loss, Tensor) else self._on_device(loss) for _, loss in found]
+        first = found[0][0]
+        if all(share == first for share, _ in found):
+            total = torch.stack(losses).sum(dtype=self._wide) * first
+        else:  # a kernel each, and no shares that are sent to the device
+            weighted = [one * share for one, (share, _) in zip(losses, found, strict=True)]
+            total = torch.stack(weighted).sum(dtype=self._wide)
+        return total.to(self._device)
+
+    def first_nonfinite(self) -> tuple[int, float] | None:
+        """The number of the first micro-batch with a loss (or representation) that is not finite, and its value."""
+        values = [(number, loss) for number, (_, _, loss) in self._terms] if self.largest is None else self.largest
+        if not values:
+            return None
+        read = torch.stack([self._on_device(value) for _, value in values]).tolist()  # in one wait for the device
+        found = [(number, value) for (number, _), value in zip(values, read, strict=True) if not math.isfinite(value)]
+        return min(found, key=lambda one: one[0], default=None)
+
+    def _on_device(self, loss: Loss) -> Tensor:
+        if isinstance(loss, Tensor):
+            return loss.detach().to(self._device, self._wide)
+        return torch.full((), loss, dtype=self._wide, device=self._device)
+
+    def clear(self) -> None:
+        """Frees the losses."""
+        self._terms, self.of_pairs, self.largest = [], None, None
+
+
+def _recorded(loss: Tensor) -> Loss:
+    """The record has its own numbers: what the caller does to the loss in place, also in a hook, is no part of it."""
+    if type(loss) is not Tensor or not loss.is_cpu:
+        return loss.detach().clone()
+    number: float = number_of(loss)
+    return number
+
+
+def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:
+    if not isinstance(loss, Tensor):
+        seen, cure = f"{loss!r}, a {type(loss).__name__}", "without .item() or float()"
+        if isinstance(loss, Sequence | Mapping):  # whose text would hold all logits
+            seen, cure = (
+                f"a {type(loss).__name__} of {len(loss)}",
+                "which is one of these, as outputs.loss or outputs[0]",
+            )
+        raise TypeError(f"{who} {seen}, expected the loss as a tensor ({cure})")
+    if loss.ndim:
+        say = " and say which to the Accumulator: reduction=" if who.startswith("backward") else ""
+        raise ValueError(
+            f"{who} a loss of shape {list(loss.shape)}, expected a scalar; reduce it with mean() or sum(){say}"
+        )
+    if loss.is_complex():
+        raise TypeError(f"{who} a loss in {loss.dtype}, expected a real number; take .real or .abs()")
+    raise ValueError(
+        f"{who} a loss without a graph, which depends on no trainable parameter; compute it from the "
+        "model's outputs (not from its inputs), outside torch.no_grad and without detach()"
+    )

@@ -1,0 +1,106 @@
+"""Several backwards in one micro-batch: a part each, a head each over one trunk, or a chunk each in a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from .cutting import rebuilt
+from .guard import DONE, WAITING, without_backward
+from .law import DistaccumError
+from .losses import Term
+from .meshes.pipeline import nothing_of
+
+Item = TypeVar("Item")
+Outputs = TypeVar("Outputs")
+
+
+def each_part(window: Any, items: Iterable[Item], where: Callable[[], str]) -> Iterator[Item]:
+    """Yields `items`, one drawn ahead: the last one is known before its backward."""
+    _refuse_nesting("parts()", window, where())
+    sequence, nothing = iter(items), object()
+    item: Any = next(sequence, nothing)
+    if item is nothing:
+        raise ValueError("parts() got nothing, expected an item for each backward")
+    window.has_more_parts = True
+    while item is not nothing:
+        following: Any = next(sequence, nothing)
+        window.has_more_parts, window.turn = following is not nothing, WAITING
+        yield item
+        if window.turn is not DONE:
+            raise without_backward("a part", where())
+        item = following
+
+
+def each_head(
+    window: Any,
+    outputs: Outputs,
+    items: Iterable[Item],
+    where: Callable[[], str],
+    run_trunk: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
+) -> Iterator[tuple[Item, Outputs]]:
+    """Yields each item with `outputs` cut off from their trunk; then `run_trunk` gets these and their gradients."""
+    _refuse_nesting("heads()", window, where())
+    cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
+    given = _cut_off(outputs, cut)
+    if not cut:
+        raise ValueError(
+            "heads() got outputs without a graph, expected a trunk's, outside torch.no_grad; where the trunk is "
+            "frozen, go through window.parts(heads)"
+        )
+    window.has_more_parts = True
+    for item in items:
+        window.turn = WAITING
+        yield item, given
+        if window.turn is not DONE:
+            raise without_backward("a head", where())
+    window.has_more_parts = False
+    if window.turn is not DONE:
+        raise ValueError("heads() got no items, expected one for each backward")
+    reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
+    if not reached and all(window.counts_here):  # else the term was left out
+        raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
+    run_trunk([output for output, _ in reached], [gradient for _, gradient in reached])
+
+
+def _refuse_nesting(what: str, window: Any, where: str) -> None:
+    if window.has_more_parts:
+        raise DistaccumError(
+            f"{what} {where} inside parts() or heads(), which give each backward a part of its own; "
+            "go through one list of all parts"
+        )
+    if window.turn is not WAITING:
+        raise DistaccumError(f"{what} {where}, expected it in a micro-batch that had no backward yet")
+
+
+def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
+    """The same without their graphs; what had one is noted in `cut`."""
+    if isinstance(outputs, Tensor):
+        if not outputs.requires_grad:
+            return outputs
+        cut.append((outputs, outputs.detach().requires_grad_()))
+        return cut[-1][1]
+    return rebuilt(outputs, lambda child, _: _cut_off(child, cut))
+
+
+def weigh_chunks(window: Any, found: list[Sequence[Term]]) -> Callable[[int, Any, Callable[[], Any]], Tensor]:
+    """What a pipeline's schedule calls with each chunk's number, outputs and loss; `found` gets what is noted of it.
+
+    The loss is multiplied by its share, since a schedule gives backward no seed.
+    """
+    pieces, losses_of = window.pieces_here, window.losses
+
+    def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor:
+        counts = pieces[piece] if pieces else ()
+        if not any(counts):
+            return nothing_of(outputs)
+        loss = take_loss()
+        named = loss if isinstance(loss, Mapping) else {}
+        losses, seeds, terms = losses_of.weigh(counts, False, None if named else loss, named)
+        found.append(terms)
+        return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
+
+    return weigh

@@ -1,0 +1,259 @@
+"""Planner: from what each rank has to a window of all of them, one after the other."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Generator, Iterator
+from dataclasses import replace
+from typing import Any, final
+
+from .drawing import LOOP, Make, Manner, num_items
+from .feed import Ahead, Feed, Given, Left, Place, Reader
+from .guard import Stage, guard_steps, refuse_copy
+from .job import Hooks, Job
+from .law import (
+    FAILED,
+    DistaccumError,
+    Plan,
+    all_or_none,
+    in_short,
+    make_plan,
+    refuse_unlike_parts,
+    reports_of,
+    shorten,
+)
+from .window import SUM, Window
+from .wrappers.accelerate import is_dispatching
+
+Own = tuple[dict[str, Any] | None, Place | None]  # of a rank: its random numbers, and its loader's place
+
+
+@final
+class Planner:
+    """Plans the windows of one Accumulator."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self._window: weakref.ref[Window] | None = None  # the last one
+        self._feed: Ahead | None = None  # of the loop over windows(), or of one that was left
+        self._left: list[Left] = []  # iterators that were left
+        self._place: Place | None = None  # of a loader, of a state that was loaded
+        self._guard()
+
+    def _guard(self) -> None:
+        for one in [*self.job.optimizers, *self.job.engine.guarded()]:
+            guard_steps(one, self, Planner.forbids_steps)
+
+    def forbids_steps(self) -> bool:
+        """Whether gradients stand in the optimizers that belong to a window, and it is not the one that steps."""
+        return not self.job.is_stepping and self.has_open_window
+
+    @property
+    def window(self) -> Window | None:
+        """The window that was planned last, while anybody has it."""
+        return None if self._window is None else self._window()
+
+    @property
+    def has_open_window(self) -> bool:
+        """Whether a window holds gradients."""
+        window = self.window
+        return window is not None and window.is_open
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of a deep copy, with its model and optimizer in one: `copy.deepcopy((model, optimizer, accumulator))`."""
+        self.job.engine.peers.refuse_copy()
+        if self.window is not None:
+            refuse_copy(self.window)
+        return {**self.__dict__, "_window": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._guard()
+
+    def separate(self) -> Planner:
+        """A planner of the same models, whose windows have no extensions, judge nothing, and count apart."""
+        job = copy.copy(self.job)
+        job.begin_anew()
+        job.hooks, job.config = Hooks(), replace(self.job.config, on_nonfinite="ignore")
+        job.size, job.spare = self.job.size, self.job.spare
+        return Planner(job)
+
+    def plan(self, make: Make, manner: Manner = LOOP) -> Window:
+        """The window of the micro-batches that `make` gives for an update."""
+        return self.plan_from(Given(self.job, make, manner), manner)
+
+    def plan_from(self, feed: Feed, manner: Manner = LOOP) -> Window:
+        """Draws a window, exchanges reports with the other ranks, and returns it."""
+        self.make_way()
+        job, engine = self.job, self.job.engine
+        job.accelerated.refuse_accumulation()
+        draw, wait = feed.draw(job.index)
+        if draw.error is not None and not draw.report.num_drawn and is_dispatching():
+            draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
+        rows = wait()
+        if any(row[FAILED] for row in rows):
+            failed = engine.peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
+            draw.raise_error()
+            all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
+        draw.warn(job)
+        plan = self._agreed(rows, manner)
+        if not plan.is_empty:
+            engine.check(plan)
+            self._look_at_batchnorm(plan)
+        spare = draw.spare if draw.micros and engine.lockstep else job.spare
+        window = Window(job, plan, draw.micros, spare, manner, feed.pace)
+        self._window = weakref.ref(window)
+        feed.accept(draw, ahead=not plan.no_more_after and not plan.epoch_over)
+        return window
+
+    def _agreed(self, rows: list[list[float]], manner: Manner) -> Plan:
+        peers = self.job.engine.peers
+        reports = reports_of(peers.sharing, peers.by_samples(rows))
+        if peers.has_parts:
+            refuse_unlike_parts(peers.parts, reports, self.job.config.counts_whole)
+        return make_plan(tuple(SUM if manner.is_sum else self.job.config.reductions), reports)
+
+    def make_way(self) -> None:
+        """Raises if the last window still holds gradients; a second request discards it, and says so."""
+        window = self.window
+        self.forget()
+        if window is None or window.is_over:
+            return
+        if window.is_open and not window.may_be_dropped:
+            window.may_be_dropped, window.trace.lacks_step = True, False
+            raise DistaccumError(
+                f"another window was requested while one is {window.describe()}; finish its loop and call its "
+                "step(), or discard() it (a second request discards it)"
+            )
+        window.discard()
+
+    def forget(self, *, warns: bool = True) -> None:
+        """Clears what a window left that was dropped while it held gradients."""
+        trace = self.job.trace
+        if trace is None or self.window is not None:
+            return
+        self.job.engine.release()  # Ctrl-C may have come while the window was discarded
+        self.job.engine.clear(self.job.parameters().every)
+        self.job.trace = None
+        if trace.lacks_step and warns:
+            self.job.once(
+                "forgotten",
+                f"the window of update {trace.update} was dropped between its loop and its step(), so its gradients "
+                "were discarded and nothing was learned from them; call window.step() after the loop, or discard() to "
+                "give a window up",
+            )
+
+    def _look_at_batchnorm(self, plan: Plan) -> None:
+        job = self.job
+        if job.config.batchnorm != "warn" or sum(plan.num_counted) <= 1 or "batchnorm" in job.once.keys:
+            return
+        names = [name for name, module in job.batchnorms if module.training]
+        if names:
+            job.once(
+                "batchnorm",
+                f"{shorten(names)} normalise each micro-batch by its own statistics, so the gradient is not that of "
+                "the big batch; freeze them (distaccum.batchnorm.freeze), use GroupNorm (to_groupnorm, there) or "
+                "LayerNorm, or accept it with batchnorm='ignore'",
+            )
+
+    # Loops over loaders
+
+    def windows(self, loader: Any, *, ahead: bool) -> Generator[Window]:
+        job = self.job
+        reader = self._reader_of(loader)
+        feed = self._feed = Ahead(job, reader, reads_ahead=ahead and not job.accelerated.dispatches(loader))
+        was_left = False
+        try:
+            with job.accelerated.reading(loader):
+                while True:
+                    window = self.plan_from(feed)
+                    feed.index = window.index
+                    if window.plan.epoch_over:
+                        return
+                    try:
+                        yield window
+                    except GeneratorExit:
+                        window.may_be_dropped = was_left = True
+                        window.trace.lacks_step = False
+                        raise
+                    if window.plan.no_more_after:
+                        if self.window is window:  # else the caller has planned another
+                            self.make_way()  # or a step() forgotten on the last window would pass in silence
+                        return
+        finally:
+            feed.leave()
+            if reader.is_of_iterator and reader.holds_any:
+                left = Left(loader, reader)  # of those that are held here, the last alone
+                self._left[:] = [*(one for one in self._left if one.is_weak or left.is_weak), left]
+            if self._feed is feed and not (was_left and reader.tells_state):  # else a state that comes now says where
+                self._feed = None
+
+    def _reader_of(self, loader: Any) -> Reader:
+        """The one that an iterator was left with, or a new one, from the place of a loaded state."""
+        self._left[:] = [one for one in self._left if one.loader() is not None]
+        for one in self._left:
+            if one.loader() is loader:
+                self._left.remove(one)
+                one.reader.resume(loader)
+                return one.reader
+        tells_state = self.job.accelerated.tells_state(loader)
+        place, self._place = self._place, None
+        if place is not None and not tells_state:
+            self.job.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
+            place = None
+        return Reader(loader, place, tells_state=tells_state)
+
+    # State
+
+    def own_part(self) -> Own:
+        """This rank's random numbers and its loader's place: of the start of the window at work, or of now."""
+        window = self.window
+        if window is None or not window.is_open:
+            return self.job.random.now(), self.loaders_place()
+        if window.stage is Stage.COMPLETE and not self.job.steps:
+            raise DistaccumError(
+                "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
+                "been stepped already; take it after window.step()"
+            )
+        return self.job.random.at_start, self.loaders_place()
+
+    def loaders_place(self) -> Place | None:
+        """Where the loader stood when the window at work started, or where it stands."""
+        feed, window = self._feed, self.window
+        if feed is None:
+            return self._place
+        is_of_window = window is not None and not window.is_over and feed.index == window.index
+        return feed.at_start if is_of_window else feed.reader.place()
+
+    def resume(self, own: Own) -> None:
+        """Takes up random numbers and a loader's place."""
+        self.forget(warns=False)
+        self.job.random.loaded, self._place = own
+
+
+@final
+class Windows(Iterator[Window]):
+    """The windows of a loader, until no rank has any micro-batch left; of a loader with a length, it has one too."""
+
+    def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
+        self._loader, self._job = loader, planner.job
+        self._windows = planner.windows(loader, ahead=ahead)  # which does not hold this one
+
+    def __iter__(self) -> Windows:
+        return self
+
+    def __next__(self) -> Window:
+        return next(self._windows)
+
+    def __len__(self) -> int:
+        """The number of windows of one pass over the loader, on this rank alone."""
+        left, num = len(self._loader), 0
+        while left > 0:
+            left -= num_items(self._job, self._job.index + num)
+            num += 1
+        return num
+
+    def close(self) -> None:
+        """Leaves the loop, as `break` does."""
+        self._windows.close()

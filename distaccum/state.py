@@ -1,0 +1,146 @@
+"""State: random numbers and places of loaders, as a checkpoint of each rank holds them."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .extension import KEYS, Extension
+from .feed import Place
+from .job import Job
+from .law import DistaccumError, warn, whole_number_in
+from .planner import Own, Planner
+from .scaling import refuse_broken_scaler
+from .sizes import learned_sizes
+from .snapshot import check_random_state
+
+
+def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str, Any]:
+    job, peers = planner.job, planner.job.engine.peers
+    return {
+        "index": job.index,
+        "skipped": job.skipped,
+        "fit": job.size.state(),
+        **{one.key: one.state() for one in extensions if one.key},
+        "scaler": job.scaler.state_dict() if job.scaler else None,
+        "ranks": peers.world_size,
+        f"rank {peers.global_rank}": _pack_part(planner.own_part()),
+    }
+
+
+def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[Extension]) -> None:
+    """Resumes from the state; everything is read before anything is set."""
+    job = planner.job
+    if planner.window is not None and planner.window.is_open:
+        raise DistaccumError(
+            f"load_state_dict() while a window is {planner.window.describe()}; finish it or discard() it"
+        )
+    if not isinstance(state, Mapping):
+        raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
+    if "in_window" in state:
+        raise ValueError(
+            "the state is of an earlier version of distaccum, which this one does not read; go on with the version "
+            "that wrote it, or load the model and the optimizer alone"
+        )
+    if missing := sorted(KEYS - set(state)):
+        raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
+    if (state["scaler"] is None) != (job.scaler is None):
+        has, wants = ("no", "one") if state["scaler"] is None else ("a", "none")
+        raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
+    index, skipped, ranks = (whole_number_in(state, name, 0) for name in ("index", "skipped", "ranks"))
+    for name in ("fit", "scaler"):
+        if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
+            raise ValueError(
+                f"the state has {name}={state[name]!r}, expected a dict; give what state_dict() gave, of this version"
+            )
+    learned = learned_sizes(state["fit"])
+    if job.scaler is not None:
+        refuse_broken_scaler(state["scaler"], job.scaler)
+    own = _own_part(state, ranks, job)
+    for one in extensions:
+        if one.key:
+            one.load(state.get(one.key))
+
+    planner.resume(own)
+    job.index, job.skipped = index, skipped
+    job.size.load(learned)
+    if job.scaler is not None:
+        job.scaler.load_state_dict(state["scaler"])
+
+
+def _pack_part(own: Own) -> bytes:
+    """One value, which checkpoints of any kind hold as it is.
+
+    `torch.distributed.checkpoint` loads what a fresh state shows already, and a fresh one cannot show what it knows
+    nothing of.
+    """
+    random, place = own
+    if place is not None:
+        _refuse_what_cannot_be_loaded(tuple(place))
+    box = io.BytesIO()
+    torch.save({"random": random, "loader": place and tuple(place)}, box)
+    return box.getvalue()
+
+
+def _refuse_what_cannot_be_loaded(loader: Any) -> None:
+    """Now, and not in the job that wants to go on with it."""
+    try:
+        box = io.BytesIO()
+        torch.save(loader, box)
+        box.seek(0)
+        torch.load(box, weights_only=True)
+    except Exception as error:
+        held = re.search(r"GLOBAL ([\w.]+)", str(error))
+        what = (
+            f"holds {held[1]}"
+            if held
+            else f"cannot be saved ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
+        )
+        raise DistaccumError(
+            f"the loader's state_dict() {what}, and a state is loaded without running code (weights_only=True), which "
+            "takes numbers, texts, tensors, and lists, tuples and dicts of them; give those in the loader's "
+            "state_dict() (of a numpy array tolist()), or allow it with torch.serialization.add_safe_globals in this "
+            "job and in the one that resumes"
+        ) from None
+
+
+def _unpack_part(packed: bytes) -> Own:
+    try:
+        box = torch.load(io.BytesIO(packed), map_location="cpu", weights_only=True)
+        random, loader = box["random"], box["loader"]
+        check_random_state(random)
+    except Exception as error:
+        # torch's own text tells to load it without weights_only, which runs what is in it.
+        raise ValueError(
+            f"the part of this rank in the state cannot be read ({type(error).__name__}): it is cut off, or of another "
+            "program or version; take another checkpoint"
+        ) from None
+    return random, None if loader is None else Place(*loader)
+
+
+def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
+    """What a state of `saved` ranks holds of this one."""
+    ranks, rank = job.engine.peers.world_size, job.engine.peers.global_rank
+    if saved != ranks:
+        job.once(
+            "ranks",
+            f"the state is of {saved} ranks and this job has {ranks}: the positions of loaders and the random numbers "
+            "are left out",
+        )
+        return None, None
+    if f"rank {rank}" in state:
+        return _unpack_part(state[f"rank {rank}"])
+    if any(_unpack_part(part)[1] is not None for name, part in state.items() if name.startswith("rank ")):
+        raise DistaccumError(
+            f"the state was taken on another rank and has no loader's position for rank {rank}; save and load the "
+            "state_dict() of every rank"
+        )
+    warn(
+        f"the state has no part for rank {rank}: its random numbers are left out; save and load the state_dict() of "
+        "every rank"
+    )
+    return None, None

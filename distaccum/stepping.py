@@ -1,0 +1,83 @@
+"""Step: unscale, judge, clip, step, and update the scaler, or skip for the same reason on all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import final
+
+from torch import Tensor, nn
+
+from .job import Job
+from .losses import Losses
+from .nonfinite import judge, judge_loss, look_at
+from .norms import EPSILON
+from .record import Record
+from .scaling import note_overflow, refuse_another_scale, unscale
+
+
+@final
+class Step:
+    """The step of one window, whose gradients are final."""
+
+    def __init__(self, job: Job, parameters: Sequence[nn.Parameter], losses: Losses) -> None:
+        self._job, self._parameters, self._losses = job, parameters, losses
+        self.record: Record | None = None
+        self.norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
+        self.has_stepped = False
+
+    def __call__(self, numbers: Mapping[str, Tensor], refusal: Callable[[], str | None]) -> str | None:
+        """The reason not to step; `refusal` is that of extensions, whose numbers travel with the losses."""
+        job, engine, scaler = self._job, self._job.engine, self._job.scaler
+        if not job.steps:
+            self.record = Record(self._losses, numbers, None if scaler is None else [], engine.peers)
+            return None
+        flags = None
+        if scaler is not None:
+            refuse_another_scale(scaler, self._losses.scale_stamp)
+            flags = unscale(scaler, job.optimizers)
+        stepped = [p for p in job.parameters().stepped if p.grad is not None]
+        if job.max_norm is not None and not engine.judges_gradients:
+            self.norm = engine.whole_norm(stepped)
+        self.record = Record(self._losses, numbers, flags, engine.peers)
+        reason, read = None, math.inf
+        if scaler is not None:
+            overflows = self.record.overflows(engine.peers)
+            note_overflow(scaler, job.optimizers, overflows)
+            if bool(overflows):
+                reason = "the scaled gradients overflowed"
+                judge_loss(engine, self._losses, self.record, self._parameters, job.config.on_nonfinite)
+        elif job.config.on_nonfinite != "ignore" and not engine.judges_gradients:
+            finite, self.norm, read = look_at(engine, stepped, self.norm)
+            if not finite:
+                reason = judge(engine, self._losses, self._parameters, "gradient", job.config.on_nonfinite)
+        if reason is None:
+            reason = refusal()
+        if reason is None:
+            if (
+                self.norm is not None
+                and job.max_norm is not None
+                and read + EPSILON > job.max_norm
+                and not math.isinf(job.max_norm)
+            ):
+                engine.clip(stepped, job.max_norm, self.norm)
+            job.is_stepping = True
+            try:
+                reason = engine.step(job.optimizers)
+                self.has_stepped = reason is None
+            finally:
+                job.is_stepping = False
+            if engine.judges_gradients:
+                self._look_back(stepped, self.record, reason)
+        if scaler is not None:
+            scaler.update()
+        return reason
+
+    def _look_back(self, stepped: Sequence[nn.Parameter], record: Record, reason: str | None) -> None:
+        """The engine judged the gradient as it stepped."""
+        job, engine = self._job, self._job.engine
+        self.norm = None if job.max_norm is None else engine.whole_norm(stepped)
+        if reason is not None:
+            judge_loss(engine, self._losses, record, self._parameters, job.config.on_nonfinite)
+            if job.config.on_nonfinite == "raise" and not engine.scales_losses:
+                judge(engine, self._losses, self._parameters, "gradient", "raise")

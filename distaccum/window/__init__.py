@@ -1,1 +1,0 @@
-"""The micro-batches of one update, as a transaction."""
