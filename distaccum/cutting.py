@@ -200,15 +200,14 @@ class TokenCount:
         return self._kept(batch).flatten(1).sum(1)
 
     def _kept(self, batch: Any) -> Tensor:
-        labels = self.labels
         try:
-            found = None if isinstance(batch, Tensor) else batch[labels]  # a row, which is not all labels
+            found = None if isinstance(batch, Tensor) else batch[self.labels]  # a row, which is not all labels
         except (TypeError, KeyError, IndexError):
-            found = getattr(batch, labels, None) if isinstance(labels, str) else None
+            found = getattr(batch, str(self.labels), None)
         if not isinstance(found, Tensor):
             raise TypeError(
-                f"count_tokens({labels!r}) found {type(found).__name__} in a {type(batch).__name__}, "
-                "expected a tensor; name the key, attribute or position of the labels"
+                f"count_tokens({self.labels!r}) found {type(found).__name__} in a {type(batch).__name__}, expected a "
+                "tensor; name the key, attribute or position of the labels"
             )
         return (found[..., 1:] if self.shift else found).ne(self.ignore_index)
 
@@ -216,7 +215,7 @@ class TokenCount:
 def count_tokens(
     labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False, over: Any = None
 ) -> TokenCount:
-    """A function that counts the labels that a token loss keeps, for `count=`.
+    """Makes a `count=` of the labels that a token loss keeps: a tensor of one number, on the labels' device.
 
     Args:
         labels: The key, attribute or position of the labels in a micro-batch; a tensor of integers.
@@ -224,10 +223,6 @@ def count_tokens(
         shift: Leaves out the first label of each row (the last dimension), as losses on the next token do.
         over: The mesh of the ranks that have the same whole labels and cut them after they are counted, as
             `mesh["context"]`; each brings its part of the number. For criterions that sum.
-
-    Returns:
-        A callable from a micro-batch to a tensor of one number, on the labels' device. It raises TypeError if there is
-        no tensor under that name.
 
     Example:
         >>> import torch
@@ -240,18 +235,15 @@ def count_tokens(
 
 def largest_sample(micro_batches: Iterable[Any]) -> int:
     """The most numbers that a sample has in one tensor, which distinguishes a long text from a short one."""
-    return max((number for one in micro_batches for number in _numbers_of_samples(one, is_root=True)), default=0)
+    return max((_numbers_of_sample(one, is_root=True) for one in micro_batches), default=0)
 
 
-def _numbers_of_samples(item: Any, *, is_root: bool) -> Iterator[int]:
+def _numbers_of_sample(item: Any, *, is_root: bool = False) -> int:
     if isinstance(item, Tensor):
-        if item.ndim and len(item):
-            yield -(-item.numel() // len(item))
-    elif columns_in(item, is_root=is_root) is not None:  # perhaps a sample each
-        yield from (tensor.numel() for _, tensor in tensors_in(item))
-    else:
-        for _, child in items_in(item):
-            yield from _numbers_of_samples(child, is_root=False)
+        return -(-item.numel() // len(item)) if item.ndim and len(item) else 0
+    if columns_in(item, is_root=is_root) is not None:  # perhaps a sample each
+        return max((tensor.numel() for _, tensor in tensors_in(item)), default=0)
+    return max((_numbers_of_sample(child) for _, child in items_in(item)), default=0)
 
 
 def fingerprint(batch: Any) -> int:

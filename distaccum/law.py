@@ -27,10 +27,7 @@ class DistaccumError(RuntimeError):
 
 
 class LostRanksError(DistaccumError):
-    """Contact with other ranks is lost: they died or did not arrive, so no error can be reported to them.
-
-    The process group cannot be used any more: start all ranks again, from a checkpoint.
-    """
+    """Contact with other ranks is lost: they died or did not arrive. Start all ranks again, from a checkpoint."""
 
 
 def all_or_none(failed: Sequence[object], error: Exception | None, message: str) -> None:
@@ -255,13 +252,13 @@ class Plan:
         return min(self.num_counted) == 0
 
 
-# What all ranks must have alike: how an error names it and its values, and the cure.
+# Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
     "agrees": ("who runs the window", lambda one: "update()" if one else "a loop", "call update(), or make a loop,"),
     "steps": ("steps", lambda one: one or "any", "give the same steps, batch_size and kind of window"),
 }
-# What ranks that share their samples must have alike, and how an error says what they have.
+# Fields that must be equal on ranks that share their samples, and how an error says what they have.
 ALIKE = {
     "num_drawn": "micro-batches {}",
     "num_counted": "micro-batches that count {}",
@@ -272,25 +269,25 @@ ALIKE = {
 
 def reports_of(sharing: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[float]]]) -> list[RankReport]:
     """One report for each set of ranks that share their samples; an error where theirs differ."""
-    return [_shared(ranks, list(map(RankReport.from_row, of_set))) for ranks, of_set in zip(sharing, rows, strict=True)]
-
-
-def _shared(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:
-    if len(ranks) == 1:
-        return reports[0]
-    by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    for name, seen in ALIKE.items():
-        values = getattr(by_rank, name)
-        if len(set(values)) > 1:
-            raise DistaccumError(
-                f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(list(values))}; give "
-                "them the same batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
+    found = []
+    for ranks, of_set in zip(sharing, rows, strict=True):
+        first, *others = reports = list(map(RankReport.from_row, of_set))
+        if others:
+            for name, seen in ALIKE.items():
+                values = [getattr(one, name) for one in reports]
+                if len(set(values)) > 1:
+                    raise DistaccumError(
+                        f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(values)}; "
+                        "give them the same batches: draw and shuffle by the data-parallel rank, not by the rank in "
+                        "the job"
+                    )
+            first = first._replace(
+                no_more_after=all(one.no_more_after for one in reports),
+                has_stand_in=all(one.has_stand_in for one in reports),
+                reduce_afterwards=any(one.reduce_afterwards for one in reports),
             )
-    return reports[0]._replace(
-        no_more_after=all(by_rank.no_more_after),
-        has_stand_in=all(by_rank.has_stand_in),
-        reduce_afterwards=any(by_rank.reduce_afterwards),
-    )
+        found.append(first)
+    return found
 
 
 def refuse_unlike_parts(
@@ -325,8 +322,8 @@ def refuse_unlike_parts(
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    for field_name, (what, say, cure) in AGREED.items():
-        values = getattr(by_rank, field_name)
+    for name, (what, say, cure) in AGREED.items():
+        values = getattr(by_rank, name)
         if len(set(values)) > 1:
             seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))
             raise DistaccumError(
