@@ -212,14 +212,6 @@ def test_loss_in_float32_widens_the_bound(dtype):
     assert "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1, report
 
 
-def test_labels_are_named_rather_than_matching_padding():
-    batch = make_batch()
-    batch = {"input_ids": batch["labels"].where(batch["labels"] >= 0, -1) + 1, **batch}
-    model = token_net()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=5)
-    assert "count=count_tokens('labels')" in accumulator.check(batch, lambda b: of_tokens(model, b)).causes[0]
-
-
 @pytest.mark.parametrize("labels", [[0, -100], [0, 1, -100], [0, -100, 1, -100], [0, 1, 2, -100, 1], [0, -100] * 6])
 def test_wrong_count_shows_in_few_samples_and_where_even_parts_keep_as_many_labels(labels):
     model = nn.Linear(6, 3)

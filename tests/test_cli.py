@@ -129,15 +129,6 @@ def test_command_alone_prints_help(capsys):
     assert "{plan,check,doctor}" in (text := capsys.readouterr().out) or "COMMAND" in text
 
 
-def test_help_shows_an_example(capsys):
-    for words in (["--help"], ["check", "--help"]):
-        with pytest.raises(SystemExit) as ended:
-            main(words)
-        assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "distaccum check my_training:setup" in text and "exit status: 0 equivalent" in text
-
-
 WRONG = {
     "plann": "distaccum: argument COMMAND: invalid choice: 'plann'",
     "plan --bath-size 8": "distaccum: unrecognized arguments: --bath-size 8 (distaccum --help lists the options)",
@@ -152,12 +143,6 @@ def test_wrong_option_prints_one_line(capsys, words):
         main(words.split())
     seen = capsys.readouterr()
     assert ended.value.code == 2 and WRONG[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
-
-
-def test_options_may_be_abbreviated_and_have_negative_values(capsys):
-    assert main(["plan", "--batch-s", "64", "--micro-b=8"]) == 0
-    assert main(["plan", "--lr", "-0.1"]) == 2
-    assert "lr=-0.1, expected a number above 0" in capsys.readouterr().err
 
 
 LIGHT = (

@@ -18,7 +18,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
-from distaccum.feeding.by_cost import cost_of_group, group_by_cost, group_in_order
+from distaccum.feeding.by_cost import cost_of_group, group_by_cost
 
 COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 COST = count_tokens("mask", ignore_index=0)
@@ -48,13 +48,6 @@ def test_rows_are_in_the_fewest_groups_that_cost_at_most_the_limit(costs, limit)
         return len(rows) == 1 or cost_of_group(costs, rows) <= limit
 
     assert len(groups) == min(len(one) for one in partitions(range(len(costs))) if all(map(fits, one)))
-
-
-@given(COSTS, st.integers(1, 30))
-def test_groups_in_order_hold_each_row_once(costs, limit):
-    in_order = group_in_order(costs, limit)
-    assert list(itertools.chain(*in_order)) == list(range(len(costs)))
-    assert all(cost_of_group(costs, rows) <= limit or len(rows) == 1 for rows in in_order)
 
 
 def make_text(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
@@ -124,36 +117,6 @@ def test_cost_may_be_a_number_for_each_row_or_of_each():
         window = make_accumulator(make_net_without_router(), cost=cost).split(make_text(LENGTHS))
         assert len(window) == 5
         window.discard()
-
-
-def test_lists_of_rows_are_grouped():
-    rows = [torch.ones(length, 5, dtype=torch.float64) for length in LENGTHS]
-    net = make_net_without_router()
-    accumulator = make_accumulator(net, cost=lambda batch: list(map(len, batch)), count=len)
-    window = accumulator.split(rows, length=len(rows))
-    for one in window:
-        assert len(one) * max(map(len, one)) <= 12
-        window.backward(torch.stack([net(row).square().mean() for row in one]).mean())
-    whole = make_net_without_router()
-    torch.stack([whole(row).square().mean() for row in rows]).mean().backward()
-    assert error(gradient(net), gradient(whole)) <= 1e-12
-
-
-def test_rows_are_grouped_beside_an_entry_that_is_said_to_be_whole():
-    batch = make_text(LENGTHS) | {"prior": torch.arange(len(LENGTHS)).double()}
-    net = make_net_without_router()
-
-    def loss(net: nn.Module, one: Any) -> Tensor:
-        logits = net(one["x"]).flatten(0, 1) + one["prior"][:4]
-        return cross_entropy(logits, one["labels"].flatten(), ignore_index=IGNORED)
-
-    accumulator = make_accumulator(net, trim=trim_padding("mask"))
-    window = accumulator.split(batch, whole=("prior",))
-    for one in window:
-        window.backward(loss(net, one))
-    alone = make_net_without_router()
-    loss(alone, batch).backward()
-    assert error(gradient(net), gradient(alone)) <= 1e-12
 
 
 def test_row_over_the_limit_is_alone_with_one_warning():

@@ -86,11 +86,6 @@ def test_page_and_index_count_the_lines_of_the_diff(path):
     assert row is not None and re.search(counted, row.group())
 
 
-def test_diff_without_context_inserts_after_its_line():
-    hunks = get.parse("--- a/f\n+++ b/f\n@@ -1,0 +2 @@\n+new\n@@ -3 +3,0 @@\n-three\n")["f"]
-    assert get.apply("one\ntwo\nthree\nfour\n", hunks) == "one\nnew\ntwo\nfour\n"
-
-
 def test_diff_that_is_cut_off_is_refused():
     with pytest.raises(get.ExampleError, match="shorter than it says"):
         get.parse("--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n one\n-two\n")
@@ -103,35 +98,3 @@ def test_script_and_what_became_of_it_are_written(tmp_path):
     into = get.get("small", tmp_path / "made", checkout, tmp_path)
     assert (into / "original" / "train.py").read_text() == "one\ntwo\nfour\n"
     assert (into / "moved" / "train.py").read_text() == "one\nzwei\ndrei\nfour\n"
-
-
-def test_file_with_another_checksum_is_refused(tmp_path):
-    checkout = write_example(tmp_path, "one\ntwo\n", DIFF, "f" * 64)
-    with pytest.raises(
-        get.ExampleError, match=r"train\.py has SHA-256 .*, expected ffffffffffffffff.*commit 0000000000"
-    ):
-        get.get("small", tmp_path / "made", checkout, tmp_path)
-    assert not (tmp_path / "made").exists()
-
-
-def test_diff_of_another_file_is_refused(tmp_path):
-    checkout = write_example(tmp_path, "one\ntwo\n", DIFF.replace("train", "other"))
-    with pytest.raises(get.ExampleError, match=r"small\.diff changes other\.py, which originals\.json does not list"):
-        get.get("small", tmp_path / "made", checkout, tmp_path)
-
-
-def test_mistakes_get_one_line_and_status_1(tmp_path, capsys):
-    for words, message in (
-        (["nonesuch"], f"unknown example 'nonesuch'; known are {', '.join(get.originals())}"),
-        (["nanogpt", "--from", str(tmp_path / "none")], "is not a folder"),
-        (["nanogpt", "--from", str(tmp_path), "--into", str(tmp_path / "made")], "has neither commit 3adf61e154 nor"),
-    ):
-        assert get.main(words) == 1
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert captured.err.count("\n") == 1 and captured.err.startswith("get.py: ") and message in captured.err
-
-
-def test_list_names_every_example(capsys):
-    assert get.main(["--list"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(get.originals())

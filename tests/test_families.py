@@ -84,10 +84,6 @@ def classes() -> Rows:
     return [{**row, "labels": torch.randint(0, 2, ())} for row in texts()]
 
 
-def tags() -> Rows:
-    return [{**row, "labels": torch.randint(0, 2, row["input_ids"].shape)} for row in texts()]
-
-
 def questions() -> Rows:
     ids = torch.randint(3, 40, (len(LENGTHS), 12))
     at = torch.tensor([3, 4, 5, 99, 6, 99, 7])
@@ -103,22 +99,9 @@ def prepared() -> Rows:
     return [{**row, "decoder_input_ids": row["labels"].roll(1)} for row in pairs()]
 
 
-def boxed() -> Rows:
-    found = tags()
-    for row in found:
-        corners = torch.randint(0, 400, (len(row["input_ids"]), 2))
-        row["bbox"] = torch.cat([corners, corners + 300], 1)
-    return found
-
-
 def audio(**more: Any) -> Rows:
     sounds = torch.randn(len(LENGTHS), 400)
     return [{"input_values": s, "labels": torch.randint(3, 20, (n,))} for s, n in zip(sounds, LENGTHS, strict=True)]
-
-
-def speech() -> Rows:
-    sounds = torch.randn(len(LENGTHS), 8, 64)
-    return [{"input_features": s, "labels": torch.randint(3, 40, (n,))} for s, n in zip(sounds, LENGTHS, strict=True)]
 
 
 def images(**labels: Any) -> Rows:
@@ -266,22 +249,9 @@ FAMILIES = {
     "GPT-2": Family(gpt2, causal),
     "BERT, masked tokens": Family(of("BertForMaskedLM", BERT[0], **BERT[1]), masked),
     "BERT, classes": Family(of("BertForSequenceClassification", BERT[0], **BERT[1]), classes),
-    "BERT, tokens": Family(of("BertForTokenClassification", BERT[0], **BERT[1]), tags),
     "BERT, questions": Family(of("BertForQuestionAnswering", BERT[0], **BERT[1]), questions, {"count": inside}, "own"),
     "T5": Family(t5, pairs),
     "BART": Family(of("BartForConditionalGeneration", "BartConfig", **TEXT, **BART), pairs),
-    "BART, causal": Family(of("BartForCausalLM", "BartConfig", **TEXT, **BART), causal),
-    "mBART": Family(of("MBartForConditionalGeneration", "MBartConfig", **TEXT, **BART), pairs),
-    "Whisper": Family(
-        of(
-            "WhisperForConditionalGeneration",
-            "WhisperConfig",
-            **{**TEXT, **BART, "num_mel_bins": 8, "max_source_positions": 32, "max_target_positions": 32},
-            decoder_start_token_id=1,
-            apply_spec_augment=False,
-        ),
-        speech,
-    ),
     "Wav2Vec2, CTC mean": Family(wav2vec("mean"), audio, {"count": count_samples}, "count=count_samples fits"),
     "Wav2Vec2, CTC sum": Family(wav2vec("sum"), audio, {"reduction": "sum", "count": count_samples}, "sum_to_mean"),
     "ViT": Family(of("ViTForImageClassification", "ViTConfig", **VISION), labelled),
@@ -290,12 +260,6 @@ FAMILIES = {
     ),
     "DETR": Family(detr, boxes, {}, "several denominators"),
     "CLIP": Family(of("CLIPModel", "CLIPConfig", **text_and_vision, projection_dim=8), matches, {}, "over pairs"),
-    "BLIP": Family(of("BlipForConditionalGeneration", "BlipConfig", **text_and_vision), captions),
-    "LayoutLM": Family(of("LayoutLMForTokenClassification", "LayoutLMConfig", **TEXT, **SMALL), boxed),
-    "XLNet": Family(
-        of("XLNetLMHeadModel", "XLNetConfig", vocab_size=40, d_model=16, n_layer=1, n_head=2, d_inner=16), causal
-    ),
-    "Mamba": Family(of("MambaForCausalLM", "MambaConfig", **TEXT, hidden_size=16, num_hidden_layers=1), causal),
     "Mixtral": Family(of("MixtralForCausalLM", "MixtralConfig", **mixtral), causal),
     "Mixtral, router's loss": Family(
         of("MixtralForCausalLM", "MixtralConfig", **mixtral, output_router_logits=True),

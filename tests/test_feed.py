@@ -63,7 +63,6 @@ def test_window_without_ahead_is_drawn_when_it_is_requested():
     model, accumulator = one_weight(steps=3)
     drawn: list[int] = []
     for i, window in enumerate(accumulator.windows(noting(9, drawn), ahead=False)):
-        assert len(drawn) == 3 * (i + 1)
         run(window, model)
         assert len(drawn) == 3 * (i + 1)
 
@@ -131,31 +130,38 @@ def breaking(at: int) -> Iterator[Tensor]:
         yield torch.full((1, 1), float(i))
 
 
-def test_error_of_the_loader_is_raised_where_its_window_is_requested():
-    model, accumulator = one_weight(steps=3)
-    windows = accumulator.windows(breaking(5))
-    window = next(windows)
-    assert run(window, model) == [0, 1, 2]  # all that follows was drawn in it
-    with pytest.raises(OSError, match="the disk is gone"):
+def breaking_count(x: Tensor) -> float:
+    return -1.0 if int(x) == 4 else 1.0
+
+
+@pytest.mark.parametrize(
+    ("loader", "options", "kind", "words"),
+    [
+        (lambda: breaking(5), {}, OSError, "the disk is gone"),
+        (lambda: noting(9, []), {"count": breaking_count}, ValueError, r"count gave -1.0"),
+        (lambda: noting(9, []), {"steps": lambda index: 3 - 3 * index}, ValueError, "steps"),
+    ],
+)
+def test_error_is_raised_where_its_window_is_requested(loader, options, kind, words):
+    model, accumulator = one_weight(**{"steps": 3, **options})
+    windows = accumulator.windows(loader())
+    assert run(next(windows), model) == [0, 1, 2]  # all that follows was drawn in it
+    with pytest.raises(kind, match=words):
         next(windows)
     assert accumulator.index == 1
 
 
 def test_items_before_an_error_of_an_iterator_are_not_lost():
     class Flaky:
-        place, has_failed = -1, False
+        items: Any = iter([*range(5), OSError("once"), *range(5, 8)])
 
         def __iter__(self) -> Flaky:
             return self
 
         def __next__(self) -> Tensor:
-            if self.place == 4 and not self.has_failed:
-                self.has_failed = True
-                raise OSError("once")
-            self.place += 1
-            if self.place == 8:
-                raise StopIteration
-            return torch.full((1, 1), float(self.place))
+            if isinstance(item := next(self.items), OSError):
+                raise item
+            return torch.full((1, 1), float(item))
 
     model, accumulator = one_weight(steps=3)
     loader, seen = Flaky(), []
@@ -165,29 +171,6 @@ def test_items_before_an_error_of_an_iterator_are_not_lost():
     for window in accumulator.windows(loader):
         seen += run(window, model)
     assert seen == list(range(8))
-
-
-def test_error_of_a_count_is_raised_where_its_window_is_requested():
-    def count(x: Tensor) -> float:
-        return -1.0 if int(x) == 4 else 1.0
-
-    model, accumulator = one_weight(steps=3, count=count)
-    windows = accumulator.windows(noting(9, []))
-    assert run(next(windows), model) == [0, 1, 2]
-    with pytest.raises(ValueError, match=r"count gave -1.0"):
-        next(windows)
-    assert accumulator.index == 1
-
-
-def test_error_of_a_ramp_is_raised_where_its_window_is_requested():
-    model, accumulator = one_weight(steps=lambda index: 3 - 3 * index)
-    windows = accumulator.windows(noting(9, []))
-    assert run(next(windows), model) == [0, 1, 2]
-    with pytest.raises(ValueError, match="steps"):
-        next(windows)
-    _, accumulator = one_weight(steps=lambda index: index)
-    with pytest.raises(ValueError, match="steps"):
-        next(accumulator.windows(noting(9, [])))
 
 
 @pytest.mark.parametrize("is_weak", [True, False])

@@ -43,12 +43,6 @@ def test_planned_cut_equals_the_librarys(batch, micro, ranks):
         assert parts == cut_evenly(one.samples, largest=micro)
 
 
-def test_large_numbers_are_exact_and_quick():
-    forecast = plan(batch_size=10**24 + 1, micro_batch_size=1, ranks=2)
-    assert forecast.steps == (10**24 + 2) // 2
-    assert [one.samples for one in forecast.split.ranks] == [10**24 // 2, 10**24 // 2 + 1]
-
-
 # Bytes
 
 
@@ -251,23 +245,3 @@ def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
         and "more than 8 was not tried" in text
         and "28 parameters" in text
     )
-
-
-@pytest.mark.parametrize(
-    ("words", "text"),
-    [
-        ("--ranks 3 --nodes 2", "ValueError: ranks=3 on nodes=2, expected as many ranks on each node"),
-        ("--parameters x", "parameters='x', expected a whole number such as"),
-    ],
-)
-def test_mistakes_at_the_command_print_one_line_and_exit_with_status_2(capsys, words, text):
-    assert main(["plan", *words.split()]) == 2
-    seen = capsys.readouterr()
-    assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
-
-
-def test_help_shows_an_example(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["plan", "--help"])
-    text = capsys.readouterr().out
-    assert ended.value.code == 0 and "distaccum plan --batch-size 1000" in text and "exit status: 0 planned" in text

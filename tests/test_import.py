@@ -38,10 +38,3 @@ def test_unknown_name_is_an_attribute_error():
     with pytest.raises(ImportError, match="cannot import name 'Acumulator'"):
         exec("from distaccum import Acumulator")
     assert not hasattr(distaccum, "__wrapped__")
-
-
-def test_public_names_have_docstrings():
-    import distaccum
-
-    for name in distaccum.__all__:
-        assert getattr(distaccum, name).__doc__

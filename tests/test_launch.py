@@ -134,23 +134,6 @@ def test_launchers_end_with_the_weights_of_the_big_batch(launched, big_batch, jo
     assert error(folder / "run", big_batch(*SMALL)) <= 1e-5
 
 
-ALONE = {  # each launcher's variables for one process
-    "torchrun": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "::1"},
-    "accelerate": {"ACCELERATE_USE_CPU": "True", "ACCELERATE_MIXED_PRECISION": "no", "ACCELERATE_DYNAMO_BACKEND": "NO"},
-    "deepspeed": {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1", "CUDA_VISIBLE_DEVICES": "0"},
-    "slurm": {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1"},
-}
-
-
-def test_one_process_under_each_launcher_is_the_same_program(programs, big_batch, tmp_path):
-    for name, variables in ALONE.items():
-        more = ("--local_rank=0",) if name == "deepspeed" else ()
-        done = programs.run("train", *SMALL, "--out", tmp_path / name, *more, **variables)
-        assert done.status == 0, done.text
-        assert "1 rank, a plain module on cpu" in done.text
-        assert torch.equal(weights_of(tmp_path / name), big_batch(*SMALL))
-
-
 def test_srun_may_start_the_ranks_itself(programs, tmp_path):
     port = free_port()
     tasks = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
@@ -254,17 +237,6 @@ def images(folder: Path) -> Path:
     return folder / "data"
 
 
-@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/accelerate/*.yaml")), ids=lambda path: path.stem)
-def test_accelerate_reads_its_files(path):
-    from accelerate.commands.config.config_args import load_config_from_file
-
-    command = command_of(path)
-    assert command[:3] == ["bash", "launch/accelerate.sh", str(path.relative_to(ROOT))]
-    config = load_config_from_file(str(path))
-    assert config.num_processes in (1, 2, 8)
-    assert ("--device" in command) == (config.num_processes == 8), "only files for GPUs leave out --device"
-
-
 def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs, tmp_path):
     done = programs.run(
         "train", "--engine", "accelerate", "--out", tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"
@@ -301,12 +273,6 @@ def test_wrong_calls_of_scripts_print_one_line_and_exit_with_status_2(command):
     text = run("bash", *command, status=2)
     assert WRONG[command] in text
     assert len(text.splitlines()) == 1
-
-
-def test_interpreter_without_torch_is_named_with_the_cure(tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "bare"], check=True)
-    text = run("bash", "launch/torchrun.sh", "2", status=2, PYTHON=str(tmp_path / "bare" / "bin" / "python"))
-    assert "has no torch or no distaccum; run 'bash launch/venv.sh launch'" in text
 
 
 def processes_of(out: str, rank: int) -> list[int]:

@@ -13,7 +13,6 @@ from problems import CASES, IGNORED, big_batch, error, gradient, make_batch, mak
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.law import RankReport, make_plan
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
 LAYOUTS = {
@@ -61,14 +60,6 @@ def test_record_has_losses_as_they_went_backward(kind, sizes):
         a.detach().zero_()
         b.detach().mul_(3)
     assert window.step().losses == pytest.approx(expected, rel=1e-12)
-
-
-def test_plan_has_the_largest_micro_batch_of_all_ranks_and_is_empty_where_nothing_counts():
-    plain = dict.fromkeys(RankReport._fields, 0) | {"num_counted": 1, "totals": (3.0,)}
-    first = RankReport(**{**plain, "largest": 3, "largest_sample": 7})
-    plan = make_plan(["samples"], [first, first._replace(largest=5, largest_sample=2)])
-    assert (plan.largest, plan.largest_sample, plan.is_empty) == (5, 7, False)
-    assert make_plan(["samples"], [first._replace(totals=(0.0,))]).is_empty  # a part of a sample, with no labels
 
 
 def test_window_that_was_stepped_holds_no_losses():
@@ -209,16 +200,6 @@ def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_cou
     assert update.loss == pytest.approx(big.item(), rel=1e-12), "the mean over nothing is no part of the record"
 
 
-def test_one_count_serves_several_reductions():
-    batches = [make_batch(3, seed=0), make_batch(2, seed=1)]
-    net = make_net()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction={"a": "mean", "b": "sum_to_mean"})
-    window = accumulator.window(batches)
-    for batch in window:
-        window.backward(a=sample_loss(net, batch), b=2 * sample_loss(net, batch, "sum"))
-    assert error(gradient(net), 3 * big_batch("samples mean", batches)[1]) <= 1e-12
-
-
 def scaled_by(weight, micro_batch, dtype):
     return (weight * micro_batch.mean()).to(dtype)
 
@@ -239,47 +220,6 @@ def test_loss_in_half_precision_rounds_its_share_and_warns():
             window.backward(scaled_by(model["weight"], micro_batch, dtype))
         assert model["weight"].grad.item() == pytest.approx(x[:num].mean().item(), rel=1e-6)
         window.step()
-
-
-def test_parts_give_each_item_a_graph_of_its_own():
-    batches = [make_batch(4, seed=i) for i in range(2)]
-    net = make_net()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
-    window = accumulator.window(batches)
-    for batch in window:
-        for factor in window.parts(iter([1.0, 2.0, 3.0])):  # any iterable
-            window.backward(factor * sample_loss(net, batch))
-    loss, exact = big_batch("samples mean", batches)
-    assert error(gradient(net), 6 * exact) <= 1e-12
-    assert window.step().loss == pytest.approx(6 * loss, rel=1e-12)
-
-
-def test_several_models_and_optimizers_are_trained_together():
-    one, two = make_net(), make_net()
-    optimizers = [SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.2)]
-    accumulator = Accumulator([one, two], optimizers, steps=2)
-    batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
-    before = weights(one)
-    for window in accumulator.windows(batches):
-        for batch in window:
-            window.backward(sample_loss(one, batch) + sample_loss(two, batch))
-        assert error(gradient(two), big_batch("samples mean", batches)[1]) <= 1e-12
-        window.step()
-    assert error(before - weights(one), 0.1 * big_batch("samples mean", batches)[1]) <= 1e-12
-    assert error(before - weights(two), 0.2 * big_batch("samples mean", batches)[1]) <= 1e-12
-    assert all(p.grad is None for p in [*one.parameters(), *two.parameters()])
-
-
-def test_optimizer_may_hold_parameters_of_the_loss_alone():
-    net, temperature = make_net(), torch.nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-    batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
-    accumulator = Accumulator(net, SGD([*net.parameters(), temperature], lr=0.0))
-    window = accumulator.window(batches)
-    for batch in window:
-        window.backward(temperature * sample_loss(net, batch))
-    assert temperature.grad.item() == pytest.approx(big_batch("samples mean", batches)[0], rel=1e-12)
-    window.step()
-    assert temperature.grad is None
 
 
 def test_counts_that_are_tensors_are_read_together():

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from counting import Counting
 from engines import full
-from problems import Batch, error, gradient_of_trunk, join, loss_of, make_batch, run_window, trunk
-from problems import gradient as gradient_of
+from problems import Batch, error, join, make_batch
 from ranks import RankError
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -121,15 +119,6 @@ class Complex(nn.Module):
         return (self.body(batch["x"]).to(torch.complex128) @ self.wave).abs()
 
 
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.shared, self.head = linear(5, 5), linear(5, 2)
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.head(self.shared(self.shared(batch["x"]).tanh()).tanh())
-
-
 class Experts(nn.Module):
     """Each sample goes to one of three experts; a micro-batch shares its expert."""
 
@@ -180,7 +169,6 @@ PROBLEMS: dict[str, Any] = {
     "sparse": (lambda: [Sparse()], one, lambda models: [SGD(trained(models), lr=0.1)]),
     "sparse, SparseAdam": (lambda: [Sparse()], one, sparse_adam),
     "complex": (lambda: [Complex()], one, sgd),
-    "a layer used twice": (lambda: [Twice()], one, sgd),
     "experts": (lambda: [Experts()], one, sgd),
 }
 OPTIONS: dict[str, Any] = {
@@ -360,26 +348,3 @@ def test_critic_and_generator_in_turn_are_exact(ranks, kind, how):
 def test_gradients_left_in_a_critic_are_cleared_with_a_warning():
     with pytest.warns(UserWarning, match="gradients that stood before the window were cleared"):
         assert adversaries("plain", "nothing") <= 1e-12
-
-
-def forwards_outside(unused: bool, layouts: Any) -> Any:
-    rank, seen = dist.get_rank(), []
-    ddp = DistributedDataParallel(trunk(), find_unused_parameters=unused)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
-    for layout in layouts:
-        batches = [[make_batch(size, seed=10 * r + i) for i, size in enumerate(layout[r])] for r in range(2)]
-        loss_of(ddp, batches[0][0])  # no_grad() was forgotten
-        window = accumulator.window(batches[rank])
-        with Counting() as count:
-            run_window(window, ddp)
-        reductions = sum(name == "allreduce_" and size > 16 for name, size in count.collectives)
-        seen.append((error(gradient_of(ddp), gradient_of_trunk(batches[0] + batches[1])), reductions))
-        window.step()
-    return seen
-
-
-@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
-@pytest.mark.parametrize("second", [[[3, 1], [2, 2]], [[3, 1], [2]], [[3, 1], []]], ids=["even", "one", "dry"])
-def test_forward_with_a_gradient_outside_of_windows_reduces_nothing(ranks, second, unused):
-    for seen in ranks(2).run(forwards_outside, unused, [[[2, 1, 3], [1, 4, 1]], second, second]):
-        assert all(wrong <= 1e-12 and reductions == 1 for wrong, reductions in seen)

@@ -4,73 +4,18 @@ from __future__ import annotations
 
 import copy
 import gc
-import math
-import os
 import pickle
-import time
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from counting import Counting
 from problems import error, gradient, gradient_of_trunk, join, loss_of, micro_batches_of, run_window, trunk
-from ranks import RankError
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.ranks import GroupPeers
-
-ROW = [0.1, -0.0, math.inf, 1e300]
-
-
-def gathered():
-    """In each group of the first ranks: what came, and what was sent."""
-    found, rank = [], dist.get_rank()
-    for num in range(1, dist.get_world_size() + 1):
-        group = dist.new_group(range(num))
-        peers = GroupPeers(group) if rank < num else None
-        dist.barrier()  # since torch names groups by their number
-        if peers is not None:
-            with Counting() as counting:
-                first, second = peers.post([float(rank), *ROW]), peers.post([float(-rank)])  # before anybody waits
-                rows = second(), first(), peers.gather([2.0 * rank])
-            found.append((rows, [name for name, _ in counting.take()]))
-    return found
-
-
-def test_rows_come_in_order_by_one_collective_each(ranks):
-    for rank, found in enumerate(ranks(3).run(gathered)):
-        for num, (rows, sent) in zip(range(rank + 1, 4), found, strict=True):
-            every = range(num)
-            assert rows == (
-                [[float(-one)] for one in every],
-                [[one, *ROW] for one in every],
-                [[2.0 * one] for one in every],
-            )
-            assert sent == ["allgather_"] * 3
-
-
-def summed():
-    peers = GroupPeers(dist.group.WORLD)
-    values = torch.tensor([1.0 + dist.get_rank(), 10.0], dtype=torch.float64)
-    if dist.get_rank():
-        time.sleep(0.3)
-    began = time.perf_counter()
-    sum_ = peers.sum(values)
-    seconds = time.perf_counter() - began
-    del peers  # somebody keeps the sum, as an update does
-    sum_.wait()
-    sum_.wait()
-    return seconds, values.tolist()
-
-
-def test_sum_runs_while_nobody_waits_and_outlives_its_peers(ranks):
-    for seconds, values in ranks(2).run(summed):
-        assert seconds < 0.25  # the other rank came 0.3 seconds later
-        assert values == [3.0, 20.0]
 
 
 def accumulators():
@@ -127,16 +72,3 @@ def test_default_device_changes_nothing(ranks):
         assert wrong <= 1e-12
         assert losses[0] == pytest.approx(losses[1], rel=1e-12)
         assert equivalent
-
-
-def lost():
-    peers = GroupPeers(dist.group.WORLD)
-    if dist.get_rank() == 2:
-        os._exit(1)
-    time.sleep(0.2)
-    peers.gather([1.0])
-
-
-def test_rank_that_is_gone_is_an_error_of_the_others(ranks):
-    with pytest.raises(RankError, match="lost contact with the other ranks"):
-        ranks(3).run(lost)

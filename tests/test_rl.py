@@ -183,36 +183,6 @@ def test_mean_of_micro_batch_means_is_another_loss():
 # Terms with denominators of their own
 
 
-def terms(policy: nn.Module, batch: Batch) -> dict[str, Tensor]:
-    now, entropy = policy(batch["tokens"])
-    behind = (batch["reference"] - now).clamp(max=10)
-    kl = behind.exp() - behind - 1  # never below 0
-    return {
-        "policy": seq_mean_token_mean(policy, batch),
-        "kl": 0.1 * (kl * batch["mask"]).sum(),
-        "entropy": -0.01 * (entropy * batch["kept"]).sum(),
-    }
-
-
-def test_kl_and_entropy_have_denominators_of_their_own():
-    batch, whole = make_batch(), make_policy()
-    batch["kept"] = batch["mask"] * (batch["tokens"] % 2)  # the entropy of some tokens alone
-    tokens, kept = int(batch["mask"].sum()), int(batch["kept"].sum())
-    exact = by_formula(whole, batch, MODES["seq-mean-token-mean"][2])
-    now, entropy = whole(batch["tokens"])
-    behind = batch["reference"] - now
-    exact = exact + 0.1 * ((behind.exp() - behind - 1) * batch["mask"]).sum() / tokens
-    exact = exact - 0.01 * (entropy * batch["kept"]).sum() / kept
-    exact.backward()
-    count = {
-        "policy": count_samples,
-        "kl": count_tokens("mask", ignore_index=0),
-        "entropy": count_tokens("kept", ignore_index=0),
-    }
-    found, value = run(make_policy(), parts_of(batch, [1, 5, 2, 4]), terms, reduction="sum_to_mean", count=count)
-    assert error(found, gradient(whole)) <= 1e-12 and abs(value - exact.item()) <= 1e-12
-
-
 # Preferences
 
 
@@ -252,59 +222,4 @@ def test_dpo_with_two_forwards_is_its_formula():
     assert error(found, gradient(whole)) <= 1e-12 and abs(value - exact.item()) <= 1e-12
 
 
-def dpo_on_ranks() -> float:
-    batch, whole, rank = make_pairs(9), make_policy(), dist.get_rank()
-    dpo_by_formula(whole, batch).backward()
-    mine = parts_of(batch, [3, 6])[rank]
-    found, _ = run(DistributedDataParallel(make_policy()), parts_of(mine, [[2, 1], [1, 4, 1]][rank]), dpo)
-    return error(found, gradient(whole))
-
-
-def test_dpo_is_exact_on_uneven_ranks(ranks):
-    assert max(ranks(2).run(dpo_on_ranks)) <= 1e-12
-
-
 # Packed sequences
-
-
-def pack(batch: Batch) -> Batch:
-    """The rows one after the other, without padding, and the row that each token is of."""
-    kept = batch["mask"].bool()
-    rows = torch.arange(len(kept))[:, None].expand_as(kept)[kept]
-    places = torch.cat([torch.arange(length) for length in batch["mask"].sum(-1).tolist()])
-    return {
-        "now": batch["tokens"].roll(-1, dims=-1)[kept][None],
-        "tokens": batch["tokens"][kept][None],
-        "old": batch["old"][kept][None],
-        "advantages": batch["advantages"][rows][None],
-        "position_ids": places[None],
-    }
-
-
-def packed_loss(policy: Policy, batch: Batch) -> Tensor:
-    """seq-mean-token-mean over sequences that lie in one row."""
-    log_p = torch.log_softmax(policy.head(torch.tanh(policy.embed(batch["tokens"]))), dim=-1)
-    now = log_p.gather(-1, batch["now"][..., None])[..., 0]
-    ratio, gain = (now - batch["old"]).exp(), batch["advantages"]
-    losses = -torch.minimum(ratio * gain, ratio.clamp(1 - EPSILON, 1 + EPSILON) * gain).flatten()
-    of = (batch["position_ids"].flatten() == 0).cumsum(0) - 1  # the sequence of each token
-    return (losses / of.bincount()[of]).sum()
-
-
-def sequences(batch: Batch) -> Tensor:
-    return (batch["position_ids"] == 0).sum()
-
-
-def test_packed_sequences_count_one_each():
-    batch, whole = make_batch(), make_policy()
-    exact = by_formula(whole, batch, MODES["seq-mean-token-mean"][2])
-    exact.backward()
-    net = make_policy()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction="sum_to_mean", count=sequences)
-    of_rows = ({name: value[rows] for name, value in batch.items()} for rows in torch.arange(12).split(5))
-    window = accumulator.window(map(pack, of_rows))
-    for one in window:
-        window.backward(packed_loss(net, one))
-    assert error(gradient(net), gradient(whole)) <= 1e-12
-    update = window.step()
-    assert update.counts == {"count": 12} and update.micro_batches == 3 and abs(update.loss - exact.item()) <= 1e-12

@@ -82,13 +82,3 @@ def test_seed_gives_the_same_mutants_of_valid_python_that_differ():
     for one in found:
         before = (mutants.ROOT / "distaccum" / f"{one.file}.py").read_text()
         assert ast.dump(ast.parse(one.source)) != ast.dump(ast.parse(before)), one
-
-
-@pytest.mark.slow
-def test_known_mutant_is_killed(tmp_path):
-    tree = mutants.copied_tree(tmp_path)
-    path = tree / "distaccum/law.py"
-    source = path.read_text()
-    (fault,) = [one for one in mutants.mutants_of(source, "law") if one.change.endswith("`divisor / count`")]
-    assert mutants.killer(fault, [], tree) == "distaccum/law.py::distaccum.law.share_of"
-    assert path.read_text() == source

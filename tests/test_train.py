@@ -125,19 +125,6 @@ def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
-def test_digits_equal_those_of_scikit_learn(monkeypatch):
-    """Read from scikit-learn's file, or through its function if the file is absent."""
-    monkeypatch.syspath_prepend(ROOT / "launch")
-    from sklearn.datasets import load_digits
-    from training import tasks
-
-    found = load_digits()
-    for is_there in (True, False):
-        monkeypatch.setattr(Path, "is_file", lambda _, is_there=is_there: is_there)
-        rows = tasks._rows_of_digits()
-        assert (rows[:, :-1] == found.data).all() and (rows[:, -1] == found.target).all(), is_there
-
-
 def only_line(text: str) -> str:
     (line,) = [line for line in text.splitlines() if line.startswith(("train: ", "prove: "))]
     assert "Traceback" not in text
@@ -175,20 +162,6 @@ def test_image_that_cannot_be_read_is_named(programs, tmp_path):
     text = "".join(done.text for done in ended)
     assert "Traceback" not in text
     assert text.count(f"{broken} is no image") == 3, "logged at once, raised, and quoted on the other rank"
-
-
-def test_torchvision_dataset_trains_by_its_name(programs, tmp_path):
-    folder = tmp_path / "data" / "FashionMNIST" / "raw"
-    folder.mkdir(parents=True)
-    for name, number in (("train", 40), ("t10k", 10)):  # in the format of its downloaded files
-        images = bytes([0, 0, 8, 3, *number.to_bytes(4, "big"), *(28).to_bytes(4, "big"), *(28).to_bytes(4, "big")])
-        (folder / f"{name}-images-idx3-ubyte").write_bytes(images + random.Random(0).randbytes(number * 28 * 28))
-        labels = bytes([0, 0, 8, 1, *number.to_bytes(4, "big"), *(i % 10 for i in range(number))])
-        (folder / f"{name}-labels-idx1-ubyte").write_bytes(labels)
-    options = ("--data", "FashionMNIST", "--data-folder", tmp_path / "data", "--batch-size", 16, "--epochs", 1)
-    text = trained(programs, tmp_path / "run", *SMALL, *options)
-    assert "40 samples to train on" in text
-    proven(programs, tmp_path / "run")
 
 
 @pytest.mark.parametrize(
@@ -250,15 +223,6 @@ def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
     assert programs.run("train", "--config", file, "--plan").text.count("32 samples: 1 x 8") == 1
     file.write_text('model = "cnn"\nupdates = 7\n')
     assert "46 updates, 23 per epoch" in programs.run("train", "--config", file, "--epochs", 2, "--plan").text
-
-
-def test_plan_shows_micro_batches_and_updates(programs):
-    text = programs.run("train", "--model", "resnet101", "--batch-size", 100, "--micro-batch-size", 50, "--plan").text
-    assert "42.5" in text and "100 samples: 1 x 2 micro-batches of 50" in text
-    assert "15 per epoch, whose last is 38 samples" in text
-    text = programs.run("train", "--batch-size", 100, "--micro-batch-size", 50, "--plan", 4).text
-    assert "44.7 MB of gradients, reduced once per update" in text
-    assert "100 samples: 4 x 1 micro-batches of 25" in text
 
 
 MISTAKES = {
@@ -360,26 +324,6 @@ def test_progress_is_printed_without_a_terminal_unless_quiet(programs, tmp_path)
     assert " of 3 updates" not in trained(programs, tmp_path / "seldom", *options, 1000)
     assert trained(programs, tmp_path / "quiet", *options, 1e-9, "--quiet") == ""
     assert same(tmp_path / "often", tmp_path / "quiet")
-
-
-def test_noise_scale_is_logged_and_explained(programs, tmp_path):
-    run = tmp_path / "run"
-    text = trained(programs, run, *SMALL, "--updates", 8, "--measure-noise")
-    scales = [update["noise_scale"] for update in log_of(run)]
-    summary = json.loads((run / "summary.json").read_text())
-    assert len(scales) == 8 and summary["noise_scale"] == scales[-1]
-    batch = summary["batch"]
-    assert batch["updates"] == pytest.approx(1 + scales[-1] / batch["count"])
-    assert batch["samples"] == pytest.approx(1 + batch["count"] / scales[-1])
-    assert f"noise scale {scales[-1]:.0f} samples, the batch {batch['count']:.0f}: " in text
-    assert text.count(f"x the fewest samples: {batch['verdict']}") == 1
-
-
-def test_learning_rate_is_scaled_from_a_base_batch_on_request(programs, tmp_path):
-    for how, factor in (("linear", 2.0), ("sqrt", 2.0**0.5)):
-        options = ("--lr", 0.01, "--base-batch-size", 32, "--lr-scaling", how, "--schedule", "constant", "--updates", 2)
-        trained(programs, tmp_path / how, *SMALL, *options)
-        assert [update["lr"] for update in log_of(tmp_path / how)] == pytest.approx([0.01 * factor] * 2)
 
 
 # Stopping and resuming
