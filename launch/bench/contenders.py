@@ -265,28 +265,20 @@ def with_distaccum(
     **options: Any,
 ) -> Loop:
     """A window of micro-batches that the caller has; or `from_loader`, the next of the loader's windows."""
-    loss_of = task.loss_of
     accumulator = Accumulator(model, optimizer, steps=task.steps, **options)
-
-    def run(micro_batches: Sequence[Any]) -> None:
-        window = accumulator.window(micro_batches)
-        for micro_batch in window:
-            window.backward(loss_of(model, micro_batch))
-        window.step()
-
     given: Sequence[Any] = ()
     windows: Iterator[Any] = iter(())
 
-    def run_next(micro_batches: Sequence[Any]) -> None:
+    def run(micro_batches: Sequence[Any]) -> None:
         nonlocal given, windows
-        if micro_batches is not given:  # else of the loader that was read ahead in the last window
+        if from_loader and micro_batches is not given:  # else of the loader that was read ahead in the last window
             given, windows = micro_batches, accumulator.windows(itertools.cycle(micro_batches))
-        window = next(windows)
+        window = next(windows) if from_loader else accumulator.window(micro_batches)
         for micro_batch in window:
-            window.backward(loss_of(model, micro_batch))
+            window.backward(task.loss_of(model, micro_batch))
         window.step()
 
-    return Loop(run_next if from_loader else run, lambda: weights(model))
+    return Loop(run, lambda: weights(model))
 
 
 def plain_distaccum(task: Task, **options: Any) -> Loop:

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # launch/: wrappers, training
 CPU = torch.device("cpu")
 SLOW_IMPORTS = ("torch.distributed.fsdp", "distaccum", "accelerate", "lightning.fabric", "deepspeed")
 

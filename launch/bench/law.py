@@ -8,8 +8,8 @@ call of the criterion on all samples of the window, of all ranks, in float64, fr
 with a learning rate of 1, so that the weights' change is the gradient; the worst window counts. The cases are in
 lawcases/cases.py, each library's way through them in a file of its own beside it.
 
-`pip install accelerate deepspeed lightning-fabric pytorch-lightning transformers sentence-transformers open_clip_torch`
-brings the others; one that is missing is marked so.
+`pip install accelerate deepspeed lightning-fabric pytorch-lightning transformers` brings the others; one that is
+missing is marked so.
 """
 
 from __future__ import annotations

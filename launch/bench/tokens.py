@@ -1,4 +1,4 @@
-"""Texts of different lengths in micro-batches of fixed rows, or by what they cost: time, padding, memory, gradient.
+"""Texts of different lengths in micro-batches of fixed rows, or by what they cost: time and padding.
 
     python launch/bench/tokens.py --out launch/results/tokens
 
@@ -9,29 +9,24 @@
 
 An update is 64 rows; all ways learn from the same rows, weighted by tokens. Lengths are log-normal, fitted to published
 statistics of two instruction sets, an eighth as long so that a processor can do it, and cut off at 256.
-Time: whole updates, by turns, in seconds of the processor. Memory: the peak of an update in a fresh process.
+Time: whole updates, by turns, in seconds of the processor.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from kit import (
     CPU,
-    RETURNS,
     Options,
     circumstances,
     header,
-    in_fresh_process,
     in_turns,
-    peak_of,
     ratios,
-    relative_difference,
     spelled,
     table,
     write,
@@ -39,6 +34,7 @@ from kit import (
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
+from training.gpt import GPT
 
 from distaccum import Accumulator, ByCost, count_tokens
 from distaccum.feeding import trim_padding
@@ -59,25 +55,9 @@ SOURCES = (
 Batch = dict[str, Tensor]
 
 
-class Reader(nn.Module):
-    """A small causal transformer."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        layer = nn.TransformerEncoderLayer(width, 4, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.layers = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(width, VOCABULARY)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        causal = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], dtype=self.head.weight.dtype)
-        logits: Tensor = self.head(self.layers(self.embed(tokens), mask=causal, is_causal=True))
-        return logits
-
-
-def make_reader(width: int) -> Reader:
+def make_reader(width: int) -> GPT:
     torch.manual_seed(0)
-    return Reader(width)
+    return GPT(width, layers=3, context=LONGEST, tokens=VOCABULARY)
 
 
 def lengths_of(name: str, seed: int) -> list[int]:
@@ -139,40 +119,12 @@ def times_alone(name: str, rounds: int, width: int, number: int) -> dict[str, li
     return in_turns({way: lambda u=u: [u(batch) for batch in data] for way, u in updates.items()}, rounds, CPU)  # type: ignore[misc]
 
 
-def peak(way: str, name: str, width: int) -> float:
-    update, data = make_update(way, make_reader(width), most_of(name, 2)), batches(name, 2)
-    update(data[0])
-    return max(peak_of(lambda batch=batch: update(batch), CPU) for batch in data)  # type: ignore[misc]
-
-
-def peak_in_fresh(way: str, name: str, width: int) -> Any:
-    return in_fresh_process("--peak-of", way, "--set", name, "--width", str(width), environment=RETURNS)
-
-
-def gradients(name: str) -> dict[str, float]:
-    """How far each is off one big batch, in float64."""
-    batch = make_batch(lengths_of(name, 0)[:24], 0)
-    whole = make_reader(16).double()
-    loss_of(whole, batch).backward()
-    expected = torch.cat([p.grad.flatten() for p in whole.parameters() if p.grad is not None])
-    found = {}
-    for way in WAYS:
-        model = make_reader(16).double()
-        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
-        make_update(way, model, most_of(name, 1))(batch)
-        moved = before - torch.cat([p.detach().flatten() for p in model.parameters()])
-        found[way] = relative_difference(moved / 1e-3, expected)
-    return found
-
-
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for name in SETS:
         print(f"{name}: {options.rounds} rounds", flush=True)
         data, rows = batches(name, options.updates), {}
-        sizes = options.rounds, options.width, options.updates
-        alone = times_alone(name, *sizes)
-        off = gradients(name)
+        alone = times_alone(name, options.rounds, options.width, options.updates)
         for way in WAYS:
             update = make_update(way, make_reader(16), most_of(name, options.updates))
             done = [update(batch) for batch in data]
@@ -182,35 +134,23 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 "speed": ratios(alone["fixed"], alone[way]),
                 "padding": 1 - sum(int(batch["attention_mask"].sum()) for batch in data) / computed,
                 "micro-batches": sum(record.micro_batches for _, record in done) / len(done),
-                "peak MB": None if options.no_memory else peak_in_fresh(way, name, options.width),
-                "gradient": off[way],
             }
         result[name] = rows
     return result
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    heads = [
-        "way",
-        "samples per second",
-        "speed",
-        "padding",
-        "micro-batches",
-        "peak, MB",
-        "gradient off by",
-    ]
+    heads = ["way", "samples per second", "speed", "padding", "micro-batches"]
     lines = []
     for name, rows in result.items():
         cells = [
-            [
+            (
                 way,
                 f"{row['samples per second']:.0f}",
                 spelled(row["speed"]),
                 f"{row['padding']:.0%}",
                 f"{row['micro-batches']:.1f}",
-                "-" if row["peak MB"] is None else f"{row['peak MB']:.0f}",
-                f"{row['gradient']:.0e}",
-            ]
+            )
             for way, row in rows.items()
         ]
         lines += [f"## {name}", "", *table(heads, cells)]
@@ -218,19 +158,11 @@ def lines_of(result: dict[str, Any]) -> list[str]:
 
 
 def main() -> int:
-    warnings.filterwarnings("ignore", message=".*(nested tensor|is_causal|attention mask).*", category=UserWarning)
     parser = Options(__doc__)
     parser.counts("--rounds", 9, "rounds of all ways by turns")
     parser.counts("--width", 128, "of the model")
     parser.counts("--updates", 4, "in each round")
-    parser.add_argument("--no-memory", action="store_true", help="peak memory is left out")
-    parser.hidden("--peak-of", choices=WAYS)
-    parser.hidden("--set", choices=list(SETS), default="wide")
     options = parser.parse_args()
-    if options.peak_of:
-        torch.set_num_threads(1)
-        print(peak(options.peak_of, options.set, options.width))
-        return 0
     torch.set_num_threads(1)
     result = measure(options)
     notes = (

@@ -1,12 +1,12 @@
 """Seconds and bytes of an update over a slow link: each way to accumulate, and what link and processor allow.
 
     sudo python launch/bench/two_nodes.py --out launch/results/two_nodes
-    sudo python launch/bench/two_nodes.py --only DDP --rounds 2 --slow-rounds 1  # in two minutes
+    sudo python launch/bench/two_nodes.py --only DDP --rounds 2  # in two minutes
 
 Two network namespaces of this machine, a link of --rate between them and a rank in each. ResNet-18 with GroupNorm (11.7
-million parameters, float32), windows of micro-batches of 4 images of 64 x 64, SGD. All ways of a group are in the same
-two processes and take turns, one update each: A B C, C B A. Those that communicate in each micro-step are a group of
-their own, with fewer rounds. Needs root, iproute2, torchvision, accelerate, deepspeed and lightning-fabric.
+million parameters, float32), windows of micro-batches of 4 images of 64 x 64, SGD. All ways are in the same two
+processes and take turns, one update each: A B C, C B A. Needs root, iproute2, torchvision, accelerate, deepspeed and
+lightning-fabric.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
-from kit import CPU, Options, circumstances, header, ratios, relative_difference, spelled, write
+from kit import CPU, Options, circumstances, header, ratios, relative_difference, spelled, table, write
 from nodes import PAYLOAD, SENT, on_each, two_nodes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -35,28 +35,22 @@ from torchvision.models import resnet18
 IMAGES, PIXELS = 4, 64  # of a micro-batch
 COMPUTE = "compute alone"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
-SECONDS = 900.0  # for a group
+SECONDS = 1800.0
 BOUND = 1e-4  # float32
 LR = 0.1
 ZERO = ("DeepSpeed", "distaccum")
-ONCE = [
-    *some_of(
-        "DDP", "by hand", "by hand, again", "Accelerate", "Lightning Fabric", "distaccum", "distaccum on Accelerate"
-    ),
+CHOSEN = [
+    *some_of("DDP", "by hand", "by hand, again", "Accelerate", "Lightning Fabric", "distaccum"),
+    *some_of("DDP", "distaccum on Accelerate"),
     *some_of("DDP, views", "by hand", "distaccum"),
     *(one for engine in ("ZeRO 0", "ZeRO 1", "ZeRO 2, last") for one in some_of(engine, *ZERO)),
     *some_of("FSDP2, gathered", "by hand", "distaccum"),
-]
-EACH_STEP = [  # gathers or reduces
+    # These gather or reduce in each micro-step.
     *some_of("DDP, every micro-step", "by hand"),
-    *some_of("ZeRO 2, every", "DeepSpeed"),
-    *some_of("ZeRO 3, every", "DeepSpeed"),
+    *(one for engine in ("ZeRO 2, every", "ZeRO 3, every") for one in some_of(engine, "DeepSpeed")),
     *some_of("ZeRO 3, last", *ZERO),
-    *some_of("FSDP2, last", "by hand", "distaccum"),
-    *some_of("FSDP2, every", "by hand", "distaccum"),
+    *(one for sync in ("last", "every") for one in some_of(f"FSDP2, {sync}", "by hand", "distaccum")),
 ]
-GROUPS = {"once": ONCE, "each": EACH_STEP}
-TITLES = {"once": "communicates once per update", "each": "communicates in each micro-step"}
 BY_HAND = one_of("DDP", "by hand")
 Batch = tuple[Tensor, Tensor]
 
@@ -99,7 +93,7 @@ def measure_here(names: Sequence[str], steps: int, rounds: int) -> dict[str, Any
     expected = big_batch_gradient(steps)
     backwards: list[float] = []
     loops, off = {COMPUTE: computing(steps, backwards)}, {}
-    for one in (one for one in (*ONCE, *EACH_STEP) if str(one) in names):
+    for one in (one for one in CHOSEN if str(one) in names):
         loop = loops[str(one)] = one.set_up(task(steps))
         off[str(one)] = relative_difference(first_gradient(loop, batches), expected)
     mine = take_turns(loops, batches, rounds)
@@ -173,46 +167,38 @@ def take_turns(loops: dict[str, Loop], batches: list[Batch], rounds: int) -> dic
 
 
 def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each, by group; the loop by hand under DDP and the micro-steps alone are in each group."""
-    rows = []
+    """A row for each, and one for the micro-steps alone."""
+    names = list(dict.fromkeys([COMPUTE, str(BY_HAND), *map(str, chosen)]))
     with two_nodes(options.rate) as nodes:
-        for group, members in GROUPS.items():
-            names = [str(one) for one in members if one in chosen]
-            if not names:
-                continue
-            names = [COMPUTE, str(BY_HAND), *(name for name in names if name != str(BY_HAND))]
-            rounds = options.rounds if group == "once" else options.slow_rounds
-            print(f"{len(names)} that {TITLES[group].replace('s ', ' ', 1)}, {rounds} rounds", file=sys.stderr)
-            passed = ["--steps", str(options.steps), "--rounds", str(rounds), "--here", *names]
-            found = json.loads(on_each(nodes, passed, SECONDS))
-            seconds = found["seconds"]
-            for name in names:
-                reference = reference_of(name)
-                rows.append(
-                    {
-                        "group": group,
-                        "name": name,
-                        "seconds": seconds[name],
-                        "bytes": found["sent"][name],
-                        "of_engine": None if reference in (None, name) else ratios(seconds[name], seconds[reference]),
-                        "of_ddp": ratios(seconds[name], seconds[str(BY_HAND)]),
-                        "gradient_off": found["off"].get(name),
-                        "backward": found["backward"] if name == COMPUTE else None,
-                    }
-                )
+        passed = ["--steps", str(options.steps), "--rounds", str(options.rounds), "--here", *names]
+        found = json.loads(on_each(nodes, passed, SECONDS))
+    seconds, rows = found["seconds"], []
+    for name in names:
+        reference = reference_of(name)
+        rows.append(
+            {
+                "name": name,
+                "seconds": seconds[name],
+                "bytes": found["sent"][name],
+                "of_engine": None if reference in (None, name) else ratios(seconds[name], seconds[reference]),
+                "of_ddp": ratios(seconds[name], seconds[str(BY_HAND)]),
+                "gradient_off": found["off"].get(name),
+                "backward": found["backward"] if name == COMPUTE else None,
+            }
+        )
     return rows
 
 
 def reference_of(name: str) -> str | None:
     """The loop without another library on the same wrapper."""
-    one = next((one for one in (*ONCE, *EACH_STEP) if str(one) == name), None)
+    one = next((one for one in CHOSEN if str(one) == name), None)
     return None if one is None else f"{one.engine}, {one.reference}"
 
 
 def limits(rows: list[dict[str, Any]], rate: str) -> dict[str, float]:
     """Seconds that an update with one all-reduce of the gradients takes at least, from measured parts."""
     alone = next(row for row in rows if row["name"] == COMPUTE)
-    compute, wire = statistics.median(alone["seconds"]), on_the_wire(gradient_bytes(), rate)
+    compute, wire = statistics.median(alone["seconds"]), 8 * gradient_bytes() / (bits(rate) * PAYLOAD)
     overlapped = compute + wire - min(alone["backward"], wire)
     return {
         "compute": compute,
@@ -223,22 +209,6 @@ def limits(rows: list[dict[str, Any]], rate: str) -> dict[str, float]:
     }
 
 
-def add_own_limits(rows: list[dict[str, Any]], rate: str) -> None:
-    """The same for the bytes that each sends; what communicates in each micro-step could hide it in all of them."""
-    alone = {row["group"]: row for row in rows if row["name"] == COMPUTE}
-    for row in rows:
-        beside, wire = alone[row["group"]], on_the_wire(row["bytes"], rate)
-        once = row["group"] == "once" or row["name"] == str(BY_HAND)
-        hidden = [beside["backward"] if once else seconds for seconds in beside["seconds"]]
-        least = [c + wire - min(h, wire) for c, h in zip(beside["seconds"], hidden, strict=True)]
-        row["wire"], row["limit"] = wire, statistics.median(least)
-        row["of_limit"] = ratios(row["seconds"], least)
-
-
-def on_the_wire(sent: float, rate: str) -> float:
-    return 8 * sent / (bits(rate) * PAYLOAD)
-
-
 def bits(rate: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)(kbit|mbit|gbit)", rate)
     if not found or float(found[1]) == 0:
@@ -247,41 +217,24 @@ def bits(rate: str) -> float:
 
 
 def tables(rows: list[dict[str, Any]], least: dict[str, float], options: argparse.Namespace) -> list[str]:
-    lines = [
-        "| limits of an update that reduces the gradients once | s |",
-        "| --- | --: |",
-        f"| compute alone: {options.steps} micro-steps and a step, both ranks at work | {least['compute']:.3f} |",
-        f"| wire: {gradient_bytes() / 1e6:.1f} MB at {PAYLOAD:.1%} of {options.rate} | {least['wire']:.3f} |",
-        f"| nothing overlapped: compute + wire | {least['in_turn']:.3f} |",
-        f"| **overlapped: compute + wire - one backward ({least['backward']:.3f})** | **{least['overlapped']:.3f}** |",
+    limits = [
+        (f"compute alone: {options.steps} micro-steps and a step, both ranks at work", f"{least['compute']:.3f}"),
+        (f"wire: {gradient_bytes() / 1e6:.1f} MB at {PAYLOAD:.1%} of {options.rate}", f"{least['wire']:.3f}"),
+        ("nothing overlapped: compute + wire", f"{least['in_turn']:.3f}"),
+        (f"overlapped: compute + wire - one backward ({least['backward']:.3f})", f"{least['overlapped']:.3f}"),
     ]
-    for group, title in TITLES.items():
-        of_group = [row for row in rows if row["group"] == group]
-        if of_group:
-            lines += ["", f"**What {title}** ({len(of_group[0]['seconds'])} rounds)", "", *table(of_group)]
-    return lines
-
-
-def table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [
-        "| | s per update | least to most | / loop on the same wrapper | / DDP by hand | MB sent per rank | "
-        "x gradients | wire, s | limit, s | / limit | gradient off by |",
-        "| --- | --: | --: | --: | --: | --: | --: | --: | --: | --: | --: |",
-    ]
-    for row in rows:
-        seconds, off = row["seconds"], row["gradient_off"]
-        cells = [
-            f"{statistics.median(seconds):.3f}",
-            f"{min(seconds):.3f} to {max(seconds):.3f}",
+    heads = ["", "s per update", "/ loop on the same wrapper", "/ DDP by hand", "MB sent per rank", "gradient off by"]
+    cells = [
+        (
+            row["name"],
+            f"{statistics.median(row['seconds']):.3f}",
             *(spelled(row[name]) for name in ("of_engine", "of_ddp")),
             f"{row['bytes'] / 1e6:.1f}",
-            f"{row['bytes'] / gradient_bytes():.2f}",
-            *(f"{row[name]:.3f}" for name in ("wire", "limit")),
-            spelled(row["of_limit"]),
-            "-" if off is None else f"{off:.0e}",
-        ]
-        lines.append(f"| {row['name']} | {' | '.join(cells)} |")
-    return lines
+            "-" if row["gradient_off"] is None else f"{row['gradient_off']:.0e}",
+        )
+        for row in rows
+    ]
+    return [*table(["limits of an update that reduces the gradients once", "s"], limits), *table(heads, cells)]
 
 
 def notes(options: argparse.Namespace) -> list[str]:
@@ -293,16 +246,15 @@ def notes(options: argparse.Namespace) -> list[str]:
         f"ResNet-18 with GroupNorm in float32 ({gradient_bytes() / 1e6:.1f} MB of gradients), and a step of SGD.",
         "*s per update*: of the slower rank, wall clock; median over the rounds. Ratios are of one round: median "
         "(least to most). *Loop on the same wrapper*: by hand, or DeepSpeed's own. *Again* is the same loop twice, so "
-        "what it differs by is noise. *MB sent*: by the rank's device, acknowledgements too; mean of both. *Limit*: "
-        "compute alone + wire - one backward with the bytes that were sent; where each micro-step communicates, the "
-        "larger of compute and wire. *Off by*: of an update's gradient, as the weights have moved by it, against one "
-        "big batch of both ranks, all in float32. (gloo's reduce-scatter sends as much as its all-reduce.)",
+        "what it differs by is noise. *MB sent*: by the rank's device, acknowledgements too; mean of both. *Off by*: "
+        "of an update's gradient, as the weights have moved by it, against one big batch of both ranks, in float32. "
+        "(gloo's reduce-scatter sends as much as its all-reduce.)",
     ]
 
 
 def chosen_by(parts: Sequence[str]) -> list[Contender]:
     """Those whose name has one of the parts, and the loops that they are compared with."""
-    every = [one for group in GROUPS.values() for one in group]
+    every = CHOSEN
     for part in parts:
         if not any(part in str(one) for one in every):
             raise ValueError(f"--only {part}: in none of {'; '.join(map(str, every))}")
@@ -314,8 +266,7 @@ def main() -> int:
     parser = Options(__doc__)
     parser.add_argument("--rate", default="1gbit", help="of the link, as tc takes it (%(default)s)")
     parser.counts("--steps", 8, "micro-steps of an update")
-    parser.counts("--rounds", 8, "of turns")
-    parser.counts("--slow-rounds", 3, "where each micro-step communicates")
+    parser.counts("--rounds", 4, "of turns")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="parts of names, such as 'ZeRO 2' Fabric")
     parser.hidden("--here", nargs="+")
     options = parser.parse_args()
@@ -332,7 +283,6 @@ def main() -> int:
         rows = measure(chosen, options)
     except (RuntimeError, ValueError) as error:
         parser.error(str(error))
-    add_own_limits(rows, options.rate)
     least, about = limits(rows, options.rate), circumstances(CPU)
     lines = header("Two nodes", about, *notes(options)) + tables(rows, least, options)
     write(options.out, "\n".join(lines), {**about, **versions(), "limits": least, "rows": rows})

@@ -2,7 +2,6 @@
 
 from .accelerate import ACCELERATE, RECIPE
 from .byhand import HAND, JOIN
-from .contrastive import OPEN_CLIP, SENTENCES
 from .deepspeed import library as deepspeed
 from .distaccum import DISTACCUM
 from .fabric import FABRIC
@@ -20,7 +19,5 @@ LIBRARIES: dict[str, Library] = {
     "transformers": TRANSFORMERS,
     "deepspeed0": deepspeed(0),
     "deepspeed2": deepspeed(2),
-    "sentences": SENTENCES,
-    "open_clip": OPEN_CLIP,
     "distaccum": DISTACCUM,
 }
