@@ -264,7 +264,7 @@ def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) ->
 
 def _count_pieces(job: Job, micro_batches: Sequence[Any], ahead: bool) -> list[list[Counts]]:
     """The denominators of what a pipeline runs each micro-batch in."""
-    cut = job.engine.pieces(micro_batches)
+    cut = job.engine.pipeline.pieces(micro_batches)
     counts = iter(_counts_of(job.config.counts, Batches([piece for pieces in cut for piece in pieces]), ahead))
     return [[next(counts) for _ in pieces] for pieces in cut]
 

@@ -59,8 +59,6 @@ class Tamper:
     def look(self) -> None:
         """Remembers what gradients look like after a backward."""
         holders: Sequence[Any] = self._engine.holders(self._own)
-        if holders is not self._own and self._engine.gradients_stay:
-            holders = [*holders, *self._own]
         self._seen = [
             (one, gradient, -1 if gradient is None else version_of(gradient))
             for one in holders

@@ -83,12 +83,19 @@ class Job:
         self.engine: Engine = choose_engine(fabric.models, config.sync, config.mesh)
         self.models: list[nn.Module] = list(self.engine.models)
         self.engine.run_backward = fabric.around(self.accelerated.run_backward or self.engine.run_backward)
-        self.optimizers: list[Optimizer] = self.engine.adopt_optimizers(self.accelerated.optimizers)
-        self.schedulers: list[LRScheduler] = self.engine.adopt_schedulers(self.accelerated.schedulers)
         self.scaler: GradScaler | None = self.accelerated.scaler
-        self.steps = bool(self.optimizers) or self.engine.owns_step  # else the caller does
+        self.optimizers: list[Optimizer]
+        self.schedulers: list[LRScheduler]
+        self.optimizers, self.schedulers = self.engine.adopt(
+            self.accelerated.optimizers,
+            self.accelerated.schedulers,
+            config.max_norm,
+            config.on_nonfinite,
+            self.scaler,
+        )
+        self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
         self.scales_seeds = self.accelerated.run_backward is None  # else what runs backward multiplies by the scale
-        self.max_norm = self.engine.adopt_max_norm(config.max_norm)
+        self.max_norm = config.max_norm
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.hooks = Hooks()
@@ -173,42 +180,13 @@ class Job:
                 "schedule yourself, or pass the optimizer"
             )
         if self.scaler is not None:
-            if engine.owns_step:
-                raise ValueError(f"scaler with {engine.name}, which scales losses itself; leave it out")
             refuse_mixed(self.optimizers)
-        self._refuse_nonfinite(config)
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         if self.optimizers and not {*map(id, self._models_parameters)} & {*map(id, stepped)}:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
-            )
-
-    def _refuse_nonfinite(self, config: Config) -> None:
-        """Refuses looks at the gradient that the engine cannot take, or takes otherwise."""
-        engine = self.engine
-        if engine.steps_nonfinite is not None and config.on_nonfinite != "ignore":
-            raise ValueError(
-                f"on_nonfinite={config.on_nonfinite!r} with {engine.name}, which steps gradients that are not finite "
-                f"{engine.steps_nonfinite}, or say 'ignore'"
-            )
-        if engine.judges_gradients and engine.steps_nonfinite is None and config.on_nonfinite == "ignore":
-            raise ValueError(
-                f"on_nonfinite='ignore' with {engine.name}, which looks at each gradient and skips what is not "
-                "finite; say 'raise' or 'skip'"
-            )
-        looks = {
-            f"max_norm={config.max_norm}": config.max_norm is not None,
-            f"on_nonfinite={config.on_nonfinite!r}": config.on_nonfinite != "ignore",
-            "scaler": self.scaler is not None,
-        }
-        why = engine.hides_parts()
-        if why is not None and any(looks.values()):
-            raise ValueError(
-                f"{', '.join(look for look, is_wanted in looks.items() if is_wanted)} with {engine.name} {why}: "
-                "each rank would look at its own part of the gradient, and ranks would decide differently. Use "
-                "fully_shard over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
             )
 
     def _refuse_with_parts(self, config: Config) -> None:

@@ -32,17 +32,18 @@ def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | N
     known = _read_norm(engine, parameters) if norm is None else read(norm)
     if math.isfinite(known):
         return Look(True, norm, known)
-    largest = engine.whole_norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
+    largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
     if not math.isfinite(largest.item()):
         return Look(False, norm)
-    return Look(True, None if norm is None else largest * engine.whole_norm(parameters, 2.0, largest))
+    return Look(True, None if norm is None else largest * engine.norm(parameters, 2.0, largest))
 
 
 def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
     known = None
-    if type(engine).norm is Engine.norm and engine.pipeline is None:  # each rank has all of it
+    kind = type(engine)
+    if kind.norm is Engine.norm and kind.shards is Engine.shards and engine.pipeline is None:  # each rank has all of it
         known = norm_on_host([p.grad for p in parameters if p.grad is not None])
-    return read(engine.whole_norm(parameters)) if known is None else known
+    return read(engine.norm(parameters)) if known is None else known
 
 
 class NonfiniteError(DistaccumError):

@@ -12,7 +12,6 @@ from .cutting import rebuilt
 from .guard import DONE, WAITING, without_backward
 from .law import DistaccumError
 from .losses import Term
-from .meshes.pipeline import nothing_of
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
@@ -86,17 +85,17 @@ def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
     return rebuilt(outputs, lambda child, _: _cut_off(child, cut))
 
 
-def weigh_chunks(window: Any, found: list[Sequence[Term]]) -> Callable[[int, Any, Callable[[], Any]], Tensor]:
+def weigh_chunks(window: Any, found: list[Sequence[Term]]) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:
     """What a pipeline's schedule calls with each chunk's number, outputs and loss; `found` gets what is noted of it.
 
     The loss is multiplied by its share, since a schedule gives backward no seed.
     """
     pieces, losses_of = window.pieces_here, window.losses
 
-    def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor:
+    def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor | None:
         counts = pieces[piece] if pieces else ()
         if not any(counts):
-            return nothing_of(outputs)
+            return None
         loss = take_loss()
         named = loss if isinstance(loss, Mapping) else {}
         losses, seeds, terms = losses_of.weigh(counts, False, None if named else loss, named)

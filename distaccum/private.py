@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from operator import attrgetter
 from typing import Any
@@ -67,14 +67,6 @@ def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) ->
         return [torch.linalg.vector_norm(one, kind, dtype=dtype) for one in alike]
     norms: Sequence[Tensor] = foreach(alike, kind, dtype=dtype)
     return norms
-
-
-def hooks_after_accumulation(parameter: Tensor) -> Iterable[Any]:
-    """The hooks that `register_post_accumulate_grad_hook` added, which cannot be listed publicly.
-
-    Without the name: none, so that two windows with WideSums on one parameter are not refused.
-    """
-    return (getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values()
 
 
 # How often a tensor was written to in place; autograd's own check has no public name. Without the name: 0, so that such

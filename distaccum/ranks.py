@@ -48,41 +48,53 @@ class Owed:
 
 
 class Peers:
-    """A rank that has no others."""
+    """The ranks of a data-parallel group; without a group, this process alone.
 
-    rank = 0  # in the data-parallel group
-    num_ranks = 1  # of it
-    global_rank = 0  # in the whole job, tensor-parallel ranks too
-    world_size = 1  # of it
-    sharing: Sequence[Sequence[int]] = ((0,),)  # for each rank here, the global ranks that have its samples too
-    parts: Sequence[Sequence[int]] = ((0,),)  # the ranks here, those together that have parts of the same samples
-    # What follows from these, which each window asks:
-    is_alone = True  # no other rank has a part in this one's updates
-    shares_samples = False
-    has_parts = False
-    _owed: Owed | None = None
+    Attributes:
+        rank, num_ranks (int): In the group, and of it.
+        global_rank, world_size (int): In the whole job, tensor-parallel ranks too, and of it.
+        sharing: For each rank here, the global ranks that have its samples too.
+        parts: The ranks here, those together that have parts of the same samples.
+        is_alone, shares_samples, has_parts (bool): What follows from these, which each window asks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None, sharing: Sequence[Sequence[int]] | None = None) -> None:
+        self.group = group
+        self.rank, self.num_ranks, self.global_rank, self.world_size = 0, 1, 0, 1
+        self._here = [0]  # the global ranks
+        if group is not None:
+            self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+            self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self._here = dist.get_process_group_ranks(group)
+        self._take(sharing or [[rank] for rank in self._here], [[rank] for rank in range(self.num_ranks)])
+        self.host_group = self._record_host = None if group is None else host_group(group)
+        self._record_group = group  # of the ranks whose losses add up
+        self._stages: dist.ProcessGroup | None = None
+        self._make_groups()
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
         self.sharing, self.parts = sharing, parts
         self.is_alone = len(sharing) == len(sharing[0]) == 1
         self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
 
-    def add_stages(self, group: Any) -> None:
-        """Says that the ranks of `group` hold other stages of the model, for the same samples."""
+    def _make_groups(self) -> None:
+        """Makes those of all ranks that take part in updates: the ranks here, and those that share their samples."""
+        ranks = sorted({rank for ranks in self.sharing for rank in ranks})
+        self._plans = None if self.group is None else own_group(self.group, ranks, use="plans")
+        self._everyone = None if self.group is None else own_group(self.group, ranks)
 
-    def over_stages(self, norm: Tensor, kind: float) -> Tensor:
-        """The norm over all stages, from that of this rank's; `kind` is 2 or infinity."""
-        return norm
-
-    @property
-    def sharing_parts(self) -> list[int]:
-        """The global ranks that have parts of this rank's samples, this one too."""
-        return [self.global_rank]
-
-    @property
-    def part(self) -> int:
-        """This rank's place among those that share its samples."""
-        return list(self.sharing[self.rank]).index(self.global_rank)
+    def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
+        """Says that only `data_ranks` have other samples than this rank; the rest have parts of the same."""
+        by_rank = self.gather_objects(list(data_ranks))
+        places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(self._here, by_rank, strict=True)]
+        parts = [[rank for rank, place in enumerate(places) if place == one] for one in range(len(data_ranks))]
+        if not set(data_ranks) <= set(self._here) or len({len(ranks) for ranks in parts}) != 1 or -1 in places:
+            raise ValueError(
+                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over ranks {self._here}, expected "
+                "some of these; give the dimensions of one mesh that carry data, as mesh=mesh['data'], and wrap the "
+                "model over them and those that cut samples"
+            )
+        self._take(self.sharing, parts)
 
     def refuse_parts(self, call: str) -> None:
         if self.has_parts:
@@ -91,136 +103,20 @@ class Peers:
                 "on a model whose ranks have samples of their own"
             )
 
-    def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
-        """Says that only `data_ranks` have other samples than this rank; the rest have parts of the same."""
-        if list(data_ranks) != [self.global_rank]:
-            raise ValueError(
-                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over rank {self.global_rank} alone; "
-                "wrap the model over these ranks, or leave mesh out"
-            )
-
-    def by_samples(self, rows: Rows) -> list[Rows]:
-        """For each rank the rows of those that share its samples, of what `post` waits for."""
-        return [rows]
-
-    def post(self, row: Sequence[float]) -> Callable[[], Rows]:
-        """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates.
-
-        Through the host, never through the device's queue, and on a group on which nothing else travels. A debt that
-        stands is settled first.
-        """
-        self._settle_standing()
-        return self._send(row)
-
-    def owe(self, update: int, width: int) -> Owed:
-        """Notes that every rank owes its row for the plan of `update`, which it may `pay` ahead of its time.
-
-        Ranks may leave the window before it at different places, and never pay. So the debt is settled before the next
-        plan of whatever kind, of any Accumulator on these ranks: then all read the same rows in the same order.
-        """
-        self._settle_standing()
-        owed = Owed(update, width)
-        self._stand(owed)
-        return owed
-
-    def pay(self, owed: Owed, row: Sequence[float]) -> None:
-        assert owed.is_open
-        owed.wait = self._send(row)
-
-    def settle(self, owed: Owed) -> Rows | None:
-        """The rows of all ranks, or None if some rank did not pay: all plan anew then."""
-        if not owed.is_settled:
-            if owed.wait is None:
-                owed.wait = self._send([ABANDONED] * owed.width)
-            if self._standing() is owed:
-                self._stand(None)
-            rows, owed.is_settled = owed.wait(), True
-            owed.rows = None if any(row[0] == ABANDONED for row in rows) else rows
-        return owed.rows
-
-    def _settle_standing(self) -> None:
-        standing = self._standing()
-        if standing is not None:
-            self.settle(standing)
-
-    def _standing(self) -> Owed | None:
-        """The debt of these ranks."""
-        return self._owed
-
-    def _stand(self, owed: Owed | None) -> None:
-        self._owed = owed
-
-    def _send(self, row: Sequence[float]) -> Callable[[], Rows]:
-        return lambda: [list(row)]
-
-    def gather(self, row: Sequence[float]) -> Rows:
-        """The rows of all ranks, in their order; through the host."""
-        return [list(row)]
-
-    def gather_largest(self, row: Sequence[float]) -> Rows:
-        """Like `gather`, with the largest of each number over the ranks that share a rank's samples."""
-        return self.gather(row)
-
-    def gather_objects(self, value: Any, *, everyone: bool = False) -> list[Any]:
-        """Small values of all ranks, in their order, or of all that take part in updates; through the host."""
-        return [value]
-
-    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all ranks, whose numbers may differ; one collective."""
-        return [packed]
-
-    def sum(self, values: Tensor) -> Waitable | None:
-        """Starts to sum `values` in place over the ranks; None: they are summed already."""
-        return None
-
-    def refuse_lost(self, error: RuntimeError) -> None:
-        """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
-
-    def tell(self, error: Exception) -> None:
-        """Logs an error that this rank keeps until the others can hear of it: they may wait for it elsewhere."""
-
-    def refuse_copy(self) -> None:
-        """Raises where a copy or a pickle of this has no meaning."""
-
-
-class GroupPeers(Peers):
-    """The ranks of a process group."""
-
-    def __init__(self, group: dist.ProcessGroup, sharing: Sequence[Sequence[int]] | None = None) -> None:
-        self.group = group
-        self.num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.world_size, self.global_rank = dist.get_world_size(), dist.get_rank()
-        alone = [[rank] for rank in range(self.num_ranks)]
-        self._take(sharing or [[rank] for rank in dist.get_process_group_ranks(group)], alone)
-        self.host_group = self._record_host = host_group(group)
-        self._record_group = group  # of the ranks whose losses add up
-        self._stages: dist.ProcessGroup | None = None
-        self._make_groups()
-
-    def _make_groups(self) -> None:
-        """Makes those of all ranks that take part in updates: the ranks here, and those that share their samples."""
-        ranks = sorted({rank for ranks in self.sharing for rank in ranks})
-        self._plans = own_group(self.group, ranks, use="plans")
-        self._everyone = own_group(self.group, ranks)
-
-    def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
-        here, by_rank = dist.get_process_group_ranks(self.group), self.gather_objects(list(data_ranks))
-        places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(here, by_rank, strict=True)]
-        parts = [[rank for rank, place in enumerate(places) if place == one] for one in range(len(data_ranks))]
-        if not set(data_ranks) <= set(here) or len({len(ranks) for ranks in parts}) != 1 or -1 in places:
-            raise ValueError(
-                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over ranks {here}, expected some of "
-                "these; give the dimensions of one mesh that carry data, as mesh=mesh['data'], and wrap the model over "
-                "them and those that cut samples"
-            )
-        self._take(self.sharing, parts)
-
     @property
     def sharing_parts(self) -> list[int]:
-        here = dist.get_process_group_ranks(self.group)
-        return [here[rank] for ranks in self.parts if self.rank in ranks for rank in ranks]
+        """The global ranks that have parts of this rank's samples, this one too."""
+        return [self._here[rank] for ranks in self.parts if self.rank in ranks for rank in ranks]
+
+    @property
+    def part(self) -> int:
+        """This rank's place among those that share its samples."""
+        return list(self.sharing[self.rank]).index(self.global_rank)
 
     def add_stages(self, group: dist.ProcessGroup) -> None:
+        """Says that the ranks of `group` hold other stages of the model, for the same samples."""
+        if self.group is None:
+            return
         column = dist.get_process_group_ranks(group)
         of_stages: list[Any] = [None] * len(column)
         dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=host_group(group))
@@ -231,40 +127,63 @@ class GroupPeers(Peers):
         self._stages, self._record_group, self._record_host = group, made, host_group(made)
 
     def over_stages(self, norm: Tensor, kind: float) -> Tensor:
-        if self._stages is None:
-            return norm
-        # The larger of a number and NaN is, in a reduction, either of them.
-        whole = norm.nan_to_num(nan=math.inf, posinf=math.inf) if math.isinf(kind) else norm.pow(kind)
-        op = dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM
-        dist.all_reduce(whole, op=op, group=self._stages)
-        return whole if math.isinf(kind) else whole.pow(1 / kind)
+        """The norm over all stages, from that of this rank's; `kind` is 2 or infinity."""
+        return norm if self._stages is None else norm_over([self._stages], norm, kind)
+
+    # Plans
+
+    def post(self, row: Sequence[float]) -> Callable[[], Rows]:
+        """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates.
+
+        Through the host, never through the device's queue, and on a group on which nothing else travels. A debt that
+        stands is settled first.
+        """
+        self._settle_standing()
+        return self._send(row, self._plans)
+
+    def owe(self, update: int, width: int) -> Owed:
+        """Notes that every rank owes its row for the plan of `update`, which it may `pay` ahead of its time.
+
+        Ranks may leave the window before it at different places, and never pay. So the debt is settled before the next
+        plan of whatever kind, of any Accumulator on these ranks: then all read the same rows in the same order.
+        """
+        self._settle_standing()
+        _OWED[self._plans or self] = owed = Owed(update, width)
+        return owed
+
+    def pay(self, owed: Owed, row: Sequence[float]) -> None:
+        assert owed.is_open
+        owed.wait = self._send(row, self._plans)
+
+    def settle(self, owed: Owed) -> Rows | None:
+        """The rows of all ranks, or None if some rank did not pay: all plan anew then."""
+        if not owed.is_settled:
+            if owed.wait is None:
+                self.pay(owed, [ABANDONED] * owed.width)
+            if _OWED.get(self._plans or self) is owed:
+                del _OWED[self._plans or self]
+            assert owed.wait is not None
+            rows, owed.is_settled = owed.wait(), True
+            owed.rows = None if any(row[0] == ABANDONED for row in rows) else rows
+        return owed.rows
+
+    def _settle_standing(self) -> None:
+        standing = _OWED.get(self._plans or self)
+        if standing is not None:
+            self.settle(standing)
 
     def by_samples(self, rows: Rows) -> list[Rows]:
-        if not self.shares_samples:
+        """For each rank the rows of those that share its samples, of what `post` waits for."""
+        if self._everyone is None or not self.shares_samples:
             return [[row] for row in rows]
         by_rank = dict(zip(dist.get_process_group_ranks(self._everyone), rows, strict=True))
         return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
 
-    def _send(self, row: Sequence[float]) -> Callable[[], Rows]:
-        return self._post(row, self._plans)
+    # Small values
 
-    def _standing(self) -> Owed | None:
-        return _OWED.get(self._plans)
-
-    def _stand(self, owed: Owed | None) -> None:
-        if owed is None:
-            _OWED.pop(self._plans, None)
-        else:
-            _OWED[self._plans] = owed
-
-    def gather(self, row: Sequence[float]) -> Rows:
-        return self._post(row, self.host_group)()
-
-    def gather_largest(self, row: Sequence[float]) -> Rows:
-        shared = self.by_samples(self._post(row, self._everyone)())
-        return [list(map(max, zip(*rows, strict=True))) for rows in shared]
-
-    def _post(self, row: Sequence[float], group: dist.ProcessGroup) -> Callable[[], Rows]:
+    def _send(self, row: Sequence[float], group: dist.ProcessGroup | None) -> Callable[[], Rows]:
+        if group is None:
+            return lambda: [list(row)]
         mine = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64, device="cpu")
         sent = _Sent(dist.all_gather(list(rows), mine, group=group, async_op=True), group, self.rank)
@@ -276,14 +195,29 @@ class GroupPeers(Peers):
 
         return wait
 
+    def gather(self, row: Sequence[float]) -> Rows:
+        """The rows of all ranks, in their order; through the host."""
+        return self._send(row, self.host_group)()
+
+    def gather_largest(self, row: Sequence[float]) -> Rows:
+        """Like `gather`, with the largest of each number over the ranks that share a rank's samples."""
+        shared = self.by_samples(self._send(row, self._everyone)())
+        return [list(map(max, zip(*rows, strict=True))) for rows in shared]
+
     def gather_objects(self, value: Any, *, everyone: bool = False) -> list[Any]:
+        """Small values of all ranks, in their order, or of all that take part in updates; through the host."""
         group = self._everyone if everyone else self.host_group
+        if group is None:
+            return [value]
         values: list[Any] = [None] * dist.get_world_size(group)
         with in_contact(self.rank):
             dist.all_gather_object(values, value, group=group)
         return values
 
     def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+        """The bytes of all ranks, whose numbers may differ; one collective."""
+        if self.group is None:
+            return [packed]
         longest = max(sizes)
         padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
         rows = packed.new_empty(self.num_ranks * longest)
@@ -294,23 +228,43 @@ class GroupPeers(Peers):
         return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
     def sum(self, values: Tensor) -> Waitable | None:
+        """Starts to sum `values` in place over the ranks; None: they are summed already."""
         group = self._record_host if values.device.type == "cpu" else self._record_group
+        if group is None:
+            return None
         return _Sent(dist.all_reduce(values, group=group, async_op=True), group, self.rank)
 
+    # Failures
+
     def refuse_lost(self, error: RuntimeError) -> None:
-        _refuse_lost(self.rank, error)
+        """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
+        if self.group is not None:
+            _refuse_lost(self.rank, error)
 
     def tell(self, error: Exception) -> None:
+        """Logs an error that this rank keeps until the others can hear of it: they may wait for it elsewhere."""
         if not self.is_alone:
             logger.error(
                 "rank %d failed, and the other ranks hear of it when they plan or vote: %s", self.rank, in_short(error)
             )
 
     def refuse_copy(self) -> None:
-        raise DistaccumError(
-            "an Accumulator of several ranks cannot be copied or pickled, since a process group cannot; make an "
-            "Accumulator of the copied model and optimizer, and give it this one's state_dict() by load_state_dict()"
-        )
+        """Raises where a copy or a pickle of this has no meaning."""
+        if self.group is not None:
+            raise DistaccumError(
+                "an Accumulator of several ranks cannot be copied or pickled, since a process group cannot; make an "
+                "Accumulator of the copied model and optimizer, and give it this one's state_dict() by "
+                "load_state_dict()"
+            )
+
+
+def norm_over(groups: Sequence[dist.ProcessGroup], norm: Tensor, kind: float) -> Tensor:
+    """The norm of what the ranks of `groups` have the parts of, from the norm of this rank's part."""
+    # The larger of a number and NaN is, in a reduction, either of them.
+    whole = norm.nan_to_num(nan=math.inf, posinf=math.inf) if math.isinf(kind) else norm.pow(kind)
+    for group in groups:
+        dist.all_reduce(whole, op=dist.ReduceOp.MAX if math.isinf(kind) else dist.ReduceOp.SUM, group=group)
+    return whole if math.isinf(kind) else whole.pow(1 / kind)
 
 
 @contextmanager
@@ -359,8 +313,8 @@ def _end() -> None:
             work.wait(PATIENCE)
 
 
-# What the ranks of a group for plans owe each other.
-_OWED: weakref.WeakKeyDictionary[dist.ProcessGroup, Owed] = weakref.WeakKeyDictionary()
+# What the ranks of a group for plans owe each other, or a rank alone itself.
+_OWED: weakref.WeakKeyDictionary[Any, Owed] = weakref.WeakKeyDictionary()
 
 # By process group, so that no Accumulator makes one that another has made; each keeps sockets and threads.
 _OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from .job import Job
 from .losses import Losses
 from .nonfinite import judge, judge_loss, look_at
-from .norms import EPSILON
+from .norms import EPSILON, clip
 from .record import Record
 from .scaling import note_overflow, refuse_another_scale, unscale
 
@@ -37,8 +37,8 @@ class Step:
             refuse_another_scale(scaler, self._losses.scale_stamp)
             flags = unscale(scaler, job.optimizers)
         stepped = [p for p in job.parameters().stepped if p.grad is not None]
-        if job.max_norm is not None and not engine.judges_gradients:
-            self.norm = engine.whole_norm(stepped)
+        if job.max_norm is not None and "norm" not in engine.owns:
+            self.norm = engine.norm(stepped)
         self.record = Record(self._losses, numbers, flags, engine.peers)
         reason, read = None, math.inf
         if scaler is not None:
@@ -47,27 +47,23 @@ class Step:
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
                 judge_loss(engine, self._losses, self.record, self._parameters, job.config.on_nonfinite)
-        elif job.config.on_nonfinite != "ignore" and not engine.judges_gradients:
+        elif job.config.on_nonfinite != "ignore" and "norm" not in engine.owns:
             finite, self.norm, read = look_at(engine, stepped, self.norm)
             if not finite:
                 reason = judge(engine, self._losses, self._parameters, "gradient", job.config.on_nonfinite)
         if reason is None:
             reason = refusal()
         if reason is None:
-            if (
-                self.norm is not None
-                and job.max_norm is not None
-                and read + EPSILON > job.max_norm
-                and not math.isinf(job.max_norm)
-            ):
-                engine.clip(stepped, job.max_norm, self.norm)
+            most = None if "clip" in engine.owns else job.max_norm
+            if self.norm is not None and most is not None and read + EPSILON > most and not math.isinf(most):
+                clip([p.grad for p in stepped if p.grad is not None], most, self.norm)
             job.is_stepping = True
             try:
                 reason = engine.step(job.optimizers)
                 self.has_stepped = reason is None
             finally:
                 job.is_stepping = False
-            if engine.judges_gradients:
+            if "norm" in engine.owns:
                 self._look_back(stepped, self.record, reason)
         if scaler is not None:
             scaler.update()
@@ -76,8 +72,8 @@ class Step:
     def _look_back(self, stepped: Sequence[nn.Parameter], record: Record, reason: str | None) -> None:
         """The engine judged the gradient as it stepped."""
         job, engine = self._job, self._job.engine
-        self.norm = None if job.max_norm is None else engine.whole_norm(stepped)
+        self.norm = None if job.max_norm is None else engine.norm(stepped)
         if reason is not None:
             judge_loss(engine, self._losses, record, self._parameters, job.config.on_nonfinite)
-            if job.config.on_nonfinite == "raise" and not engine.scales_losses:
+            if job.config.on_nonfinite == "raise" and "scale" not in engine.owns:
                 judge(engine, self._losses, self._parameters, "gradient", "raise")

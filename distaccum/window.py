@@ -82,7 +82,7 @@ class Window:
         self._job, self._engine, self._own = job, job.engine, len(micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
         self._turns = 0 if plan.is_empty else job.engine.num_micro_steps(plan)
-        self._early = job.engine.num_early_reductions(plan)
+        self._early = job.engine.num_early(plan)
         self._pace = pace  # draws a part of the next window
         self._place, self.counts_here = -1, Counts()  # the micro-step at work, and the counts of its micro-batch
         self._is_begun = False  # by begin(), and not iterated yet
@@ -337,7 +337,7 @@ class Window:
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        if self._engine.owns_step:
+        if "step" in self._engine.owns:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
         return each_head(self, outputs, items, self._where, self._run_trunk)
 
@@ -389,7 +389,7 @@ class Window:
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
         job, schedules, self.trace.lacks_step = self._job, list(self._job.schedulers), False
-        if (job.optimizers or self._engine.owns_step) and self._tamper.is_cleared():
+        if (job.optimizers or "step" in self._engine.owns) and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
         step = Step(job, self.parameters, self.losses)
         try:

@@ -275,7 +275,7 @@ def refused_by_ddp_settings(what: str) -> str:
     ("what", "message"),
     [
         ("join", "a window inside DDP's join()"),
-        ("ignored", "other is trained and in _ddp_params_and_buffers_to_ignore"),
+        ("ignored", "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params"),
     ],
 )
 def test_join_and_ignored_parameters_are_refused_with_the_cure(ranks, what, message):
@@ -337,7 +337,6 @@ def copies() -> list[Any]:
         for x in window:
             made = copied(ddp)
             copied(optimizer)
-            seen += [reduces(one) for one in made]
             seen += [steps_alone(*both) for both in zip(made, copied(scaler), strict=True)]
             window.backward(ddp(x).square().mean())
         update = window.step()
@@ -357,6 +356,19 @@ def copies() -> list[Any]:
 def test_copies_of_ddp_optimizers_and_scalers_are_whole(ranks):
     for seen in ranks(2).run(copies):
         assert seen and all(seen)
+
+
+def flags_after_a_window() -> tuple[bool, bool]:
+    ddp = DistributedDataParallel(nn.Linear(3, 1).double())
+    ddp.require_forward_param_sync = False
+    window = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, dist.get_rank()))
+    for x in window:
+        window.backward(ddp(x).square().mean())
+    return ddp.require_backward_grad_sync, ddp.require_forward_param_sync
+
+
+def test_flags_are_put_back_as_they_were_found(ranks):
+    assert ranks(2).run(flags_after_a_window) == [(True, False)] * 2
 
 
 def a_copy_that_is_armed() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -365,6 +366,20 @@ def test_misuse_is_refused_with_the_cure(ranks, what, message):
 
     for text in ranks(2).run(misuse, what):
         assert re.search(message, text, re.DOTALL), text
+
+
+def step_of_a_dropped_window() -> tuple[bool, bool]:
+    engine, _, _ = initialize(make_net().float(), 1)
+    accumulator = Accumulator(engine)
+    window = run(accumulator.window(mine(EVEN, 0)), engine)
+    was_refused = "step" in vars(engine)
+    del accumulator, window
+    gc.collect()
+    return was_refused, "step" in vars(engine)
+
+
+def test_engine_can_be_stepped_again_when_its_accumulator_is_gone(ranks):
+    assert ranks(2).run(step_of_a_dropped_window) == [(True, False)] * 2
 
 
 def leaves_out_a_name(stage: int) -> Any:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
 
-from ..meshes.pipeline import Pipeline, schedule_in
-from ..wrappers import deepspeed, fsdp1  # noqa: F401  # an engine is found as a subclass
-from . import ddp, fsdp2  # noqa: F401
 from .base import Engine, Sync
-from .plain import PlainEngine
-from .ranks import RanksEngine
-from .shards import num_ranks_of_meshes
-from .unwrapped import UnwrappedEngine
+from .ddp import DDPEngine
+from .fsdp2 import FullyShardEngine
+from .plain import PlainEngine, UnwrappedEngine
 
-__all__ = ["Engine", "RanksEngine", "Sync", "choose_engine", "known_engines"]
+__all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 
+_ENGINES: list[type[Engine]] = [DDPEngine, FullyShardEngine]
+# Doors to the engines outside of the core, by the name of the wrapper's class: opened when a model holds one.
+DOORS = {
+    "FullyShardedDataParallel": ("distaccum.wrappers.fsdp1", "FSDPEngine"),
+    "DeepSpeedEngine": ("distaccum.wrappers.deepspeed", "DeepSpeedEngine"),
+}
 # Unsupported wrappers that would be taken for a plain module, by the name of a class and of its package.
 UNKNOWN = {
     ("DDP", "torch"): "DistributedDataParallel(module) in the place of composable replicate()",
@@ -30,39 +33,44 @@ UNKNOWN = {
     ("ShardedDataParallel", "fairscale"): "torch's fully_shard",
     ("XlaFullyShardedDataParallel", "torch_xla"): "torch's fully_shard",
 }
+Kind = TypeVar("Kind", bound=type[Engine])
 
 
-def choose_engine(models: Sequence[nn.Module], sync: Sync, mesh: Any = None) -> Engine:
-    """`models`: modules, or a pipeline's schedule. `mesh`: the dimensions of a DeviceMesh that carry data; by default
-    all ranks that an engine reduces over.
+def register(engine: Kind) -> Kind:
+    """Makes Accumulators find an engine of your own by its `wraps`; usable as a decorator of the class."""
+    if engine not in _ENGINES:
+        _ENGINES.append(engine)
+    return engine
+
+
+def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine:
+    """Returns the engine of the wrapper that `models` hold: modules, or a pipeline's schedule alone.
+
+    `mesh` holds the dimensions of a DeviceMesh that carry data; by default all ranks that an engine reduces over do.
     """
-    schedule = schedule_in(models)
-    if schedule is None:
-        engine = _engine_for(models, sync)
+    if all(isinstance(one, nn.Module) for one in models):
+        engine = _engine_of(models, sync)
     else:
-        pipeline = Pipeline(schedule)
-        parts = max(1, num_ranks_of_meshes(module for stage in pipeline.modules for module in stage.modules()))
-        engine = _engine_for(pipeline.modules, sync, lambda ranks: pipeline.group.size() * parts == ranks)
-        engine.follow(pipeline)
+        pipeline = import_module("distaccum.meshes.pipeline").pipeline_of(models)
+        engine = _engine_of(pipeline.modules, sync, pipeline.group.size())
+        pipeline.join(engine)
     if mesh is not None:
         engine.peers.cut_samples(mesh.mesh.flatten().tolist(), engine.name)
     return engine
 
 
-def _engine_for(
-    models: Sequence[nn.Module], sync: Sync, share_samples: Callable[[int], bool] = lambda ranks: False
-) -> Engine:
-    """`share_samples`: whether this many ranks, all of the job, are known to have the same."""
+def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> Engine:
+    """`num_stages`: ranks that are known to compute on the same samples."""
     modules = [module for model in models for module in model.modules()]
-    engines = known_engines()
-    for module in modules:
-        for ancestor in type(module).__mro__:
-            cure = UNKNOWN.get((ancestor.__name__, ancestor.__module__.partition(".")[0]))
-            if cure is not None:
-                raise ValueError(
-                    f"the model is wrapped by {ancestor.__module__}.{ancestor.__name__}, which has no engine here; "
-                    f"use {cure}. There are engines for {_names_of(engines)}"
-                )
+    kinds = {kind for module in modules for kind in type(module).__mro__}
+    for kind in kinds:
+        if cure := UNKNOWN.get((kind.__name__, kind.__module__.partition(".")[0])):
+            raise ValueError(
+                f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use {cure}. "
+                f"There are engines for {_names_of(known_engines())}"
+            )
+    names = {kind.__name__ for kind in kinds}
+    engines = [*_ENGINES, *(_opened(door) for door in DOORS if door in names)]
     found = {engine for engine in engines for module in modules if engine.wraps(module)}
     if len(found) > 1:
         raise ValueError(
@@ -72,18 +80,21 @@ def _engine_for(
     if found:
         return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-    if ranks > 1:
-        if num_ranks_of_meshes(modules) == ranks or share_samples(ranks):
-            return UnwrappedEngine(models, sync)
-        raise ValueError(f"{_refusal_of_plain(modules, ranks)}. There are engines for {_names_of(engines)}")
-    return PlainEngine(models, sync)
+    if ranks == 1:
+        return PlainEngine(models, sync)
+    parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]
+    meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
+    if ranks == num_stages * max((mesh.size() for mesh in meshes), default=1):
+        return UnwrappedEngine(models, sync)
+    raise ValueError(
+        f"{_refusal_of_plain(names, ranks, is_parallel=bool(meshes))}. There are engines for "
+        f"{_names_of(known_engines())}"
+    )
 
 
-def _refusal_of_plain(modules: Sequence[nn.Module], ranks: int) -> str:
-    why = f"in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would drift apart"
-    is_parallel = any(hasattr(p, "to_local") for module in modules for p in module.parameters(recurse=False))
-    what = f"{'a tensor-parallel module alone' if is_parallel else 'a plain module'} {why}"
-    if any(ancestor.__name__ == "LightningModule" for module in modules for ancestor in type(module).__mro__):
+def _refusal_of_plain(names: set[str], ranks: int, *, is_parallel: bool) -> str:
+    what = f"{'a tensor-parallel module alone' if is_parallel else 'a plain module'} in a job of {ranks} ranks"
+    if "LightningModule" in names:
         cure = "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
     elif is_parallel:
         cure = (
@@ -93,21 +104,17 @@ def _refusal_of_plain(modules: Sequence[nn.Module], ranks: int) -> str:
         )
     else:
         cure = "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"
-    return f"{what}; {cure}"
+    return f"{what}: nothing would reduce its gradients and the ranks would drift apart; {cure}"
 
 
 def known_engines() -> list[type[Engine]]:
-    """Those of this package, and all others that are defined."""
-    return list(_final(Engine))  # type: ignore[type-abstract]  # those under it are final
+    return [PlainEngine, *_ENGINES, *map(_opened, DOORS)]
 
 
-def _final(engine: type[Engine]) -> Iterator[type[Engine]]:
-    """The final classes under `engine`, those defined outside of this package too."""
-    below = engine.__subclasses__()
-    if not below:
-        yield engine
-    for one in below:
-        yield from _final(one)
+def _opened(door: str) -> type[Engine]:
+    module, name = DOORS[door]
+    engine: type[Engine] = getattr(import_module(module), name)
+    return engine
 
 
 def _names_of(engines: Sequence[type[Engine]]) -> str:

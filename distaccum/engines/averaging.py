@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +27,9 @@ def average_by_hand(
     Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
     Over the ranks that a parameter is cut over, backward has summed its gradient already; None: over all.
     """
-    kinds = torch.tensor([_kind(one, is_zeroed) for one in parameters], dtype=torch.uint8, device="cpu")
+    used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
+    found = [UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used]
+    kinds = torch.tensor(found, dtype=torch.uint8, device="cpu")
     dist.all_reduce(kinds, op=dist.ReduceOp.MAX, group=hosts)
     dense: dict[dist.ProcessGroup, list[Any]] = {}
     for one, kind in zip(parameters, kinds.tolist(), strict=True):
@@ -38,7 +39,8 @@ def average_by_hand(
         group = copies_of(one)
         if kind == SPARSE:
             assert group is not None  # DTensors have none
-            _average_sparse(one, group, divisor)
+            one.grad = ((no_rows(one) if one.grad is None else one.grad) / divisor).coalesce()
+            dist.all_reduce(one.grad, group=group)
         else:
             if one.grad is None:
                 one.grad = torch.zeros_like(one)
@@ -48,15 +50,13 @@ def average_by_hand(
             else:
                 dense.setdefault(group, []).append(one)
 
-    flying: deque[tuple[list[Tensor], Tensor, Any]] = deque()
     for group, parts in dense.items():
-        for gradients in _in_buckets([local(one.grad) for one in parts]):
+        for gradients in _in_buckets([local(one.grad) for one in parts]):  # no copy of the whole gradient
             flat = torch.cat([gradient.reshape(-1) for gradient in gradients]).div_(divisor)
-            flying.append((gradients, flat, dist.all_reduce(flat, group=group, async_op=True)))
-            if len(flying) > 1:  # two buckets at a time: no copy of the whole gradient
-                _land(*flying.popleft())
-    while flying:
-        _land(*flying.popleft())
+            dist.all_reduce(flat, group=group)
+            pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+            for gradient, piece in zip(gradients, pieces, strict=True):
+                gradient.copy_(piece.view(gradient.shape))
 
 
 def unlike(parameters: Sequence[nn.Parameter], hosts: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -79,17 +79,17 @@ def unlike(parameters: Sequence[nn.Parameter], hosts: dist.ProcessGroup) -> list
     return [one for one, differs in zip(parameters, differ, strict=True) if differs]
 
 
+def sparse_embeddings(models: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The tables whose gradients hold only the rows that were looked up, by the names of their modules."""
+    named = [(name, one) for model in models for name, one in model.named_modules()]
+    return {name: one.weight for name, one in named if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse}
+
+
 def settle_placements(parameter: Any) -> None:
     """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
     gradient = parameter.grad
     if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
         parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-def _kind(parameter: nn.Parameter, is_zeroed: Callable[[nn.Parameter], bool]) -> int:
-    if parameter.grad is None or is_zeroed(parameter):
-        return UNUSED
-    return SPARSE if parameter.grad.is_sparse else DENSE
 
 
 def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
@@ -103,23 +103,6 @@ def _in_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             yield by_kind.pop(kind)
             del sizes[kind]
     yield from by_kind.values()
-
-
-def _land(gradients: Sequence[Tensor], flat: Tensor, work: Any) -> None:
-    work.wait()
-    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-    for gradient, piece in zip(gradients, pieces, strict=True):
-        gradient.copy_(piece.view(gradient.shape))
-
-
-def _average_sparse(parameter: nn.Parameter, group: dist.ProcessGroup, divisor: float) -> None:
-    """An embedding's gradient holds the rows that were looked up."""
-    gradient = parameter.grad
-    if gradient is None:
-        gradient = no_rows(parameter)
-    gradient = (gradient / divisor).coalesce()
-    dist.all_reduce(gradient, group=group)
-    parameter.grad = gradient
 
 
 def no_rows(parameter: Tensor) -> Tensor:

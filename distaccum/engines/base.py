@@ -6,25 +6,25 @@ steps when it is called.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..gradients.wide import Sums
-from ..law import Plan
-from ..meshes.pipeline import RunsStages
-from ..norms import clip, total_norm
+from ..law import DistaccumError, Plan, ranks_where, shorten
 from ..ranks import Peers
+from .averaging import average_by_hand, unlike
 from .private.autograd import run_backward
+from .shards import Groups, lies_over, norm_over_shards
 
 Sync = Literal["last", "every", "replicas", "gathered"]
+Owned = Literal["step", "clip", "norm", "finite", "scale"]
 
 
 class Leaf(NamedTuple):
@@ -34,34 +34,37 @@ class Leaf(NamedTuple):
     standing: Callable[[], Tensor | None]  # its sum since the window began
 
 
-class Engine(RunsStages, ABC):
-    """What differs between the wrappers of a model. Abstract: write one final class for a wrapper, here or in your
-    package.
+class Engine:
+    """Postpones and runs the reduction of one kind of wrapper. Abstract: subclass it for a wrapper, and `register` it.
 
-    It is found by its `wraps` as soon as it is defined. `check`, `begin`, `backward`, `finish` and `release` must be
-    written; every other method has a default that suits a wrapper which leaves whole gradients in `.grad`.
+    Every method has a default that suits a wrapper which leaves whole gradients in `.grad` and reduces nothing.
 
     Args:
         models: The modules as the Accumulator got them.
         sync: One of `policies`.
-        peers: The ranks; by default this process alone.
+        group: The data-parallel ranks; None: this process alone.
+        sharing: For each of them, the ranks in the job that have its samples too (tensor parallelism); by default none.
 
     Attributes:
         name (str): The wrapper's name, as errors list it.
         policies (tuple[Sync, ...]): The values of `sync` that it has.
-        divisor (float): What the reduction divides by: the number of ranks where it averages, 1 where it sums.
+        divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
         lockstep (bool): Forwards, or the last backward, wait for all ranks, so a rank without data must stand in.
-        gradients_stay (bool): Gradients stay in `.grad` of the parameters, from the last backward to `step`.
-        judges_gradients (bool): `step` checks the gradient itself; its norm is known only afterwards.
-        steps_nonfinite (str | None): Why it does not where it should, with the cure.
-        scales_losses (bool): The wrapper scales losses, and skips steps that overflow.
+        owns (frozenset[str]): What the wrapper's step does itself: "step" (it has the optimizer), "clip", "norm" (known
+            only after the step), "finite" (it skips a gradient that is not), "scale" (it scales losses).
         can_be_cast (bool): Parameters have no other form, so that they can be cast to float64 and put back.
         hides_parameters (bool): Outside forward, parameters are parts that cannot be computed with.
-        owns_step (bool): The wrapper owns the optimizer, so that `step` needs none.
+        shows_gradients (bool): Each backward leaves its own gradient in `.grad`, which an extension may take away and
+            put back before `finish`.
+        by_hand (bool): No backward may reduce; an extension that adds up gradients itself sets it.
+        standing (Callable): A parameter's gradient since the window began; such an extension replaces it.
+        follows (bool): What it wraps may be a stage of a pipeline.
+        pipeline: The schedule that runs the models; None: their forward is the caller's.
         models (tuple[nn.Module, ...]): The modules as they were given.
         sync (Sync): The policy that was chosen.
         run_backward (Callable): Runs autograd from losses and their seeds, for `backward`; Accelerate has its own.
         peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`.
+        group (dist.ProcessGroup): The same, where there are several; `host_group` runs its collectives on the host.
 
     Raises:
         ValueError: `sync` is not in `policies`.
@@ -69,35 +72,39 @@ class Engine(RunsStages, ABC):
 
     name: ClassVar[str] = ""
     policies: tuple[Sync, ...] = ("last", "every")
-
-    divisor: float = 1
     lockstep: bool = False
-    gradients_stay: bool = True
-    judges_gradients: bool = False
-    steps_nonfinite: str | None = None
-    scales_losses: bool = False
+    owns: frozenset[Owned] = frozenset()
     can_be_cast: bool = False
     hides_parameters: bool = False
-    owns_step: bool = False
+    shows_gradients: bool = False
+    by_hand: bool = False
+    follows: bool = False
+    pipeline: Any = None
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
-        """Whether `module` is the wrapper that this engine is for; imports nothing.
-
-        Args:
-            module: Each module in the models, the root and those inside it.
-        """
+        """Whether `module`, of the models or inside one, is the wrapper that this engine is for; imports nothing."""
         return False
 
-    def __init__(self, models: Sequence[nn.Module], sync: Sync, peers: Peers | None = None) -> None:
+    def __init__(
+        self,
+        models: Sequence[nn.Module],
+        sync: Sync,
+        group: dist.ProcessGroup | None = None,
+        sharing: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         if sync not in self.policies:
             known = ", ".join(map(repr, self.policies))
             raise ValueError(f"{sync=}, expected one of {known} for {self.name}")
-        self.models = tuple(models)
-        self.sync = sync
+        self.models, self.sync = tuple(models), sync
         self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = run_backward
-        self.peers = peers or Peers()
-        self.sums: Sums | None = None  # where gradients add up in another dtype than they are computed in
+        self.standing: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
+        self.peers = Peers(group, sharing)
+        self.group: Any = group
+        self.host_group: Any = self.peers.host_group
+        self.divisor: float = self.peers.num_ranks
+        self.alike: set[int] = set()  # ids of parameters that the wrapper makes equal on all ranks
+        self._num_compared = 0  # parameters in the largest `average` so far
 
     def parameters(self) -> list[nn.Parameter]:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
@@ -107,46 +114,54 @@ class Engine(RunsStages, ABC):
         """The wrapper's own optimizers, which the caller must not step in mid-window."""
         return []
 
-    def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """The optimizers for `step`: all but the wrapper's own."""
-        return optimizers
-
-    def adopt_schedulers(self, schedulers: list[LRScheduler]) -> list[LRScheduler]:
-        """The schedulers that the library steps: all but the wrapper's own."""
-        return schedulers
-
-    def adopt_max_norm(self, max_norm: float | None) -> float | None:
-        """The norm for `clip`; raises if the wrapper clips at another.
-
-        Args:
-            max_norm: The Accumulator's argument.
-        """
-        return max_norm
-
-    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        """Makes gradients add up in `dtype` or a wider one; raises if the wrapper adds them up in a narrower one.
-
-        Args:
-            dtype: `torch.float32` or `torch.float64`.
-            parameters: The models' and the optimizers', each once.
-        """
-        raise ValueError(f"{self.name} does not support WideSums; leave it out")
+    def adopt(
+        self,
+        optimizers: list[Optimizer],
+        schedulers: list[LRScheduler],
+        max_norm: float | None,
+        on_nonfinite: str,
+        scaler: Any,
+    ) -> tuple[list[Optimizer], list[LRScheduler]]:
+        """The optimizers and schedulers that the library steps; raises for options that the wrapper cannot follow."""
+        looks = {
+            f"{max_norm=}": max_norm is not None,
+            f"{on_nonfinite=}": on_nonfinite != "ignore",
+            "scaler": scaler is not None,
+        }
+        why = self.hides_parts()
+        if why is not None and any(looks.values()):
+            raise ValueError(
+                f"{', '.join(look for look, is_wanted in looks.items() if is_wanted)} with {self.name} {why}: "
+                "each rank would look at its own part of the gradient, and ranks would decide differently. Use "
+                "fully_shard over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
+            )
+        return optimizers, schedulers
 
     # A window
 
-    @abstractmethod
     def check(self, plan: Plan) -> None:
-        """Raises, on all ranks, if this engine cannot run the plan.
-
-        Args:
-            plan: What all ranks know of the window: `counts`, and `num_counted`, micro-batches by rank.
-        """
+        """Raises, on all ranks, if this engine cannot run the plan."""
+        if plan.uneven and any(
+            isinstance(module, nn.SyncBatchNorm) and module.training for m in self.models for module in m.modules()
+        ):
+            raise DistaccumError(
+                f"ranks have {list(plan.num_counted)} micro-batches, and SyncBatchNorm communicates in each forward: "
+                "the ranks with more would wait for ever; give all ranks as many micro-batches, or freeze its "
+                "statistics with eval()"
+            )
+        dry = [not (own or ready) for own, ready in zip(plan.num_counted, plan.has_stand_in, strict=True)]
+        if self.lockstep and any(dry):
+            raise DistaccumError(
+                f"ranks have {list(plan.num_counted)} micro-batches; under {self.name} each rank must run forward for "
+                f"the others to go on; rank {ranks_where(dry)} has none from an earlier window to stand in with. Give "
+                "each rank a micro-batch in the first window"
+            )
 
     def num_micro_steps(self, plan: Plan) -> int:
         """Micro-steps of this rank: more than its micro-batches where it must stand in for the others' sake."""
-        return plan.num_counted[self.peers.rank]
+        return max(plan.num_counted) if self.lockstep else plan.num_counted[self.peers.rank]
 
-    def num_early_reductions(self, plan: Plan) -> int:
+    def num_early(self, plan: Plan) -> int:
         """The number of first micro-steps that reduce, besides the last."""
         return 0
 
@@ -154,24 +169,12 @@ class Engine(RunsStages, ABC):
         """Whether a backward with this `reduce` communicates: a failure inside it cannot be undone."""
         return False
 
-    @abstractmethod
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        """Begins a window: reductions are postponed.
+        """Begins a window for the gradients of `parameters`: reductions are postponed."""
 
-        Args:
-            plan: As in `check`.
-            parameters: Those whose gradients make up the window.
-        """
-
-    @abstractmethod
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        """One `run_backward` from `losses`, weighted by `seeds`; reduces the sum of all if `reduce`.
-
-        Args:
-            losses: Scalars with a graph, one for each named loss.
-            seeds: Their factors, scalars too; a scaler's scale is in them.
-            reduce: This backward reduces what it and the earlier ones have added up.
-        """
+        """One `run_backward` from scalar `losses`, weighted by `seeds`; reduces the sum of all if `reduce`."""
+        self.run_backward(losses, seeds)
 
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -182,28 +185,43 @@ class Engine(RunsStages, ABC):
         """
         return losses, seeds
 
+    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: Callable[..., Tensor | None]) -> Any:
+        """Forwards and backwards of a micro-batch in one call, as a pipeline's schedule makes them."""
+        if self.pipeline is None:
+            raise DistaccumError(f"window.run() with {self.name}, whose forward is yours: window.backward(loss)")
+        return self.pipeline.run(inputs, options, weigh)
+
+    def refuse_closure(self, call: str) -> None:
+        """Raises if `call`, which takes a function of the caller, cannot run it."""
+        if self.pipeline is not None:
+            self.pipeline.refuse_closure(call)
+        if call != "update":  # which needs no samples in whole
+            self.peers.refuse_parts(call)
+
     def whole_loss(self, loss: Any) -> Tensor:
         """The plain tensor of a loss that is a DTensor, the same on each of its ranks."""
+        ranks, placements = ([], ()) if self.group is None else lies_over(loss, self.group)
+        if ranks:
+            raise ValueError(
+                f"backward() got a loss that is a DTensor over the data-parallel ranks {ranks}, placed as "
+                f"{placements}, expected one of this rank's samples alone; take the loss of local outputs (to_local())"
+            )
         whole: Tensor = loss.full_tensor()
         return whole
 
     def stand_in(self) -> None:
         """The rest of this rank's micro-steps only keep step with other ranks: what they use does not count."""
-        return
 
     def skip(self) -> None:
         """Replaces a backward whose losses are all left out."""
-        return
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        """The objects whose .grad holds gradients before they are reduced."""
-        return parameters if self.sums is None else self.sums.holders(parameters)
+        """The objects whose .grad changes in a window's backwards alone, `parameters` among them where theirs does."""
+        return parameters
 
-    @abstractmethod
     def finish(self) -> None:
         """After the last backward: reduces the rest, so that gradients are final."""
 
-    @abstractmethod
     def release(self) -> None:
         """Restores the wrappers as `begin` found them, whatever happened since. May be called twice."""
 
@@ -211,16 +229,9 @@ class Engine(RunsStages, ABC):
         """Removes each gradient, and whatever would count as one."""
         for parameter in parameters:
             parameter.grad = None
-        if self.sums is not None:
-            self.sums.clear()
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
-        """Whether there are gradients that `clear` did not leave; `in_window`: before its first backward.
-
-        Args:
-            parameters: As in `begin`.
-            in_window: The window has begun and had no backward yet.
-        """
+        """Whether there are gradients that `clear` did not leave; `in_window`: before a window's first backward."""
         for parameter in parameters:  # noqa: SIM110  # any() of a generator costs three times as much
             if parameter.grad is not None:
                 return True
@@ -228,14 +239,11 @@ class Engine(RunsStages, ABC):
 
     def show_parameters(self) -> None:
         """Makes modules show the parameters that the optimizers hold."""
-        return
+
+    # A rank's own gradient, before it is reduced
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        """Why a rank's own gradient cannot be seen before it is reduced, and the cure; None if `leaves` show it.
-
-        Args:
-            parameters: The optimizers'.
-        """
+        """Why a rank's own gradients of `parameters` cannot be seen, and the cure; None if `leaves` has them."""
         return "whose engine does not say where a rank's own gradient is; give it hides_own() and leaves()"
 
     def hides_parts(self) -> str | None:
@@ -243,46 +251,78 @@ class Engine(RunsStages, ABC):
         return None
 
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
-        """Where gradients of `parameters` add up on this rank, before they are reduced.
-
-        Args:
-            parameters: The optimizers'.
-        """
-        standing = self.sums.standing if self.sums is not None else attrgetter("grad")
-        return [Leaf(p, partial(standing, p)) for p in parameters if p.requires_grad]
+        """Where gradients of `parameters` add up on this rank, before they are reduced."""
+        return [Leaf(p, partial(self.standing, p)) for p in parameters if p.requires_grad]
 
     # The update
 
+    def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
+        """This rank's parts of gradients, by the groups over which they are cut; none: each rank has the whole."""
+        return {(): [p.grad for p in parameters if p.grad is not None]}
+
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        """The norm of the whole gradient (divided by `over`), the same on all ranks; `kind` is 2 or infinity.
+        """The norm of the whole gradient, the same on all ranks; `kind` is 2 or infinity.
 
-        Args:
-            parameters: Those with a gradient.
-            kind: 2 or infinity.
-            over: A scalar that gradients are divided by first, so that squares do not overflow.
+        Gradients are divided by `over` first, a scalar, so that squares do not overflow.
         """
-        return total_norm([p.grad for p in parameters if p.grad is not None], kind, over)
-
-    def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        """This rank's part of the norm's square, without communication: the sum over ranks is the whole."""
-        return self.norm(parameters).square() / self.peers.num_ranks
-
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        """Scales a gradient of norm `norm` to at most `max_norm`.
-
-        Args:
-            parameters: Those with a gradient.
-            max_norm: The most.
-            norm: What `norm` returned.
-        """
-        clip([p.grad for p in parameters if p.grad is not None], max_norm, norm)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        norm = norm_over_shards(self.shards(parameters), device, kind, over)
+        if self.pipeline is None:
+            return norm
+        # One dtype and one device for all stages: one without a gradient has a norm in float32, on the host.
+        return self.peers.over_stages(norm.to(self.pipeline.device, torch.float64), kind)
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
-        """Steps the optimizers; returns why not, if the wrapper decided against it.
-
-        Args:
-            optimizers: Those that `adopt_optimizers` returned.
-        """
+        """Steps the optimizers that `adopt` returned; returns why not, if the wrapper decided against it."""
         for optimizer in optimizers:
             optimizer.step()
         return None
+
+    # For engines of several ranks
+
+    def average(
+        self, parameters: Sequence[nn.Parameter], is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False
+    ) -> None:
+        """Sums gradients over the ranks and divides by `divisor`; call it on all ranks, with the same parameters.
+
+        `is_zeroed`: whether a parameter's gradient is zeros that stand for none, so that it may become None.
+        """
+        if len(parameters) > self._num_compared:
+            self._refuse_unlike(parameters)
+            self._num_compared = len(parameters)
+        if parameters:
+            average_by_hand(parameters, self.copies_of, self.host_group, self.divisor, is_zeroed)
+
+    def _refuse_unlike(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Raises, on all ranks, if one of `parameters` is another on each rank, as experts may be.
+
+        Looks at values once, before the first gradient is averaged. Parts that equal each other (biases of zeros)
+        cannot be told from copies.
+        """
+        outside = [p for p in parameters if id(p) not in self.alike and self.copies_of(p) is self.group]
+        differ = unlike(outside, self.host_group) if outside else []
+        if differ:
+            raise DistaccumError(
+                f"{shorten(list(map(self.name_of, differ)))} differs between the data-parallel ranks, and {self.name} "
+                "does not reduce it, so that its gradient would be averaged over different parameters; if each rank "
+                "has its own (experts), cut it over the ranks under fully_shard: distribute_tensor(whole, mesh, "
+                "[Shard(0)]); if it is one parameter, give it the same values on all ranks"
+            )
+
+    def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        """The group whose ranks hold this rank's part of `parameter` too; None if nobody else does."""
+        group: dist.ProcessGroup = self.group
+        return group
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        named = ((n, p) for model in self.models for n, p in model.named_parameters())
+        return next((n for n, p in named if p is parameter), f"a parameter of shape {list(parameter.shape)}")
+
+    def refuse_left_out_terms(self, plan: Plan, cure: str) -> None:
+        """Where modules communicate in backward, each loss must take part in each backward."""
+        if not plan.all_terms:
+            raise DistaccumError(
+                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; its loss would be left out, and so "
+                "would modules in this backward for which the other ranks wait; give each micro-batch a count above 0 "
+                f"for each name{cure}"
+            )

@@ -4,16 +4,17 @@ DDP decides in forward whether its next backward reduces. Here every forward of 
 and right before the backward that must reduce, DDP is armed with the call that its own forward makes. So neither the
 place of the caller's forward matters, nor the number of backwards after it.
 
-In four kinds of window no backward reduces, and the library averages the gradients afterwards (same result, no
+In five kinds of window no backward reduces, and the library averages the gradients afterwards (same result, no
 overlap): a rank has no micro-batch; a rank's last micro-batch leaves a loss term out; it is the first window of a
-static graph, whose first backward DDP must see (pytorch#143580); of several DDPs one looks for unused parameters.
+static graph, whose first backward DDP must see (pytorch#143580); of several DDPs one looks for unused parameters; an
+extension adds gradients up by itself.
 """
 
 from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -21,21 +22,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..gradients.wide import Phase, Sums
 from ..law import DistaccumError, Plan, shorten
 from ..norms import leaves
-from .base import Sync
-from .ddp_flags import NotesStrays, give_back_flags, take_flags, takers_of
+from .averaging import sparse_embeddings
+from .base import Engine, Sync
+from .ddp_state import NotesStrays, ZeroedViews, flags_of
 from .private import ddp as private
-from .ranks import RanksEngine
+from .private.autograd import GradientStamp
 from .shards import lies_over, why_tensor_parallel
-from .stamp import GradientStamp, ZeroedViews
 
 
 @final
-class DDPEngine(RanksEngine):
+class DDPEngine(Engine):
     name = "DistributedDataParallel"
     follows = True
+    shows_gradients = True
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -60,19 +61,17 @@ class DDPEngine(RanksEngine):
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
         self.alike = {id(parameter) for parameter in self._own}
         for parameter in self.parameters():
-            if id(parameter) in self.alike and hasattr(parameter, "to_local"):
+            is_inside = id(parameter) in self.alike and hasattr(parameter, "to_local")
+            where = "inside" if is_inside else "over data-parallel ranks, outside"
+            if is_inside or lies_over(parameter, group)[0]:
                 raise ValueError(
-                    f"{self.name_of(parameter)} is a DTensor inside of DDP, whose buckets hold plain tensors alone; "
-                    "use fully_shard, for experts on a mesh of their own or with ignored_params"
-                )
-            if lies_over(parameter, group)[0]:
-                raise ValueError(
-                    f"{self.name_of(parameter)} is a DTensor over data-parallel ranks, outside of DDP, whose forwards "
-                    "do not wait for each other as its own do; use fully_shard, with ignored_params for it"
+                    f"{self.name_of(parameter)} is a DTensor {where} of DDP, whose buckets hold plain tensors and "
+                    "whose forwards do not wait for each other; use fully_shard, for experts on a mesh of their own or "
+                    "with ignored_params"
                 )
         # Where DDP looks for unused parameters, a zero would count as a gradient in the next window.
         as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
-        self._zeroed = ZeroedViews(self._reduced_by_any(as_views))
+        self._zeroed = ZeroedViews(p for wrapper in as_views for p in self._covered[wrapper].values())
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
         self._graph_is_torn = False
         self._armed: list[DistributedDataParallel] = []
@@ -85,21 +84,11 @@ class DDPEngine(RanksEngine):
         self.strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward outside windows
         for wrapper in self.wrappers:
             weakref.finalize(self, wrapper.register_forward_pre_hook(NotesStrays(self)).remove)
-        self._early = 0  # backwards left in this window that reduce, besides the last
-
-    def _reduced_by_any(self, wrappers: Iterable[DistributedDataParallel]) -> list[nn.Parameter]:
-        return [parameter for wrapper in wrappers for parameter in self._covered[wrapper].values()]
-
-    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        # A view of a bucket must stay one. A DDP that looks for unused parameters takes those for used that have a
-        # gradient when its own hook runs, which is after the hook of the sums.
-        stays = [w for w in self.wrappers if w.gradient_as_bucket_view or w.find_unused_parameters]
-        self.sums = Sums(parameters, dtype, {id(p) for p in self._reduced_by_any(stays)})
 
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
             _refuse_changes(wrapper, reduced)
-        self.refuse_synchronised_norms(plan)
+        super().check(plan)
         if self._graph_is_torn:
             raise DistaccumError(
                 "the first backward of a DDP with static_graph=True failed, and DDP keeps the part that it saw; wrap "
@@ -111,30 +100,28 @@ class DDPEngine(RanksEngine):
                 "backward on every rank in its first window; give each rank a micro-batch there"
             )
 
-    def num_early_reductions(self, plan: Plan) -> int:
+    def num_early(self, plan: Plan) -> int:
         return min(plan.num_counted) - 1 if self.sync == "every" else 0  # as many on all ranks
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         for wrapper in self.strays:
             if wrapper not in self._unseen_graphs:
-                takers_of(wrapper).keeps_buckets |= private.has_rebuilt_buckets(wrapper)
+                flags_of(wrapper).keeps_buckets |= private.has_rebuilt_buckets(wrapper)
                 private.disarm(wrapper)  # or its next backward would reduce, on the ranks that have one
         self.strays.clear()
-        if self.sums is not None:
-            self.sums.watch(parameters)
         self._by_hand = [p for p in parameters if id(p) not in self.alike]
         if not all(p.requires_grad for p in self._by_hand):
             # A parameter outside the models, as one of the loss, may be frozen here and trained on another rank.
             models = {id(parameter) for parameter in self.parameters()}
             self._by_hand = [p for p in self._by_hand if p.requires_grad or id(p) not in models]
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
-        self._early = self.num_early_reductions(plan)
         self._reduces = (
             whole
             and not plan.some_rank_is_dry
             and not plan.reduce_afterwards
             and not self._unseen_graphs
             and not self._may_part
+            and not self.by_hand
         )
         if not self._reduces:
             self._by_hand += self._own
@@ -143,7 +130,8 @@ class DDPEngine(RanksEngine):
                 for parameter in self._by_hand:
                     parameter.grad = None
         for wrapper in self.wrappers:
-            take_flags(wrapper, self, arms=wrapper in self._unseen_graphs, searches=wrapper in self._searching)
+            arms, searches = wrapper in self._unseen_graphs, wrapper in self._searching
+            flags_of(wrapper).take(wrapper, self, arms=arms, searches=searches)
             # A rank may run fewer forwards than others, none, or fail in its first. So no forward may communicate.
             at_end = private.communicate_before_forward(wrapper)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
@@ -152,26 +140,6 @@ class DDPEngine(RanksEngine):
         return bool(self._unseen_graphs) or (reduce and self._reduces)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        if self.sums is None:
-            self._backward(losses, seeds, reduce)
-            return
-        is_early = bool(self._unseen_graphs) or (reduce and self._early > 0)
-        self._early -= reduce
-        if not self.will_reduce(reduce):
-            self.sums.phase = Phase.ADD
-        elif is_early:
-            self.sums.phase = Phase.PASS
-        else:
-            # DDP also reduces the .grad of parameters that this backward does not reach.
-            earlier = [p for p in self._reduced_by_any(self._searching) if self.sums.holds(p)]
-            reached = leaves(losses) if earlier else {}
-            self.sums.round(p for p in earlier if id(p) not in reached)
-            self.sums.phase = Phase.ROUND
-        self._backward(losses, seeds, reduce)
-        if self.sums.phase is Phase.PASS:
-            self.sums.take_all(but=self._zeroed.holds)
-
-    def _backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
             before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
             self._armed = self._unseen_graphs  # by DDP itself, in the forward
@@ -204,18 +172,11 @@ class DDPEngine(RanksEngine):
                 "without it, or add the losses up"
             )
         reached = leaves(losses)
-        earlier = [p for p in self._own if id(p) not in reached and self._holds(p)]
+        earlier = [p for p in self._own if id(p) not in reached and p.grad is not None and not self._zeroed.holds(p)]
         if not earlier:
             return losses, seeds
-        if self.sums is not None:
-            self.sums.round(earlier)
         root = _Reach.apply(*earlier)
         return [*losses, root], [*seeds, torch.zeros_like(root)]
-
-    def _holds(self, parameter: nn.Parameter) -> bool:
-        if self.sums is not None and self.sums.holds(parameter):
-            return True
-        return parameter.grad is not None and not self._zeroed.holds(parameter)
 
     def _arm(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Makes the next backward reduce, from the roots that this returns."""
@@ -242,7 +203,7 @@ class DDPEngine(RanksEngine):
                 private.refuse_unfinished_reduction(wrapper)
             except RuntimeError as error:
                 raise DistaccumError(self._what_is_missing(wrapper, str(error))) from error
-            if takers_of(wrapper).keeps_buckets:
+            if flags_of(wrapper).keeps_buckets:
                 private.disarm(wrapper)
             if wrapper not in self._searching and all(stamp.is_current() for stamp in stamps):
                 # None of its parameters was in this backward (of another part, or model).
@@ -266,21 +227,17 @@ class DDPEngine(RanksEngine):
         )
 
     def finish(self) -> None:
-        if self.sums is not None:
-            self.sums.round()
         self.average(self._by_hand, self._zeroed.holds)
         if self._reduces:
             for wrapper in self.wrappers:
                 private.rebuild_buckets(wrapper)  # now, where all ranks are, and not when the next window begins
 
     def release(self) -> None:
-        if self.sums is not None:
-            self.sums.phase = Phase.OFF
         # Until it reduces, a DDP that looks for unused parameters remembers the used ones, also for the next window.
         for wrapper in {*self._armed, *self._unreduced}:
             private.disarm(wrapper)
         for wrapper in self.wrappers:
-            give_back_flags(wrapper, self)
+            flags_of(wrapper).give_back(wrapper, self)
         self._armed, self._unreduced, self._by_hand = [], [], []
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
@@ -292,8 +249,6 @@ class DDPEngine(RanksEngine):
         return None
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        if self.sums is not None:
-            self.sums.clear()
         self._zeroed.clear(parameters)
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
@@ -319,18 +274,11 @@ def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Para
         )
     if sum(p.requires_grad for p in wrapper.parameters()) > len(reduced) - len(frozen):
         known = {id(parameter) for parameter in reduced.values()}
-        named = wrapper.module.named_parameters()
-        left_out = [name for name, p in named if p.requires_grad and _is_ignored(wrapper, name)]
-        if left_out:
-            raise DistaccumError(
-                f"{shorten(left_out)} is trained and in _ddp_params_and_buffers_to_ignore, so DDP does not reduce it "
-                "and ranks may hold copies of it or parts; let DDP reduce it, keep it outside of the wrapped module "
-                "(it is then averaged over ranks), or freeze it"
-            )
-        thawed = [n for n, p in wrapper.named_parameters() if p.requires_grad and id(p) not in known]
+        left_out = [n for n, p in wrapper.named_parameters() if p.requires_grad and id(p) not in known]
         raise DistaccumError(
-            f"{shorten(thawed)} is trained but was frozen or absent when DDP wrapped the model, which does not reduce "
-            "it; wrap the model anew"
+            f"{shorten(left_out)} is trained but was frozen or absent when DDP wrapped the model, or is in "
+            "_ddp_params_and_buffers_to_ignore, so DDP does not reduce it; wrap the model anew, or keep it outside of "
+            "the wrapped module (it is then averaged over ranks)"
         )
 
 
@@ -346,7 +294,7 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
         if not _is_ignored(wrapper, name)
     }
     reduced = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
-    if wrapper.find_unused_parameters and len(reduced) < len(named) and not _has_sparse_gradients(wrapper):
+    if wrapper.find_unused_parameters and len(reduced) < len(named) and not sparse_embeddings([wrapper]):
         # Some may have been frozen since, which DDP allows here, or unfrozen, which it does not see.
         known = private.ids_in_buckets(wrapper)
         return {name: parameter for name, parameter in named.items() if id(parameter) in known}
@@ -357,10 +305,6 @@ def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
             "apart; freeze and unfreeze parameters before DDP wraps the model"
         )
     return reduced
-
-
-def _has_sparse_gradients(wrapper: DistributedDataParallel) -> bool:
-    return any(one.sparse for one in wrapper.modules() if isinstance(one, nn.Embedding | nn.EmbeddingBag))
 
 
 class _Reach(torch.autograd.Function):

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from operator import attrgetter
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF
 from ..ranks import own_group
-from .base import Leaf, Sync
+from .averaging import sparse_embeddings
+from .base import Engine, Leaf, Sync
 from .private import fsdp2 as private
-from .ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
-from .shards import norm_over_shards, part_of_square, ranks_along, ranks_sharing, shards_of, why_tensor_parallel
+from .shards import Groups, ranks_along, shards_of, why_tensor_parallel
 
 
 @final
-class FullyShardEngine(RanksEngine):
+class FullyShardEngine(Engine):
     name = "FSDP2 (fully_shard)"
     follows = True
     lockstep = True
@@ -52,21 +52,27 @@ class FullyShardEngine(RanksEngine):
             raise ValueError("fully_shard was called on modules without parameters; call it on those that have some")
         self._pairs, self._groups = pairs, [group for _, group in pairs]
         self._every = [p for group in self._groups for p in group.fsdp_params]  # FSDP2's own kind of parameter
-        _refuse_sparse_embeddings(models)
+        if sparse := [name for name, weight in sparse_embeddings(models).items() if weight.requires_grad]:
+            raise ValueError(
+                f"the embedding {shorten(sparse)} has sparse gradients, which FSDP2 cannot reduce; give it sparse=False"
+            )
         if all(map(private.is_sharded, self._groups)):
             self.policies = ("last", "every", "gathered")
             if all(map(private.is_hybrid, self._groups)):
                 self.policies += ("replicas",)
         group = _group_of_meshes(self._groups)
-        super().__init__(models, sync, group, ranks_sharing([p.sharded_param for p in self._every], group))
+        own, sharing = [p.sharded_param for p in self._every], None
+        if any(p.device_mesh.size() > dist.get_world_size(group) for p in own if hasattr(p, "to_local")):
+            sharing = import_module("distaccum.meshes.sharing").ranks_sharing(own, group)
+        super().__init__(models, sync, group, sharing)
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
-        self._device: torch.device = self._every[0].sharded_param.device
         self._policy = sync  # of the current window
         self._found: list[private.GroupFlags] = []
         self._hooks: list[Any] = []  # of the current window
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
-        self._parts = self.refuse_unknown_parts(self._outside(self.parameters()))
+        self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
+        self._parts = self._cut_over_ranks(self._outside(self.parameters()))
         experts = [one for one in self._groups if len(_data_ranks(one)) < self.peers.num_ranks]
         self._parts += [p.sharded_param for one in experts for p in one.fsdp_params]
         if self._parts:  # whose forwards wait for all ranks; with "gathered" each would run only its own
@@ -80,7 +86,8 @@ class FullyShardEngine(RanksEngine):
         self._reduces = True  # in backward; else after the last
         self._stands_in = False
         self._unused: list[Any] = []  # of _every: without a gradient in this window, on this rank
-        low = [name for name, adds_up in self._adds_up_in("last") if adds_up in HALF]
+        trained = [(group, p) for group in self._groups for p in group.fsdp_params if _is_trained(p)]
+        low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
         if low and sync != "every" and self.peers.rank == 0:
             warn(
                 f"gradients of {shorten(low)} add up in half precision between micro-steps; "
@@ -96,29 +103,29 @@ class FullyShardEngine(RanksEngine):
         own = {id(p.sharded_param) for p in self._every}  # which model.to() replaces
         return [parameter for parameter in parameters if id(parameter) not in own]
 
-    def _adds_up_in(self, sync: Sync) -> list[tuple[str, torch.dtype]]:
-        trained = [(group, p) for group in self._groups for p in group.fsdp_params if _is_trained(p)]
-        return [(private.name_of(p), private.adds_up_in(group, p, sync)) for group, p in trained]
+    def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        if self._experts is None and any(hasattr(p, "to_local") for p in outside):
+            self._experts = import_module("distaccum.meshes.sharing").Experts(self)
+        return [] if self._experts is None else self._experts.find(outside)
 
-    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        cure = (
-            "wrap with MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32), whose sums are in "
-            "reduce_dtype"
-        )
-        if self.sync == "every":
-            cure += ", and keep the parameters themselves in float32, in whose dtype shards add up"
-        refuse_narrower(self._adds_up_in(self.sync), dtype, cure)
-        refuse_narrower_outside(self._outside(parameters), dtype)
+    def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
+        copies_of = super().copies_of if self._experts is None else self._experts.copies_of
+        group: dist.ProcessGroup | None = copies_of(parameter)
+        return group
 
     def check(self, plan: Plan) -> None:
-        self.refuse_synchronised_norms(plan)
-        self.refuse_dry_ranks(plan)
+        super().check(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
         self._policy = "gathered" if plan.reduce_afterwards and "gathered" in self.policies else self.sync
         communicates = len(self._groups) > 1 or bool(self._parts)  # within forward and backward, besides the root
         if self._policy != "gathered" and communicates and self.peers.num_ranks > 1:
             self.refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
-        _refuse_all_reduce_hooks(self._groups)
+        for group in self._groups:
+            if private.has_all_reduce_hook(group):
+                raise DistaccumError(
+                    f"set_all_reduce_hook on the module of {private.name_of(group.fsdp_params[0])}: its divisor, and "
+                    "its ranks, cannot be known; use a hybrid mesh (replicate, shard) instead"
+                )
         if self.pipeline is not None and self.pipeline.splits_backward:
             self._refuse_lost_weights([private.state_of(module) for module in self.pipeline.modules])
 
@@ -142,13 +149,13 @@ class FullyShardEngine(RanksEngine):
     def num_micro_steps(self, plan: Plan) -> int:
         return max(1, plan.num_counted[self.peers.rank]) if self._policy == "gathered" else max(plan.num_counted)
 
-    def num_early_reductions(self, plan: Plan) -> int:
+    def num_early(self, plan: Plan) -> int:
         return max(plan.num_counted) - 1 if self._policy == "every" else 0
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self.show_parameters()  # weights may have changed since they were gathered
         self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
-        self.refuse_unknown_parts(self._by_hand)  # a loss's own too
+        self._cut_over_ranks(self._by_hand)  # a loss's own too
         self._unused = [p for p in self._every if _is_trained(p)]
         self._reduces = not plan.reduce_afterwards and (
             plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
@@ -163,8 +170,10 @@ class FullyShardEngine(RanksEngine):
             refuse = partial(_refuse_state, plan.num_counted)
             self._hooks = [module.register_state_dict_pre_hook(refuse) for module in self._modules]
             # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not there
-            # yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some.
-            self._reduces = self._reduces and all(map(_always_reduces, self._groups))
+            # yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some (or zeros too, on all).
+            self._reduces = self._reduces and all(
+                getattr(group, "reduce_scatter_unused_params", False) for group in self._groups
+            )
         self._is_open, self._stands_in = True, False
         if plan.agrees and self._policy == "gathered":
             for module in self._modules:
@@ -206,7 +215,8 @@ class FullyShardEngine(RanksEngine):
             private.reshard_groups(self._groups)  # as a backward would: the next forward gathers, on all ranks
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        return [one for one in map(private.gathered_of, self._every) if one is not None]
+        gathered = [one for one in map(private.gathered_of, self._every) if one is not None]
+        return [*gathered, *parameters]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         if any(getattr(p, "is_dtensor", False) for p in self._every):
@@ -220,7 +230,7 @@ class FullyShardEngine(RanksEngine):
             gathered = private.gathered_of(one)
             if wanted.pop(id(one.sharded_param), None) is not None and gathered is not None and gathered.requires_grad:
                 found.append(Leaf(gathered, partial(private.standing_gradient, one)))
-        return [*found, *(Leaf(p, partial(attrgetter("grad"), p)) for p in wanted.values() if p.requires_grad)]
+        return [*found, *super().leaves(list(wanted.values()))]
 
     def finish(self) -> None:
         self.average(self._by_hand)
@@ -248,12 +258,9 @@ class FullyShardEngine(RanksEngine):
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
 
-    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+    def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """By hand: torch asks DTensor at each kernel, and fails at the largest element of an empty shard."""
-        return norm_over_shards(shards_of(parameters), self._device, kind, over)
-
-    def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return part_of_square(shards_of(parameters), self._device, self.peers.num_ranks)
+        return shards_of(parameters)
 
     def _reduce_the_rest(self) -> None:
         """Reduces what no backward did (one that left a term or a module out); no gradient stays where no rank has one.
@@ -289,16 +296,6 @@ def _refuse_state(num_counted: Sequence[int], *_: object) -> None:
         "ranks: it drops the parameters that were gathered for the window, and each rank would wait for the others in "
         "another forward; call it after the window's loop"
     )
-
-
-def _refuse_sparse_embeddings(models: Sequence[nn.Module]) -> None:
-    named = [(name, module) for model in models for name, module in model.named_modules()]
-    embeddings = [(name, one) for name, one in named if isinstance(one, nn.Embedding | nn.EmbeddingBag)]
-    sparse = [name for name, one in embeddings if one.sparse and one.weight.requires_grad]
-    if sparse:
-        raise ValueError(
-            f"the embedding {shorten(sparse)} has sparse gradients, which FSDP2 cannot reduce; give it sparse=False"
-        )
 
 
 def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
@@ -349,22 +346,8 @@ def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]
     return is_cut and {*ranks_along(mesh, meeting)} == {*data_ranks}
 
 
-def _refuse_all_reduce_hooks(groups: Sequence[Any]) -> None:
-    for group in groups:
-        if private.has_all_reduce_hook(group):
-            raise DistaccumError(
-                f"set_all_reduce_hook on the module of {private.name_of(group.fsdp_params[0])}: its divisor, and its "
-                "ranks, cannot be known; use a hybrid mesh (replicate, shard) instead"
-            )
-
-
 def _is_trained(parameter: Any) -> bool:
     return bool(parameter.sharded_param.requires_grad)
-
-
-def _always_reduces(group: Any) -> bool:
-    """Zeros too, where there is no gradient."""
-    return bool(getattr(group, "reduce_scatter_unused_params", False))
 
 
 def _when_used(parameter: Any, seen: set[int]) -> Any:

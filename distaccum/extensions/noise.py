@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ..engines import Engine
 from ..engines.base import Leaf
+from ..engines.shards import part_of_square
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
@@ -187,7 +188,7 @@ class NoiseScale(Extension):
         if (why := engine.hides_own(job.stepped())) is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave NoiseScale out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
-        self._norm_follows = engine.judges_gradients or job.max_norm is not None  # the step gives it
+        self._norm_follows = "norm" in engine.owns or job.max_norm is not None  # the step gives it
         self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None  # to the end of the first micro-batch
         self._small: Tensor | None = None
@@ -233,7 +234,8 @@ class NoiseScale(Extension):
             return None  # nothing to compare
         part = widest(torch.zeros((), device=window.parameters[0].device))
         if not self._norm_follows:
-            part = self._unscaled(self._unscaled(widest(self._engine.part_of_square(self._parameters()))))
+            square = part_of_square(self._engine.shards(self._parameters()), self._engine.peers.num_ranks)
+            part = self._unscaled(self._unscaled(widest(square)))
         small = part.new_zeros(3) if self._small is None else self._small.to(part)
         return torch.cat([small, part.reshape(1)])
 
@@ -250,7 +252,7 @@ class NoiseScale(Extension):
             last.divisor = last.total if self._reduction == "sum" else 1.0
             if self._norm_follows:
                 norm = update.norm()
-                last.norm = self._engine.whole_norm(self._parameters()) if norm is None else norm
+                last.norm = self._engine.norm(self._parameters()) if norm is None else norm
         update.notes[self.key] = last
 
     def state(self) -> list[float]:

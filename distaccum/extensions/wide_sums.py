@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, final
 
 import torch
+from torch import Tensor, nn
 
 from ..extension import Extension
 from ..job import Job
+from ..update import Update
+from ..window import Window
 
 
 @final
 class WideSums(Extension):
     """Adds up gradients of narrower parameters in `dtype`, and rounds them once, before the reduction.
 
-    FSDP and DeepSpeed add up by themselves: there it raises if their policy or config does so in less.
+    Equivalent to, after each backward of a window::
+
+        wide[p] += p.grad
+        p.grad = None
+
+    and `p.grad = wide[p].to(p.dtype)` after the last. Hooks do it within backward, a parameter at a time, so that only
+    one gradient exists twice. Under DDP no backward reduces then, and the library averages the rounded sums.
+
+    FSDP and DeepSpeed add up by themselves, in the dtype that their policy or config says: there it is refused.
 
     Args:
         dtype: `torch.float32` or `torch.float64`.
@@ -24,8 +37,63 @@ class WideSums(Extension):
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(f"WideSums({dtype!r}), expected torch.float32 or torch.float64")
         self._dtype = dtype
+        self._sums: dict[int, tuple[nn.Parameter, Tensor]] = {}  # of the window at work, by the parameter's id
+        self._hooks: list[Any] = []
+        self._is_running = False  # a backward of the window
 
     def join(self, job: Job) -> None:
-        if job.engine.pipeline is not None and not job.engine.pipeline.is_sharded:
-            raise ValueError("WideSums with a pipeline's schedule needs stages under fully_shard; leave it out")
-        job.engine.accumulate_in(self._dtype, job.parameters().every)
+        engine = job.engine
+        if engine.pipeline is not None or not engine.shows_gradients:
+            what = "a pipeline's schedule" if engine.pipeline is not None else engine.name
+            raise ValueError(
+                f"WideSums with {what}, which adds gradients up by itself; leave it out, and say the dtype there: "
+                "MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard, sync='every' with float32 parameters "
+                'under FSDP1, "data_types": {"grad_accum_dtype": "fp32"} in the config of DeepSpeed'
+            )
+        engine.by_hand, engine.standing = True, partial(_standing, self._sums)
+
+    def begin(self, window: Window) -> None:
+        for p in window.parameters:
+            wide = self._dtype.to_complex() if p.is_complex() else self._dtype
+            if p.requires_grad and torch.promote_types(p.dtype, wide) != p.dtype:
+                register: Any = p.register_post_accumulate_grad_hook
+                self._hooks.append(register(partial(self._take, wide)))
+
+    def before_backward(self, window: Window, reduces: bool) -> None:
+        self._is_running = not reduces  # a static graph's first, in which DDP must see its gradients
+
+    def after_backward(self, window: Window) -> None:
+        self._is_running = False
+
+    @torch.no_grad()
+    def _take(self, wide: torch.dtype, parameter: Any) -> None:
+        """Adds the gradient that a backward of the window has just made."""
+        gradient = parameter.grad
+        if not self._is_running or gradient is None:
+            return
+        parameter.grad = None
+        if id(parameter) not in self._sums:
+            self._sums[id(parameter)] = (parameter, gradient.to(wide))
+            return
+        standing = self._sums[id(parameter)][1]
+        if gradient.is_sparse != standing.is_sparse:
+            gradient, standing = gradient.to_dense(), standing.to_dense()
+        self._sums[id(parameter)] = (parameter, standing.add_(gradient))
+
+    def finishing(self, window: Window) -> None:
+        for parameter, wide in self._sums.values():
+            parameter.grad = (wide.coalesce() if wide.is_sparse else wide).to(parameter.dtype)
+        self._drop()
+
+    def end(self, window: Window, update: Update | None) -> None:
+        self._drop()
+
+    def _drop(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._sums.clear()
+        self._hooks, self._is_running = [], False
+
+
+def _standing(sums: Mapping[int, tuple[nn.Parameter, Tensor]], parameter: nn.Parameter) -> Tensor | None:
+    return sums[id(parameter)][1] if id(parameter) in sums else parameter.grad

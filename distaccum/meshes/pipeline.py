@@ -7,20 +7,18 @@ backward no seed, and gradients that stay unreduced until the window's end.
 
 from __future__ import annotations
 
-import sys
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Protocol, final
+from typing import Any, Protocol, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..cutting import count_samples, cut_batch
+from ..engines.base import Engine
 from ..law import DistaccumError
-from ..ranks import Peers, host_group
+from ..ranks import host_group
 from . import private
-from .private import WeighChunk
 
 
 class PipelineSchedule(Protocol):
@@ -31,19 +29,14 @@ class PipelineSchedule(Protocol):
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def schedule_in(models: Sequence[Any]) -> Any | None:
-    """The schedule among them, if there is one; imports nothing."""
-    pipelining = sys.modules.get("torch.distributed.pipelining.schedules")
-    if pipelining is None:
-        return None
-    kinds = (pipelining.PipelineScheduleSingle, pipelining.PipelineScheduleMulti)
-    found = [one for one in models if isinstance(one, kinds)]
-    if found and len(models) > 1:
+def pipeline_of(models: Sequence[Any]) -> Pipeline:
+    schedule = next(one for one in models if not isinstance(one, nn.Module))
+    if len(models) > 1:
         raise ValueError(
-            f"model holds a {type(found[0]).__name__} and {len(models) - 1} more, expected the schedule alone; give "
+            f"model holds a {type(schedule).__name__} and {len(models) - 1} more, expected the schedule alone; give "
             "what it does not train an Accumulator of its own"
         )
-    return found[0] if found else None
+    return Pipeline(schedule)
 
 
 def _is_sharded(module: nn.Module) -> bool:
@@ -70,10 +63,8 @@ class Pipeline:
         self.num_chunks, self.device = private.num_chunks(schedule), self._stages[0].device
         self.splits_backward = private.splits_backward(schedule)
         self.is_sharded = any(map(_is_sharded, self.modules))
-        inside = [
-            one for module in self.modules for one in module.modules() if hasattr(one, "set_requires_gradient_sync")
-        ]
-        if inside and not all(hasattr(module, "set_requires_gradient_sync") for module in self.modules):
+        inside = any(_is_sharded(one) for module in self.modules for one in module.modules())
+        if inside and not all(map(_is_sharded, self.modules)):
             raise ValueError(
                 f"fully_shard was called on a module inside of a stage of the {name} and not on the stage's own, which "
                 "is where the schedule postpones the reduction; call it on the stage's module too"
@@ -86,13 +77,24 @@ class Pipeline:
         self._options = {"finalize_gradients": False} if self.is_sharded else {}
         self._planned: int | None = None  # samples in each micro-batch of the window
         self._length: int | None = None  # of those that were run
-        self._weigh: WeighChunk | None = None  # while a window runs the schedule
-        private.weigh_losses(schedule, lambda: self._weigh)
 
-    def refuse_frozen_beginning(self) -> None:
+    def join(self, engine: Engine) -> None:
+        """Makes `engine` that of stages: nothing is reduced before the window's end."""
+        if not engine.follows:
+            raise ValueError(
+                f"stages of a pipeline under {engine.name}, expected DistributedDataParallel or fully_shard"
+            )
+        if engine.sync != "last":
+            raise ValueError(
+                f"sync={engine.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'"
+            )
+        engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
+        engine.peers.add_stages(self.group)
+        if self.splits_backward:
+            self._refuse_frozen_beginning()
+
+    def _refuse_frozen_beginning(self) -> None:
         """A stage whose inputs need no gradient has, in a backward for them, none of its weights either."""
-        if not self.splits_backward:
-            return
         trained = {
             stage.stage_index: any(p.requires_grad for p in module.parameters())
             for stage, module in zip(self._stages, self.modules, strict=True)
@@ -132,7 +134,7 @@ class Pipeline:
             for one, length in zip(micro_batches, lengths, strict=True)
         ]
 
-    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: WeighChunk) -> Any:
+    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: Callable[..., Tensor | None]) -> Any:
         """All chunks through all stages, forward and backward; what the schedule returns."""
         if cut := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs"}):
             raise DistaccumError(
@@ -142,31 +144,32 @@ class Pipeline:
         losses: Any = options.pop("losses", None)
         target, taken = options.pop("target", None), dict[int, Any]()
 
-        def weigh_noted(chunk: int, output: Any, take_loss: Any) -> Tensor:
+        def weigh_noted(chunk: int, output: Any, take_loss: Callable[[], Any]) -> Tensor:
             def take() -> Any:
                 taken[chunk] = take_loss()
                 return taken[chunk]
 
-            return weigh(chunk, output, take)
+            loss: Tensor | None = weigh(chunk, output, take)
+            return _nothing_of(output) if loss is None else loss
 
         if any(stage.is_last for stage in self._stages):
             options["target"] = target
-        self._weigh, self._length = weigh_noted, self._planned
+        self._length = self._planned
+        is_first = any(stage.is_first for stage in self._stages)
         try:
             for stage in self._stages:
                 if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
                     stage.submod = stage.submod.module
-            is_first = any(stage.is_first for stage in self._stages)
-            outputs = self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
+            with private.weighing(self._schedule, weigh_noted):
+                outputs = self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
         finally:
-            self._weigh = None
             for stage, module in zip(self._stages, self.modules, strict=True):
                 stage.submod = module
         if losses is not None:
             losses[:] = [taken[chunk] for chunk in sorted(taken)]
         return outputs
 
-    def refuse_backward(self, losses: object, seeds: object) -> None:
+    def _refuse_backward(self, losses: object, seeds: object) -> None:
         raise DistaccumError(
             f"window.backward() with a {type(self._schedule).__name__}, which runs forward and backward itself; call "
             "window.run(inputs, target=labels) on every stage"
@@ -179,72 +182,7 @@ class Pipeline:
         )
 
 
-class RunsStages(ABC):
-    """What an engine does where its models are stages that a schedule runs. Abstract: part of every `Engine`."""
-
-    name: ClassVar[str]
-    follows: ClassVar[bool] = False  # what it wraps may be a stage of a pipeline
-    policies: tuple[Any, ...]
-    sync: Any
-    peers: Peers
-    run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any]
-    pipeline: Pipeline | None = None  # that runs the models; None: their forward is the caller's
-
-    def follow(self, pipeline: Pipeline) -> None:
-        """The models are stages that `pipeline` runs; nothing is reduced before the window's end."""
-        if not self.follows:
-            raise ValueError(f"stages of a pipeline under {self.name}, expected DistributedDataParallel or fully_shard")
-        if self.sync != "last":
-            raise ValueError(f"sync={self.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'")
-        self.pipeline, self.policies = pipeline, ("last",)
-        self.run_backward = pipeline.refuse_backward
-        self.peers.add_stages(pipeline.group)
-        pipeline.refuse_frozen_beginning()
-
-    def pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
-        """What each micro-batch is run in, each with a loss of its own; most run it whole."""
-        if self.pipeline is None:
-            return [[micro_batch] for micro_batch in micro_batches]
-        return self.pipeline.pieces(micro_batches)
-
-    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: WeighChunk) -> Any:
-        """Forwards and backwards of a micro-batch in one call.
-
-        Args:
-            inputs: Of the first stage.
-            options: The schedule's other arguments.
-            weigh: Called with the number of a piece, its outputs and what takes its loss; returns the loss, weighted.
-        """
-        if self.pipeline is None:
-            raise DistaccumError(f"window.run() with {self.name}, whose forward is yours: window.backward(loss)")
-        return self.pipeline.run(inputs, options, weigh)
-
-    def refuse_closure(self, call: str) -> None:
-        """Raises if `call`, which takes a function of the caller, cannot run it."""
-        if self.pipeline is not None:
-            self.pipeline.refuse_closure(call)
-        if call != "update":  # which needs no samples in whole
-            self.peers.refuse_parts(call)
-
-    def whole_norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        """`norm`, over all stages where the models are some of several.
-
-        Args:
-            parameters: As in `norm`.
-            kind: As in `norm`.
-            over: As in `norm`.
-        """
-        norm = self.norm(parameters, kind, over)
-        if self.pipeline is None:
-            return norm
-        # One dtype and one device for all stages: one without a gradient has a norm in float32, on the host.
-        return self.peers.over_stages(norm.to(self.pipeline.device, torch.float64), kind)
-
-    @abstractmethod
-    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor: ...
-
-
-def nothing_of(outputs: Any) -> Tensor:
+def _nothing_of(outputs: Any) -> Tensor:
     """A loss of 0 that reaches all of a chunk's graph, where nothing in it counts; its criterion may give NaN."""
     tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
     return torch.stack([one.flatten()[:0].sum().float() for one in tensors if one.requires_grad]).sum()

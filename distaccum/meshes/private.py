@@ -6,7 +6,8 @@ Seen in torch 2.9 to 2.15.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -53,18 +54,18 @@ def splits_backward(schedule: Any) -> bool:
     return any(action.computation_type.value == "W" for action in actions)
 
 
-def weigh_losses(schedule: Any, weigh: Callable[[], WeighChunk | None]) -> None:
-    """Makes the schedule's losses go through what `weigh` returns; None, and in its trial run, leaves them alone."""
+@contextmanager
+def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
+    """Inside, the schedule's losses go through `weigh`, but those of its trial run, which finds out shapes."""
     require("torch", schedule, "_loss_fn", "_maybe_compute_loss")
     loss_fn, compute = schedule._loss_fn, schedule._maybe_compute_loss
-    at: list[int] = []  # the chunk whose loss is taken; none in the trial run that finds out shapes
+    at: list[int] = []  # the chunk whose loss is taken; none in the trial run
 
     def loss_of(output: Any, *target: Any, **options: Any) -> Any:
-        weigh_chunk = weigh() if at else None
-        if weigh_chunk is None:
-            loss = loss_fn(output, *target, **options)
-            return sum(loss.values()) if isinstance(loss, Mapping) else loss
-        return weigh_chunk(at[0], output, lambda: loss_fn(output, *target, **options))
+        if at:
+            return weigh(at[0], output, lambda: loss_fn(output, *target, **options))
+        loss = loss_fn(output, *target, **options)
+        return sum(loss.values()) if isinstance(loss, Mapping) else loss
 
     def compute_at(stage: Any, output: Any, targets: Sequence[Any] | None, chunk: int, *others: Any) -> Any:
         at.append(chunk)
@@ -74,3 +75,8 @@ def weigh_losses(schedule: Any, weigh: Callable[[], WeighChunk | None]) -> None:
             at.clear()
 
     schedule._loss_fn, schedule._maybe_compute_loss = loss_of, compute_at
+    try:
+        yield
+    finally:
+        schedule._loss_fn = loss_fn
+        del schedule._maybe_compute_loss

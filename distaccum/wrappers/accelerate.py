@@ -31,17 +31,13 @@ class Accelerated:
         self._accelerator = accelerator
         self._wrappers = [one for one in optimizers if _is_of("optimizer", "AcceleratedOptimizer", one)]
         self.optimizers = [one.optimizer if one in self._wrappers else one for one in optimizers]
-        self.schedulers = [
-            one.scheduler if _is_of("scheduler", "AcceleratedScheduler", one) else one for one in schedulers
-        ]
-        self._stepped_by_process = [
-            one
-            for one in schedulers
-            if _is_of("scheduler", "AcceleratedScheduler", one)
-            and not _is_of("utils.deepspeed", "DeepSpeedSchedulerWrapper", one)  # whose engine steps once per update
-            and one.step_with_optimizer
-            and not one.split_batches
-        ]
+        prepared = [one for one in schedulers if _is_of("scheduler", "AcceleratedScheduler", one)]
+        self.schedulers = [one.scheduler if one in prepared else one for one in schedulers]
+        self._steps_by_process = any(
+            one.step_with_optimizer and not one.split_batches
+            for one in prepared
+            if not _is_of("utils.deepspeed", "DeepSpeedSchedulerWrapper", one)  # whose engine steps once per update
+        )
         theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
         if accelerator is not None:
             if not hasattr(accelerator, "backward") or not hasattr(accelerator, "prepare"):
@@ -72,7 +68,7 @@ class Accelerated:
     def longer_schedules(self) -> str | None:
         """Why a schedule that was made for Accelerate is too long here, and the number to give."""
         processes = dist.get_world_size() if dist.is_initialized() else 1
-        if not self._stepped_by_process or processes == 1:
+        if not self._steps_by_process or processes == 1:
             return None
         return (
             f"Accelerate steps a prepared schedule {processes} times per update, once per process "

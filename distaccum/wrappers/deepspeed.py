@@ -16,10 +16,10 @@ that communicate in each micro-step, ranks with fewer micro-batches stand in.
 from __future__ import annotations
 
 import sys
+import weakref
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from typing import Any, Literal, final
 
 import torch
@@ -28,9 +28,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..engines.base import Sync
+from ..engines.averaging import sparse_embeddings
+from ..engines.base import Engine, Owned, Sync
 from ..engines.private.autograd import is_reached
-from ..engines.ranks import RanksEngine, refuse_narrower
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
 from ..norms import total_norm
 from .private import deepspeed as private
@@ -40,10 +40,8 @@ Form = Literal["no_sync", "coalesced", "each"]
 
 
 @final
-class DeepSpeedEngine(RanksEngine):
+class DeepSpeedEngine(Engine):
     name = "DeepSpeed"
-    owns_step = True
-    gradients_stay = False  # ZeRO keeps them in partitions of its own
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -61,11 +59,7 @@ class DeepSpeedEngine(RanksEngine):
         self.hides_parameters = self._stage == 3
         self._optimizer: Any = engine.optimizer
         # The ids of parameters with sparse gradients: by module, then by the last gradient.
-        self._sparse = {
-            id(module.weight)
-            for module in engine.module.modules()
-            if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad
-        }
+        self._sparse = {id(weight) for weight in sparse_embeddings([engine.module]).values() if weight.requires_grad}
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
         if self._stage and self._sparse:
@@ -88,26 +82,15 @@ class DeepSpeedEngine(RanksEngine):
         group: Any = engine.data_parallel_group or dist.group.WORLD
         super().__init__(models, sync, group)
         self.lockstep = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
-        # ZeRO checks the gradient itself, skips a step that is not finite on all ranks, and keeps the norm.
-        self.judges_gradients = private.knows_norm(self._optimizer) or engine.fp16_enabled()
-        self.scales_losses = bool(engine.fp16_enabled())
-        if self.judges_gradients and not self.scales_losses:
-            self.steps_nonfinite = private.why_blind(self._optimizer)
-        self.run_backward = partial(_run_backward, engine)
+        self.owns = _owned(engine)
+        self.run_backward = lambda losses, _: engine.backward(losses[0])
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped
         self._step_id: int | None = None
-
-    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        own = next(self._deepspeed.module.parameters()).dtype
-        wanted = getattr(self._optimizer, "grad_acc_dtype", None)  # of BF16_Optimizer, of stages 0 and 1
-        if wanted is None and self._form == "each":
-            wanted = getattr(self._optimizer, "gradient_accumulation_dtype", None)
-        refuse_narrower(
-            [(f"a model in {own} under ZeRO stage {self._stage}", wanted or own)],
-            dtype,
-            'put "data_types": {"grad_accum_dtype": "fp32"} into its config, which stages 1 (in bf16), 2 and 3 follow',
-        )
+        # The objects with a step() of their own; a hook guards that of a torch optimizer.
+        own = [] if isinstance(self._optimizer, Optimizer) else [self._optimizer]
+        self._stepped_by_caller: list[Any] = [engine, *own]
+        weakref.finalize(self, _allow_steps, self._stepped_by_caller)
 
     def guarded(self) -> list[Optimizer]:
         return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]
@@ -118,19 +101,22 @@ class DeepSpeedEngine(RanksEngine):
         every = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
         return list({id(one): one for one in every if one is not None}.values())
 
-    def adopt_optimizers(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+    def adopt(
+        self,
+        optimizers: list[Optimizer],
+        schedulers: list[LRScheduler],
+        max_norm: float | None,
+        on_nonfinite: str,
+        scaler: Any,
+    ) -> tuple[list[Optimizer], list[LRScheduler]]:
         for one in optimizers:
             if not any(one is other for other in self._own_optimizers()):
                 raise ValueError(
                     f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass the one that "
                     "deepspeed.initialize returned, or leave it out: window.step() steps the engine"
                 )
-        return []
-
-    def adopt_schedulers(self, schedulers: list[LRScheduler]) -> list[LRScheduler]:
-        return [one for one in schedulers if one is not self._deepspeed.lr_scheduler]  # which the engine steps
-
-    def adopt_max_norm(self, max_norm: float | None) -> float | None:
+        if scaler is not None:
+            raise ValueError(f"scaler with {self.name}, which scales losses itself; leave it out")
         clips = float(self._deepspeed.gradient_clipping() or 0.0)
         wanted = 0.0 if max_norm is None or max_norm == float("inf") else max_norm
         if clips != wanted:
@@ -139,17 +125,27 @@ class DeepSpeedEngine(RanksEngine):
                 f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}. (Accelerate drops '
                 "DeepSpeedPlugin(gradient_clipping=0.0): give it a config with that line)"
             )
-        return max_norm
+        if "finite" in self.owns:
+            is_blind = None if "scale" in self.owns else private.why_blind(self._optimizer)
+            if is_blind is not None and on_nonfinite != "ignore":
+                raise ValueError(
+                    f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
+                    f"{is_blind}, or say 'ignore'"
+                )
+            if is_blind is None and on_nonfinite == "ignore":
+                raise ValueError(
+                    f"on_nonfinite='ignore' with {self.name}, which looks at each gradient and skips what is not "
+                    "finite; say 'raise' or 'skip'"
+                )
+        return [], [one for one in schedulers if one is not self._deepspeed.lr_scheduler]  # which the engine steps
 
     # A window
 
     def check(self, plan: Plan) -> None:
-        if self.lockstep:
-            self.refuse_synchronised_norms(plan)
-            self.refuse_dry_ranks(plan)
-            if self.peers.num_ranks > 1:
-                could_coalesce = self._stage == 2 and self._is_managed
-                self.refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
+        super().check(plan)
+        if self.lockstep and self.peers.num_ranks > 1:
+            could_coalesce = self._stage == 2 and self._is_managed
+            self.refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
         if plan.some_rank_is_dry and getattr(self._optimizer, "immediate_grad_update", False):
             raise DistaccumError(
                 f"ranks have {list(plan.num_counted)} micro-batches, and a BF16_Optimizer with immediate_grad_update "
@@ -159,14 +155,11 @@ class DeepSpeedEngine(RanksEngine):
         average = getattr(self._deepspeed, "gradient_average", True)
         self.divisor = self.peers.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
 
-    def num_micro_steps(self, plan: Plan) -> int:
-        return max(plan.num_counted) if self.lockstep else plan.num_counted[self.peers.rank]
-
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        for one in self._stepped_by_the_caller():
+        for one in self._stepped_by_caller:
             one.step = _refuse_step  # on the instance, until the window is stepped or discarded
         self._holds, self._step_id = True, None
         if self._stage == 3 or self._form == "each":
@@ -206,7 +199,7 @@ class DeepSpeedEngine(RanksEngine):
             return (
                 "which reduces in each micro-step here and shows no rank's own; use sync='last' with DeepSpeed 0.19.2"
             )
-        if self.scales_losses:
+        if "scale" in self.owns:
             return "which scales the loss by itself (fp16); train in bf16"
         if hasattr(self._optimizer, "get_grads_for_norm"):
             return f"whose {type(self._optimizer).__name__} keeps gradients elsewhere; use ZeRO stage 2 or 3"
@@ -240,18 +233,12 @@ class DeepSpeedEngine(RanksEngine):
             self._deepspeed.allreduce_gradients()
         self._context.close()
 
-    def _stepped_by_the_caller(self) -> list[Any]:
-        """The objects with a step() of their own; a hook guards that of a torch optimizer."""
-        own = () if isinstance(self._optimizer, Optimizer) else (self._optimizer,)
-        return [self._deepspeed, *own]
-
     def release(self) -> None:
         private.set_boundary(self._deepspeed, None)  # to the engine each step is one
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         super().clear(parameters)
-        for one in self._stepped_by_the_caller():
-            one.__dict__.pop("step", None)
+        _allow_steps(self._stepped_by_caller)
         if self._holds:
             # With nothing to reduce, leaving the context sends nothing.
             self._context.close()
@@ -259,7 +246,7 @@ class DeepSpeedEngine(RanksEngine):
             self._holds = False
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        if self.judges_gradients:  # after the step
+        if "norm" in self.owns:  # after the step
             norm = self._deepspeed.get_global_grad_norm()
             return (
                 norm if isinstance(norm, Tensor) else torch.tensor(float("nan" if norm is None else norm), device="cpu")
@@ -270,13 +257,9 @@ class DeepSpeedEngine(RanksEngine):
             gradients = list(found[0] if isinstance(found, tuple) else found)
         return total_norm(gradients, kind, over)
 
-    def clip(self, parameters: Sequence[nn.Parameter], max_norm: float, norm: Tensor) -> None:
-        pass  # in step, as its config says
-
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
-        for one in self._stepped_by_the_caller():
-            one.__dict__.pop("step", None)
+        _allow_steps(self._stepped_by_caller)
         found = engine.enable_backward_allreduce
         engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
         try:
@@ -286,12 +269,7 @@ class DeepSpeedEngine(RanksEngine):
         self._holds = not engine.was_step_applied()  # a skipped step leaves gradients in some places
         if not self._holds:
             return None
-        return "the scaled gradients overflowed" if self.scales_losses else "a gradient is not finite"
-
-
-def _run_backward(engine: Any, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
-    (loss,) = losses  # weighted
-    engine.backward(loss)
+        return "the scaled gradients overflowed" if "scale" in self.owns else "a gradient is not finite"
 
 
 def _refuse_step(*_: object, **__: object) -> None:
@@ -299,6 +277,18 @@ def _refuse_step(*_: object, **__: object) -> None:
         "the DeepSpeed engine is stepped in the window, whose gradients belong together; leave engine.step() out (and "
         "accelerator.backward(), which calls it): window.step() steps the engine"
     )
+
+
+def _allow_steps(stepped_by_caller: Sequence[Any]) -> None:
+    for one in stepped_by_caller:
+        one.__dict__.pop("step", None)
+
+
+def _owned(engine: Any) -> frozenset[Owned]:
+    """ZeRO checks the gradient itself, skips a step that is not finite on all ranks, and keeps the norm."""
+    looks = private.knows_norm(engine.optimizer) or engine.fp16_enabled()
+    more: list[Owned] = [*(("norm", "finite") if looks else ()), *(("scale",) if engine.fp16_enabled() else ())]
+    return frozenset(("step", "clip", *more))
 
 
 def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> None:

@@ -7,28 +7,24 @@ of forwards. Between reductions it adds gradients up in the dtype that it comput
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from functools import partial
-from operator import attrgetter
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engines.base import Leaf, Sync
-from ..engines.ranks import RanksEngine, refuse_narrower, refuse_narrower_outside
-from ..engines.shards import Groups, norm_over_shards, part_of_square, why_tensor_parallel
+from ..engines.base import Engine, Leaf, Sync
+from ..engines.shards import Groups, norm_over_shards, why_tensor_parallel
 from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF
 from .private import fsdp1 as private
 
 
 @final
-class FSDPEngine(RanksEngine):
+class FSDPEngine(Engine):
     name = "FSDP1 (FullyShardedDataParallel)"
     lockstep = True
-    gradients_stay = False  # a rank has those that its shard holds
     hides_parameters = True
 
     @classmethod
@@ -38,13 +34,12 @@ class FSDPEngine(RanksEngine):
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         named = [(name or "the root", module) for model in models for name, module in model.named_modules()]
-        self._named: list[tuple[str, Any]] = [(name, module) for name, module in named if self.wraps(module)]
-        self._wrappers = list(dict.fromkeys(module for _, module in self._named))
+        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named if self.wraps(module)))
         for wrapper in self._wrappers:
             private.require_private_fsdp1(wrapper)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
         self._device: torch.device = self._wrappers[0].compute_device
-        low = [name for name, adds_up in self._adds_up_in("last") if adds_up in HALF]
+        low = [name for name, module in named if self.wraps(module) and _adds_up_in(module) in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
                 f"FSDP1 adds gradients up in half precision between micro-steps (in {shorten(low)}), whatever its "
@@ -63,31 +58,11 @@ class FSDPEngine(RanksEngine):
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
 
-    def accumulate_in(self, dtype: torch.dtype, parameters: Sequence[nn.Parameter]) -> None:
-        cure = (
-            "use sync='every' with parameters in float32, which adds up in their dtype, or fully_shard with "
-            "MixedPrecisionPolicy(reduce_dtype=torch.float32)"
-        )
-        refuse_narrower(self._adds_up_in(self.sync), dtype, cure)
-        refuse_narrower_outside(self._outside(parameters), dtype)
-
-    def _adds_up_in(self, sync: Sync) -> Iterator[tuple[str, torch.dtype]]:
-        for name, module in self._named:
-            trained = next((p.dtype for p in module.parameters() if p.requires_grad), None)
-            if trained is not None:
-                policy = module.mixed_precision
-                is_low = sync == "last" or policy.keep_low_precision_grads
-                yield name, (policy.param_dtype or next(module.parameters()).dtype) if is_low else trained
-
     def check(self, plan: Plan) -> None:
-        self.refuse_synchronised_norms(plan)
-        self.refuse_dry_ranks(plan)
+        super().check(plan)
         self.refuse_left_out_terms(plan, ", or use fully_shard")
 
-    def num_micro_steps(self, plan: Plan) -> int:
-        return max(plan.num_counted)
-
-    def num_early_reductions(self, plan: Plan) -> int:
+    def num_early(self, plan: Plan) -> int:
         return max(plan.num_counted) - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:
@@ -130,8 +105,7 @@ class FSDPEngine(RanksEngine):
     def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
         wanted = {id(p) for p in parameters}
         flat = [h.flat_param for h in self._handles() if wanted & {id(p) for p in _managed(h)}]
-        leaves = [*flat, *self._outside(parameters)]
-        return [Leaf(p, partial(attrgetter("grad"), p)) for p in leaves if p.requires_grad]
+        return super().leaves([*flat, *self._outside(parameters)])
 
     def finish(self) -> None:
         self.average(self._by_hand)
@@ -153,12 +127,9 @@ class FSDPEngine(RanksEngine):
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         # Ranks may hold shards of different parameters, or none.
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
-        return norm_over_shards(self._shards(parameters), self._device, kind, over, wide)
+        return norm_over_shards(self.shards(parameters), self._device, kind, over, wide)
 
-    def part_of_square(self, parameters: Sequence[nn.Parameter]) -> Tensor:
-        return part_of_square(self._shards(parameters), self._device, self.peers.num_ranks)
-
-    def _shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
+    def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """Gradients of this rank, by the groups over which they are cut: not over replicas, which have the same."""
         sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
         shards: dict[Groups, list[Tensor]] = {(self._wrappers[0].process_group,): [], (): []}
@@ -195,6 +166,14 @@ def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
         group = dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _adds_up_in(wrapper: Any) -> torch.dtype | None:
+    """The dtype in which it adds gradients up between reductions; None: it has none."""
+    if not any(p.requires_grad for p in wrapper.parameters()):
+        return None
+    dtype: torch.dtype = wrapper.mixed_precision.param_dtype or next(wrapper.parameters()).dtype
+    return dtype
 
 
 def _managed(handle: Any) -> list[Any]:

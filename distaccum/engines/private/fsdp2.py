@@ -60,16 +60,14 @@ def has_all_reduce_hook(group: Any) -> bool:
     return getattr(group, "_all_reduce_hook", None) is not None
 
 
-def adds_up_in(group: Any, parameter: Any, sync: str) -> torch.dtype:
+def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
+    """The dtype in which gradients add up between reductions."""
     policy, shard = parameter.mp_policy, parameter.sharded_param
     if hasattr(group, "_fsdp_params_with_wider_grad_dtype"):  # torch 2.15: gradients are cast up after backward
         kept = shard.grad_dtype or policy.param_dtype or shard.dtype
     else:
         kept = policy.param_dtype or shard.dtype
-    if sync == "every":  # a shard's .grad, after it is reduced
-        kept = getattr(shard, "grad_dtype", None) or shard.dtype
-    elif policy.reduce_dtype:
-        kept = policy.reduce_dtype
+    kept = policy.reduce_dtype or kept
     assert isinstance(kept, torch.dtype)
     return kept
 

@@ -110,7 +110,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     planner.make_way()
     setup, engine = planner.job, planner.job.engine
     engine.refuse_closure("check")
-    if engine.owns_step:
+    if "step" in engine.owns:
         raise DistaccumError(
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
         )

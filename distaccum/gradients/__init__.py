@@ -1,1 +1,0 @@
-"""Tensors and gradients: nothing here knows of windows or ranks."""
