@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import Any
 
@@ -115,10 +115,10 @@ def _by_cost(batch: Any, total: int, by: ByCost, most: int | None, parts: int, w
     return found
 
 
-def group_items(job: Job, items: list[Any], index: int, *, is_last: bool, ahead: bool) -> Batches:
-    """The micro-batches of update `index`, of a loader's items; `is_last`: it has no more."""
+def group_items(job: Job, items: list[Any], num: int, index: int, *, is_last: bool, ahead: bool) -> Batches:
+    """The micro-batches of update `index`, of up to `num` items of a loader; `is_last`: it has no more."""
     if job.config.by_cost is None:
-        return Batches(items, steps=num_items(job, index), no_more_after=is_last)
+        return Batches(items, steps=num, no_more_after=is_last)
     if ahead:
         refuse_to_wait(items)  # costs are read
     batches = cut_up(items[0], job, Columns())(index) if items else Batches([])
@@ -217,7 +217,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if manner.is_sum else len(job.config.counts)),
     )
     try:
-        spare = (full or micros)[-1] if micros else None
+        spare = replace((full or micros)[-1]) if micros and engine.lockstep else None  # which keeps its batch
         return Draw(report, micros, spare, batches.warnings, error)
     finally:
         del error, batches  # or its traceback would keep this frame, and that itself and what was drawn

@@ -151,7 +151,7 @@ class Ahead:
                 raise fault
             self.reader.fill(num)
             items = self.reader.peek(num)
-            return group_items(self._job, items, index, is_last=self.reader.ends_within(num), ahead=ahead)
+            return group_items(self._job, items, num, index, is_last=self.reader.ends_within(num), ahead=ahead)
 
         return make
 
@@ -174,7 +174,7 @@ class Reader:
     def fill(self, num: int) -> None:
         """Draws until there are `num`, or as many as can be."""
         iterator = self._open() if self._iterator is None else self._iterator
-        while not self.has(num):
+        while len(self._drawn) < num and not self._has_ended and self._error is None:
             if not self._drawn:
                 self._place = self.place()
             try:

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
+from operator import is_ as is_same
 from typing import Any, NoReturn, final
 
 import torch
@@ -49,37 +50,38 @@ class Tamper:
     checkpoints add to one several times in one backward.
     """
 
-    def __init__(self, job: Job) -> None:
-        self._job, self._engine, self._groups = job, job.engine, job.parameters().groups
-        groups = self._groups
+    def __init__(self, job: Job, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        self._job, self._engine, self._groups = job, job.engine, groups
         self._own = groups[0] if len(groups) == 1 else [one for group in groups for one in group]
-        self._seen: list[tuple[Any, Tensor | None, int]] = []  # holder, its gradient, and that one's version
+        self._holders: Sequence[Any] = ()  # whose gradients were looked at
+        self._seen: list[Tensor | None] = []  # these
+        self._versions: list[int] = []
         self._final: list[Sequence[nn.Parameter]] = []  # groups that have a gradient after the loop
 
     def look(self) -> None:
         """Remembers what gradients look like after a backward."""
         holders: Sequence[Any] = self._engine.holders(self._own)
-        self._seen = [
-            (one, gradient, -1 if gradient is None else version_of(gradient))
-            for one in holders
-            for gradient in (one.grad,)
-        ]
+        self._holders, self._seen = holders, [one.grad for one in holders]
+        self._versions = _versions_of(self._seen)
 
     def differs(self) -> bool:
         """Whether a gradient came, went or was written to since; forgets what was seen, which a backward may free."""
-        seen, self._seen = self._seen, []
+        holders, seen, versions = self._holders, self._seen, self._versions
+        self._holders, self._seen = (), []
         scaler = self._job.scaler
         if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # which counts as no write
             return True
-        for one, gradient, version in seen:
-            now = one.grad
-            if now is not gradient:
-                if now is None or gradient is None or not is_view(now):
-                    return True
-                # Else a forward of DDP, which lays its buckets out anew after the first reduction, has moved it to one.
-            elif now is not None and version_of(now) != version:
-                return True
-        return False
+        now = [one.grad for one in holders]
+        if all(map(is_same, now, seen)):
+            return _versions_of(now) != versions
+        # A forward of DDP, which lays its buckets out anew after the first reduction, moves gradients to them.
+        stays = [is_same(one, other) for one, other in zip(now, seen, strict=True)]
+        return any(
+            version_now != version if stay else one is None or other is None or not is_view(one)
+            for one, other, stay, version_now, version in zip(
+                now, seen, stays, _versions_of(now), versions, strict=True
+            )
+        )
 
     def complete(self) -> None:
         """Remembers where there are gradients after the loop; the caller may change them there."""
@@ -90,7 +92,11 @@ class Tamper:
         return any(all(one.grad is None for one in group) for group in self._final)
 
     def clear(self) -> None:
-        self._seen, self._final = [], []
+        self._holders, self._seen, self._final = (), [], []
+
+
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [-1 if one is None else version_of(one) for one in gradients]
 
 
 def refuse_backward(stage: Stage, turn: Turn, where: str, described: str) -> NoReturn:

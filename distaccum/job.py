@@ -28,8 +28,9 @@ Counts = tuple[float, ...]  # denominators of one micro-batch, by name
 Seen = dict[tuple[Any, ...], bool]  # by the place in a batch, whether it was cut or whole
 
 
-class Micro(NamedTuple):
-    """A micro-batch of this rank."""
+@dataclass(slots=True)
+class Micro:
+    """A micro-batch of this rank; without its batch once the loop has it."""
 
     batch: Any
     counts: Counts

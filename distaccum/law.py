@@ -322,7 +322,7 @@ def refuse_unlike_parts(
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    for name, (what, say, cure) in AGREED.items():
+    for name, (what, say, cure) in AGREED.items() if len(reports) > 1 else ():
         values = getattr(by_rank, name)
         if len(set(values)) > 1:
             seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))

@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, final
 
-from .drawing import LOOP, Make, Manner, num_items
+from .drawing import LOOP, Draw, Make, Manner, num_items
 from .feed import Ahead, Feed, Given, Left, Place, Reader
 from .guard import Stage, guard_steps, refuse_copy
 from .job import Hooks, Job
@@ -16,6 +16,7 @@ from .law import (
     FAILED,
     DistaccumError,
     Plan,
+    RankReport,
     all_or_none,
     in_short,
     make_plan,
@@ -23,6 +24,7 @@ from .law import (
     reports_of,
     shorten,
 )
+from .ranks import Rows
 from .window import SUM, Window
 from .wrappers.accelerate import is_dispatching
 
@@ -91,28 +93,30 @@ class Planner:
         draw, wait = feed.draw(job.index)
         if draw.error is not None and not draw.report.num_drawn and is_dispatching():
             draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
-        rows = wait()
-        if any(row[FAILED] for row in rows):
-            failed = engine.peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
-            draw.raise_error()
-            all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
+        reports = [draw.report] if engine.peers.is_alone else self._gathered(draw, wait())
+        draw.raise_error()
         draw.warn(job)
-        plan = self._agreed(rows, manner)
+        plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), reports)
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
-        spare = draw.spare if draw.micros and engine.lockstep else job.spare
+        spare = draw.spare or job.spare
         window = Window(job, plan, draw.micros, spare, manner, feed.pace)
         self._window = weakref.ref(window)
         feed.accept(draw, ahead=not plan.no_more_after and not plan.epoch_over)
         return window
 
-    def _agreed(self, rows: list[list[float]], manner: Manner) -> Plan:
+    def _gathered(self, draw: Draw, rows: Rows) -> list[RankReport]:
+        """The reports of all ranks, if none has failed."""
         peers = self.job.engine.peers
+        if any(row[FAILED] for row in rows):
+            failed = peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
+            draw.raise_error()
+            all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
         reports = reports_of(peers.sharing, peers.by_samples(rows))
         if peers.has_parts:
             refuse_unlike_parts(peers.parts, reports, self.job.config.counts_whole)
-        return make_plan(tuple(SUM if manner.is_sum else self.job.config.reductions), reports)
+        return reports
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it, and says so."""

@@ -20,8 +20,11 @@ from .scaling import note_overflow, refuse_another_scale, unscale
 class Step:
     """The step of one window, whose gradients are final."""
 
-    def __init__(self, job: Job, parameters: Sequence[nn.Parameter], losses: Losses) -> None:
-        self._job, self._parameters, self._losses = job, parameters, losses
+    def __init__(
+        self, job: Job, parameters: Sequence[nn.Parameter], stepped: Sequence[nn.Parameter], losses: Losses
+    ) -> None:
+        """`parameters` are all of the window's, `stepped` the optimizers'."""
+        self._job, self._parameters, self._stepped, self._losses = job, parameters, stepped, losses
         self.record: Record | None = None
         self.norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
         self.has_stepped = False
@@ -36,7 +39,7 @@ class Step:
         if scaler is not None:
             refuse_another_scale(scaler, self._losses.scale_stamp)
             flags = unscale(scaler, job.optimizers)
-        stepped = [p for p in job.parameters().stepped if p.grad is not None]
+        stepped = [p for p in self._stepped if p.grad is not None]
         if job.max_norm is not None and "norm" not in engine.owns:
             self.norm = engine.norm(stepped)
         self.record = Record(self._losses, numbers, flags, engine.peers)

@@ -71,7 +71,8 @@ class Window:
         self.index, self.counts = job.index, dict(plan.counts)
         # For the library's own:
         self.plan, self.micros, self.spare = plan, list(micros), spare
-        self.parameters: Sequence[nn.Parameter] = job.parameters().every
+        trained = job.parameters()
+        self.parameters: Sequence[nn.Parameter] = trained.every
         reductions = SUM if manner.is_sum else job.config.reductions
         self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
         self.numbers: dict[str, Tensor] = {}  # of extensions, by their key
@@ -88,7 +89,7 @@ class Window:
         self._is_begun = False  # by begin(), and not iterated yet
         self._is_heard = False  # extensions heard of its begin, and not of its end
         self._is_first = True  # no backward ended yet
-        self._tamper = Tamper(job)
+        self._tamper, self._stepped = Tamper(job, trained.groups), trained.stepped
         self._started = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -165,7 +166,7 @@ class Window:
                 else:
                     self.counts_here = self.micros[place].counts
                     yield self._take(place)
-                if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.is_over:
+                if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
                     self._end_micro_batch()
             self.stand_in = False
             if self._tamper.differs():
@@ -180,8 +181,8 @@ class Window:
     def _take(self, place: int) -> Any:
         """A micro-batch, which is the caller's to free."""
         micro = self.micros[place]
-        self.micros[place] = micro._replace(batch=None)
-        return micro.batch
+        batch, micro.batch = micro.batch, None
+        return batch
 
     def to_come(self) -> list[Any]:
         """The micro-batches that the loop will yield, stand-ins too."""
@@ -391,7 +392,7 @@ class Window:
         job, schedules, self.trace.lacks_step = self._job, list(self._job.schedulers), False
         if (job.optimizers or "step" in self._engine.owns) and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
-        step = Step(job, self.parameters, self.losses)
+        step = Step(job, self.parameters, self._stepped, self.losses)
         try:
             if self.plan.is_empty:
                 reason: str | None = f"no {' and no '.join(self.counts)} in any micro-batch of any rank"
