@@ -5,7 +5,7 @@ from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
 
 import pytest
-from programs import ROOT, Programs
+from programs import Programs
 from ranks import Ranks
 
 # --quick runs the tests of these files that are not marked slow, and all doctests.
@@ -21,29 +21,11 @@ SLOWEST = (
 collect_ignore = ["preloaded.py"]  # slow to import, and without doctests
 
 
-@pytest.fixture(scope="session", autouse=True)
-def _runs_of_the_contributor() -> Iterator[None]:
-    """No test makes, removes or replaces anything in runs/."""
-
-    def found() -> dict[str, int]:
-        return {path.name: path.stat().st_ino for path in ROOT.glob("runs/*")}
-
-    before = found()
-    yield
-    assert found() == before, f"a test made, removed or replaced a folder in {ROOT / 'runs'}"
-
-
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _seed_and_thread() -> None:
     import torch  # imported here, since the process that shows the results needs no torch
 
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _one_thread() -> None:
-    import torch
-
     torch.set_num_threads(1)
 
 

@@ -203,28 +203,3 @@ def test_padding_is_trimmed_without_a_copy():
         assert trim_padding("mask", multiple_of=multiple, left=True)(batch)["mask"].shape == (2, width)
     with pytest.raises(TypeError, match="name it"):
         trim_padding()(batch)
-
-
-class Positions(nn.Module):
-    """Numbers its columns from the first."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net, self.place = make_net_without_router(), nn.Embedding(WIDTH, 5, dtype=torch.float64)
-        nn.init.ones_(self.place.weight[::2].detach())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x + self.place.weight[: x.shape[1]])
-
-
-def test_trimmed_left_padding_keeps_the_columns_where_they_are():
-    batch = {name: value.flip(1) for name, value in make_text(LENGTHS).items()}
-    torch.manual_seed(0)
-    net = Positions()
-    loss_of(net, batch).backward()
-    expected = gradient(net)
-    net.zero_grad()
-    window = make_accumulator(net, trim=trim_padding("mask")).split(batch)
-    for one in window:
-        window.backward(loss_of(net, one))
-    assert error(gradient(net), expected) <= 1e-12

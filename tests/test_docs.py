@@ -121,18 +121,6 @@ def test_readme_is_read_in_two_minutes():
     assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 25
 
 
-def test_dead_links_and_anchors_are_found(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "docs")
-    links = importlib.import_module("links")
-    monkeypatch.setattr(links, "ROOT", tmp_path)
-    (tmp_path / "a.md").write_text("# One `b` *c*!\n\n[x](#one-b-c) [y](#two) [z](b.md) `[q](no.md)` [a](a.md#one)\n")
-    assert [line.partition(": ")[2].partition(":")[0] for line in links.dead(tmp_path / "a.md")] == [
-        "#two",
-        "b.md",
-        "a.md#one",
-    ]
-
-
 # The site
 
 

@@ -10,8 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -84,15 +83,6 @@ def through_slurm(folder: Path) -> str:
     return launch("bash", shutil.copy(ROOT / "launch" / "slurm.sh", folder), **environment)(folder)
 
 
-def two_namespaces(folder: Path) -> str:
-    script = 'echo $$ >"$0/process"; exec bash launch/two_nodes.sh --rate 1gbit --out "$0" -- --updates 3'
-    return run("bash", "-c", script, folder)
-
-
-def demo(folder: Path) -> str:
-    return run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(folder / "run"))
-
-
 # The number of ranks, and how they start. torchrun is tested by the demo and by the test that kills a rank.
 LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
     "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
@@ -103,20 +93,6 @@ LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
     ),
     "two nodes of Slurm": (2, through_slurm),
 }  # fmt: skip
-JOBS = {**{name: job for name, (_, job) in LAUNCHERS.items()}, "two namespaces": two_namespaces, "demo": demo}
-
-
-@pytest.fixture(scope="module")
-def launched(request, tmp_path_factory) -> Iterator[Callable[[str], tuple[str, Path]]]:
-    """A job's output and folder. Three jobs run at a time: a start is mostly imports on one core."""
-    wanted = [
-        item.callspec.params["job"] for item in request.session.items if "job" in getattr(item, "fixturenames", ())
-    ]
-    pool = ThreadPoolExecutor(3)
-    folders = {name: tmp_path_factory.mktemp("job") for name in wanted if runs_here(name)}
-    started = {name: pool.submit(JOBS[name], folder) for name, folder in folders.items()}
-    yield lambda name: (started[name].result(), folders[name])
-    pool.shutdown(wait=False, cancel_futures=True)  # after an interrupt, running jobs end with the session
 
 
 def error(folder: Path, exact: torch.Tensor) -> float:
@@ -124,14 +100,14 @@ def error(folder: Path, exact: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("job", LAUNCHERS)
-def test_launchers_end_with_the_weights_of_the_big_batch(launched, big_batch, job):
-    ranks, _ = LAUNCHERS[job]
-    text, folder = launched(job)
+def test_launchers_end_with_the_weights_of_the_big_batch(big_batch, tmp_path, job):
+    ranks, start = LAUNCHERS[job]
+    text = start(tmp_path)
     assert f"{ranks} rank" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
     assert ("starts anew" in text) == (job == "two nodes of Slurm"), "that script always passes --resume"
-    assert error(folder / "run", big_batch(*SMALL)) <= 1e-5
+    assert error(tmp_path / "run", big_batch(*SMALL)) <= 1e-5
 
 
 def test_srun_may_start_the_ranks_itself(programs, tmp_path):
@@ -145,51 +121,38 @@ def test_srun_may_start_the_ranks_itself(programs, tmp_path):
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
 
 
-def no_namespaces() -> str:
-    """The reason why network namespaces cannot be made here, or an empty string."""
-    if os.geteuid():
-        return "needs root"
-    if missing := [tool for tool in ("ip", "tc") if shutil.which(tool) is None]:
-        return f"needs iproute2, {missing[0]} is not here"
+def makes_namespaces() -> bool:
+    """Whether nodes on this machine can have networks of their own, with a bounded rate."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return False
     name = f"distaccum-test{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
-    if made.returncode:
-        return f"ip netns does not work here: {made.stderr.strip()}"
-    shaped = subprocess.run(
-        ["ip", "netns", "exec", name, "tc", "qdisc", "add", "dev", "lo", "root", "tbf", "rate", "1gbit", "burst",
-         "256kb", "latency", "50ms"], capture_output=True, text=True,
-    )  # fmt: skip
-    subprocess.run(["ip", "netns", "del", name], check=True)
-    return f"tc has no tbf here: {shaped.stderr.strip()}" if shaped.returncode else ""
+    shape = f"tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms; status=$?; ip netns del {name}"
+    words = ["bash", "-c", f"ip netns add {name} && ip netns exec {name} {shape}; exit $status"]
+    return not subprocess.run(words, capture_output=True).returncode
 
 
-def runs_here(job: str) -> bool:
-    return job != "two namespaces" or not no_namespaces()
-
-
-@pytest.mark.skipif(bool(no_namespaces()), reason=no_namespaces() or "-")
-@pytest.mark.parametrize("job", ["two namespaces"])
-def test_nodes_reduce_once_per_update_over_the_link(launched, big_batch, job):
-    text, folder = launched(job)
-    sent = {}
+def test_nodes_reduce_once_per_update_over_the_link(big_batch, tmp_path):
+    if not makes_namespaces():
+        pytest.skip("needs root, network namespaces and tc with tbf")
+    script = 'echo $$ >"$0/process"; exec bash launch/two_nodes.sh --rate 1gbit --out "$0" -- --updates 3'
+    text, sent = run("bash", "-c", script, tmp_path), {}
     for sync in ("last", "every"):
-        assert error(folder / sync, big_batch("--updates", 3)) <= 1e-5
-        sent[sync] = int((folder / sync / "sent").read_text()) / 3 / 44.7e6
+        assert error(tmp_path / sync, big_batch("--updates", 3)) <= 1e-5
+        sent[sync] = int((tmp_path / sync / "sent").read_text()) / 3 / 44.7e6
     assert 1 <= sent["last"] < 1.1, "the gradients once, and little else"
     assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
     assert re.search(r"once per update +4\d\.\d", text) and re.search(r"in each micro-step +1[78]\d\.\d", text)
-    own = f"distaccum{(folder / 'process').read_text().strip()}-"  # other tests may have nodes at this time
+    own = f"distaccum{(tmp_path / 'process').read_text().strip()}-"  # other tests may have nodes at this time
     assert own not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("job", ["demo"])
-def test_demo_trains_and_proves_itself(launched, job):
-    text, folder = launched(job)
+def test_demo_trains_and_proves_itself(tmp_path):
+    text = run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(tmp_path / "run"))
     *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # printed after each evaluation and at the end
     assert float(accuracy) >= 95
     assert "2 x 4 micro-batches of 8" in text
     assert re.search(r"equal \(float64, bound 1e-10\)", text) and "NOT" not in text
-    assert (folder / "run" / "curve.png").exists()
+    assert (tmp_path / "run" / "curve.png").exists()
 
 
 # Configs and scripts

@@ -15,29 +15,6 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
-LAYOUTS = {
-    "even": [4, 4, 4],
-    "one": [5],
-    "uneven": [1, 7, 2],
-    "short last": [4, 4, 1],
-    "with an empty one": [3, 0, 2],
-}
-
-
-@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
-@pytest.mark.parametrize("sizes", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("case", CASES)
-def test_window_equals_one_big_batch(case, sizes, dtype):
-    loss_fn, how, reduction, count = CASES[case]
-    micro_batches = [make_batch(size, seed=i, dtype=dtype) for i, size in enumerate(sizes)]
-    net = make_net(dtype)
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
-    window = accumulator.window(micro_batches)
-    for micro_batch in window:
-        window.backward(loss_fn(net, micro_batch, how))
-    loss, exact = big_batch(case, micro_batches)
-    assert error(gradient(net), exact) <= BOUNDS[dtype]
-    assert window.step().loss == pytest.approx(loss, rel=BOUNDS[dtype])
 
 
 class OnDevice(torch.Tensor):
@@ -88,20 +65,6 @@ def test_hook_that_writes_to_its_gradient_changes_no_other_micro_batch():
             window.backward(loss)
         assert error(gradient(net), 2 * exact) <= 1e-12
         window.step()
-
-
-def test_short_last_window_equals_one_big_batch():
-    net = make_net()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), steps=4)
-    loader = [make_batch(3, seed=i) for i in range(6)]
-    seen = []
-    for window in accumulator.windows(loader):
-        first = len(seen) * 4
-        for micro_batch in window:
-            window.backward(sample_loss(net, micro_batch))
-        assert error(gradient(net), big_batch("samples mean", loader[first : first + 4])[1]) <= 1e-12
-        seen.append((len(window), window.step().counts))
-    assert seen == [(4, {"samples": 12}), (2, {"samples": 6})]
 
 
 def test_micro_batch_whose_labels_are_all_masked_is_left_out():

@@ -292,17 +292,6 @@ def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
     assert theirs > 1e-2
 
 
-def test_model_that_takes_no_number_of_items_needs_a_count():
-    from distaccum import count_tokens
-
-    rows = make_rows(LENGTHS["short-tail"])
-    expected = Expected(make_net(), windows_of([rows]))
-    with pytest.raises(ValueError, match=r"labels of shape \[1, 3\].*give .*count=count_tokens"):
-        fit(kinds()[1], make_net(WithoutKeywords), rows)
-    seen, _ = fit(kinds()[1], make_net(WithoutKeywords), rows, count=count_tokens("labels"))
-    assert worst(seen, expected.weights) <= 1e-10
-
-
 def gathering(lengths: list[int]) -> tuple[float, list[float]]:
     """As TRL's SFTTrainer: metrics are gathered over ranks in each `compute_loss`."""
     gathered: list[float] = []
@@ -419,28 +408,6 @@ def test_gradient_is_reduced_once_per_update(ranks):
     size = sum(parameter.numel() for parameter in make_net().parameters())
     for seen in ranks(2).run(collectives):
         assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
-
-
-class Summing(Net):
-    """A loss that ignores the number that it is told: a sum over labels, in random order of memory."""
-
-    def forward(self, input_ids: Tensor, labels: Tensor | None = None, **_: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        return super().forward(input_ids, labels, num_items_in_batch=1)
-
-
-@pytest.mark.parametrize("reduction", ["sum", "sum_to_mean"])
-def test_sum_is_refused_as_a_mean_and_exact_as_what_it_is(reduction):
-    from distaccum import count_samples
-
-    rows = make_rows([3, 5, 2, 7, 1, 4])
-    options = {"per_device_train_batch_size": 2, "max_steps": 1, "max_grad_norm": 0.0, "lr_scheduler_type": "constant"}
-    with pytest.raises(ValueError, match=r"is not a mean.*reduction='sum_to_mean', count=count_samples fits"):
-        fit(kinds()[1], make_net(Summing), rows, **options)
-    whole = make_net(Summing)
-    (whole(**collate(rows))["loss"] / (6 if reduction == "sum_to_mean" else 1)).backward()
-    exact = torch.cat([p.grad.flatten() + 0.1 * p.detach().flatten() for p in whole.parameters()])
-    (after,), _ = fit(kinds()[1], make_net(Summing), rows, **options, reduction=reduction, count=count_samples)
-    assert error((join(whole) - after) / 0.5, exact) <= 1e-10
 
 
 def test_wrong_count_of_ones_own_is_warned_of():
