@@ -19,7 +19,6 @@ from .options import Config, as_list
 from .randomness import RandomNumbers
 from .scaling import refuse_mixed
 from .sizes import MicroBatchSize
-from .snapshot import Snapshot
 from .wrappers.accelerate import Accelerated
 from .wrappers.fabric import FromFabric
 
@@ -116,7 +115,6 @@ class Job:
         self.size = MicroBatchSize(None if self.config.most == "auto" else self.config.most)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with
-        self.snapshot = Snapshot(self.models)  # before a window that the library runs
         self.random = RandomNumbers(self.models, self.once)
 
     def refuse_to_skip_on(self, reason: str | None) -> None:

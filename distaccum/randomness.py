@@ -1,15 +1,18 @@
-"""Random numbers of this rank when a window begins."""
+"""Random numbers of torch, Python and numpy: read, set, compared, and kept of a window's start."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, final
 
 import torch
 from torch import nn
 
 from .law import Once
-from .snapshot import random_devices, random_state, set_random_state
 
 
 @final
@@ -49,3 +52,81 @@ class RandomNumbers:
     def now(self) -> dict[str, Any]:
         """The numbers that a window which began now would have."""
         return random_state(random_devices(self._models)) if self.loaded is None else self.loaded
+
+
+def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
+    """The devices that these models compute on and that have random numbers of their own."""
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return list({tensor.device: None for tensor in tensors if tensor.device.type in ("cuda", "xpu", "mps")})
+
+
+def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The state of torch on the host and on these devices, of `random`, and of numpy if it is loaded.
+
+    `known` is an earlier one, of which numpy's is taken over where it has not changed.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "devices": {}}
+    for device in devices:
+        state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found = known.get("numpy")
+        if found is None or not _is_unchanged(numpy, *found):
+            kind, keys, *rest = numpy.random.get_state()
+            found = (kind, keys.tobytes(), *rest)
+        state["numpy"] = found
+    return state
+
+
+def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
+    """Tells whether numpy's numbers are still these, without `get_state`, which takes as long as 40 of torch's.
+
+    A second normal number that waits (`has_normal`) may be drawn without a trace in the memory that is compared.
+    """
+    generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()  # from numpy 1.24 on
+    if has_normal or type(generator).__name__ != kind or kind != "MT19937":
+        return False
+    expected = keys + position.to_bytes(4, sys.byteorder)
+    return ctypes.string_at(generator.ctypes.state_address, len(expected)) == expected
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(_tuples(state["python"]))
+    for device, of_device in state["devices"].items():
+        torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(_numpy_state(numpy, state["numpy"]))
+
+
+def check_random_state(state: dict[str, Any]) -> None:
+    """Raises if `set_random_state` could not set it."""
+    torch.Generator().set_state(state["torch"])
+    random.Random().setstate(_tuples(state["python"]))
+    for name, of_device in state["devices"].items():
+        torch.device(name), of_device.shape
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.RandomState().set_state(_numpy_state(numpy, state["numpy"]))
+
+
+def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Tells whether nothing was drawn between the two."""
+    tensors = [[state["torch"], *state["devices"].values()] for state in (one, other)]
+    drawn = any(not torch.equal(a, b) for a, b in zip(*tensors, strict=True))
+    return not drawn and all(one[name] == other[name] for name in {"python", "numpy"} & one.keys() & other.keys())
+
+
+def set_seed(seed: int) -> None:
+    """Seeds every generator that `random_state` reads."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
+
+
+def _numpy_state(numpy: Any, state: Sequence[Any]) -> tuple[Any, ...]:
+    kind, keys, *rest = state
+    return (kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -14,9 +14,9 @@ from .feed import Place
 from .job import Job
 from .law import DistaccumError, warn, whole_number_in
 from .planner import Own, Planner
+from .randomness import check_random_state
 from .scaling import refuse_broken_scaler
 from .sizes import learned_sizes
-from .snapshot import check_random_state
 
 
 def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str, Any]:

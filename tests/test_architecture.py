@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
     "law",
-    "update cutting private norms scaling gradients snapshot sizes batchnorm feeding",
+    "update cutting private norms scaling gradients sizes batchnorm feeding",
     "ranks",
     "engines",
     "wrappers meshes",

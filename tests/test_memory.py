@@ -23,8 +23,8 @@ from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.runs.memory import is_out_of_memory
+from distaccum.runs.snapshot import Snapshot
 from distaccum.sizes import FIRST_WAIT, MicroBatchSize
-from distaccum.snapshot import Snapshot
 
 
 class Limited:
@@ -477,7 +477,7 @@ def test_buffers_that_were_replaced_or_deleted_are_restored():
     model.shared.register_buffer("replaced", model.replaced)
     model.register_buffer("none", None)
     found = dict(model.named_buffers(remove_duplicate=False))
-    snapshot = Snapshot([model]).take()
+    snapshot = Snapshot([model])
     model.replaced = model.replaced + 1
     model.shared.replaced += 2
     model.emptied, model.none = None, torch.ones(1)

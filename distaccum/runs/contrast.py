@@ -19,12 +19,13 @@ from ..law import DistaccumError, in_short, ranks_where
 from ..losses import Loss, refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
+from ..randomness import random_devices, random_state, set_random_state, set_seed
 from ..ranks import Peers
 from ..sizes import PROOFS
-from ..snapshot import Snapshot, random_devices, random_state, set_random_state, set_seed
 from ..update import Update
 from ..window import Window
 from .memory import is_out_of_memory
+from .snapshot import Snapshot
 from .update import Agreement, retry
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]
@@ -99,7 +100,6 @@ class Contrast(Extension):
             return
         device = at.parameters[0].device
         before = Snapshot(self._engine.models)
-        before.take()
         encoded = self._encode_all(at)
         before.restore_buffers()  # they move when each micro-batch is encoded again
         everyone, mine = gather(self._engine.peers, encoded, at.index, device)

@@ -21,6 +21,7 @@ from ..planner import Planner
 from ..update import Update
 from ..window import Window
 from .memory import free, is_out_of_memory
+from .snapshot import Snapshot
 
 LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
 
@@ -116,10 +117,10 @@ def retry(
     """
     planner.make_way()
     job = planner.job
-    engine, size, snapshot = job.engine, job.size, job.snapshot
+    engine, size = job.engine, job.size
+    job.random.put_back()  # now, so that a second attempt has the same numbers
+    snapshot = Snapshot(job.models)
     while True:
-        job.random.put_back()  # now, so that a second attempt has the same numbers
-        snapshot.take()
         agreement = Agreement(engine)
         run, manner = begin(agreement)
         window = planner.plan(draw, replace(manner, agrees=True))

@@ -26,8 +26,8 @@ from transformers import Trainer, TrainerCallback
 from ..accumulator import Accumulator
 from ..cutting import Count
 from ..law import Reduction, share_of
+from ..runs.snapshot import kept
 from ..scaling import forget
-from ..snapshot import kept
 from ..update import Update
 from ..window import Window
 from ..wrappers.private.accelerate import leave_out_step, note_step

@@ -21,7 +21,8 @@ from ...drawing import Batches, Make, Manner, cut_up
 from ...law import DistaccumError, all_or_none, in_short, shorten
 from ...norms import local, names_of
 from ...planner import Planner
-from ...snapshot import Snapshot, set_seed
+from ...randomness import set_seed
+from ..snapshot import Snapshot
 from ..update import LossFn, run_all
 
 # The largest error that rounding explains, by dtype; any other is half precision.
@@ -241,7 +242,7 @@ class Comparison:
             for tensor in tensors.values():
                 stack.callback(setattr, tensor, "data", tensor.data)
                 tensor.data = _widened(tensor.data)
-            wide.before = Snapshot(self.models).take()
+            wide.before = Snapshot(self.models)
             try:
                 wide.bare(next(iter(self.reductions)), self.batch)
             except Exception as error:

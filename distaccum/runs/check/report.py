@@ -12,8 +12,8 @@ from ...cutting import Columns
 from ...law import DistaccumError, in_short
 from ...norms import names_of
 from ...planner import Planner
-from ...snapshot import kept
 from ..memory import is_out_of_memory
+from ..snapshot import kept
 from ..update import LossFn
 from .causes import causes_of
 from .comparison import Comparison

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from ...cutting import count_samples, cut_batch
 from ...runs.memory import free, is_out_of_memory
-from ...snapshot import Snapshot
+from ...runs.snapshot import Snapshot
 from .report import number_of
 
 
@@ -33,7 +33,6 @@ def fit(model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size:
     if size > length:
         raise ValueError(f"micro_batch_size={size} and the model's batch has {length}; give a batch as long")
     device, before, kept = trained[0].device, Snapshot(models), [p.grad for p in trained]
-    before.take()
     try:
         while True:
             for parameter in trained:
