@@ -80,13 +80,8 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
     job = Trials(rank, world, timeout)
     findings += job.differences()
     findings += _try_engines(job, all_engines)
-    mine = [dataclasses.astuple(one) for one in findings if one.state == "wrong"]
-    for rank, wrong in enumerate(job.gather(mine) if job.is_whole else []):
-        others = [Finding(*one) for one in wrong if one not in mine]
-        findings += [dataclasses.replace(one, name=f"{one.name}, rank {rank}") for one in others]
     dist.destroy_process_group()
-    abouts = list(dict.fromkeys(one.about for one in findings))
-    return Examination(tuple(sorted(findings, key=lambda one: abouts.index(one.about))), job.rank)
+    return Examination(tuple(findings), job.rank)
 
 
 # This process
@@ -173,7 +168,7 @@ class Trials:
     """The ranks of the job, in a process group."""
 
     def __init__(self, rank: int, world: int, timeout: float) -> None:
-        self.rank, self.world, self.is_whole = rank, world, True
+        self.rank, self.world = rank, world
         kind, local_rank = _device_kind(), int(os.environ.get("LOCAL_RANK", "0"))
         backend = dist.get_default_backend_for_device(kind)
         if (
@@ -214,7 +209,6 @@ class Trials:
                 dist.monitored_barrier(self._control, wait_all_ranks=True)  # its error names who is missing
                 dist.all_gather_object(every, value, group=self._control)
             except RuntimeError as error:
-                self.is_whole = False
                 raise DistaccumError(f"a rank went away ({_first_line(error)}); look at its own output") from None
         return every
 

@@ -10,7 +10,6 @@ import gc
 import random
 import sys
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -39,59 +38,45 @@ def held() -> dict[str, int]:
     return {**found, "blocks": sys.getallocatedblocks()}
 
 
-def sizes() -> list[int]:
-    return [random.randint(1, 4) for _ in range(random.randint(1, 3))]
-
-
-def rows() -> Tensor:
-    return torch.randn(random.randint(2, 9), 2)
-
-
-def trained(**options: Any) -> tuple[nn.Module, Accumulator]:
+def update_of(kind: str) -> Update:
+    """An update of one to three micro-batches of a tiny model, on one of the library's ways."""
     torch.manual_seed(0)
     model: nn.Module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = SGD(model.parameters(), lr=1e-3, momentum=0.9)
-    if options.pop("scheduled", False):
-        options["scheduler"] = LambdaLR(optimizer, lambda _: 1.0)
-    return model, Accumulator(model, optimizer, **options)
+    accumulator = Accumulator(model, optimizer, **KINDS[kind](optimizer))
 
-
-def loss_of(model: nn.Module, inputs: Tensor) -> Tensor:
-    return model(inputs).square().mean()
-
-
-def lists(**options: Any) -> Update:
-    model, accumulator = trained(**options)
-
-    def update() -> None:
-        window = accumulator.window([torch.randn(size + 1, 2) for size in sizes()])
+    def by_list() -> None:
+        window = accumulator.window([torch.randn(random.randint(2, 5), 2) for _ in range(random.randint(1, 3))])
         for inputs in window:
-            window.backward(loss_of(model, inputs))
+            window.backward(loss_of(model(inputs)))
         window.step()
 
-    return update
+    def by_closure() -> None:
+        rows = torch.randn(random.randint(2, 9), 2)
+        if kind == "contrast":
+            accumulator.contrast(rows, lambda inputs: (model(inputs),), loss_of)
+        else:
+            accumulator.update(rows, lambda inputs: loss_of(model(inputs)))
+
+    return by_list if kind not in ("contrast", "update, micro_batch_size='auto'") else by_closure
 
 
-def whole(**options: Any) -> Update:
-    model, accumulator = trained(micro_batch_size="auto", **options)
-    return lambda: accumulator.update(rows(), partial(loss_of, model))
+def loss_of(outputs: Tensor) -> Tensor:
+    return outputs.square().mean()
 
 
-def pairs(**options: Any) -> Update:
-    model, accumulator = trained(micro_batch_size=3, **options)
-    return lambda: accumulator.contrast(rows(), lambda inputs: (model(inputs),), lambda found: found.square().mean())
-
-
-KINDS: dict[str, Callable[[], Update]] = {
-    "window(list)": lists,
-    "max_norm, scheduler, a scaler": lambda: lists(
-        max_norm=1.0, scheduled=True, scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7)
-    ),
-    "measure_noise": lambda: lists(extensions=[NoiseScale()]),
-    "update, micro_batch_size='auto'": whole,
-    "contrast": pairs,
+KINDS: dict[str, Callable[[Any], dict[str, Any]]] = {  # the Accumulator's options
+    "window(list)": lambda optimizer: {},
+    "max_norm, scheduler, a scaler": lambda optimizer: {
+        "max_norm": 1.0,
+        "scheduler": LambdaLR(optimizer, lambda _: 1.0),
+        "scaler": torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=7),
+    },
+    "measure_noise": lambda optimizer: {"extensions": [NoiseScale()]},
+    "update, micro_batch_size='auto'": lambda optimizer: {"micro_batch_size": "auto"},
+    "contrast": lambda optimizer: {"micro_batch_size": 3},
 }
 
 
@@ -99,7 +84,7 @@ def growth(kind: str, windows: int) -> tuple[dict[str, int], dict[str, int]]:
     """What is held after the first `WARM` windows, and after `windows` more."""
     random.seed(0)
     torch.set_num_threads(1)
-    update = KINDS[kind]()
+    update = update_of(kind)
     for _ in range(WARM):
         update()
     held()  # which makes what it holds itself

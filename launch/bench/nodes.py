@@ -1,16 +1,21 @@
-"""Nodes that are network namespaces of this machine, with links of a given rate between them."""
+"""Nodes that are network namespaces of this machine, with a link of a given rate between them.
+
+`launch/two_nodes.sh` runs this file to train in them.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DEVICE = "veth0"
@@ -99,3 +104,47 @@ def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
         for process in started:
             process.kill()
             process.wait()
+
+
+def train(rate: str, out: Path, syncs: Sequence[str], options: Sequence[str]) -> None:
+    """Trains under each `sync`, and prints what node 1 sent: its gradients and little else."""
+    root, rows = Path(__file__).resolve().parents[2], []
+    with two_nodes(rate) as nodes:
+        for sync in syncs:
+            before, started = sent_by(nodes[1]), []
+            try:
+                for i, node in enumerate(nodes):
+                    where = ["--nodes", "2", "--node", str(i), "--address", address(0), "--ranks", "1", "--"]
+                    command = ["ip", "netns", "exec", node, "bash", str(root / "launch" / "nodes.sh"), *where]
+                    run_options = ["--device", "cpu", *options, "--sync", sync, "--out", str(out / sync)]
+                    started.append(subprocess.Popen([*command, *run_options]))
+                if any(one.wait() for one in started):
+                    raise SystemExit(1)
+            finally:
+                for one in started:
+                    one.terminate()  # torchrun tells its workers
+                    with suppress(subprocess.TimeoutExpired):
+                        one.wait(timeout=5)
+            (out / sync / "sent").write_text(str(sent_by(nodes[1]) - before))
+            updates = [json.loads(line) for line in (out / sync / "log.jsonl").read_text().splitlines()]
+            seconds = statistics.median([update["seconds"] for update in updates][1:] or [updates[0]["seconds"]])
+            rows.append((sync, int((out / sync / "sent").read_text()) / len(updates) / 1e6, seconds))
+    print(f"\ntwo nodes, a link of {rate}:")
+    print(f"{'reduced':<24}{'MB sent per update and node':>30}{'seconds per update':>22}")
+    for sync, megabytes, seconds in rows:
+        name = "once per update" if sync == "last" else "in each micro-step"
+        print(f"{name:<24}{megabytes:>30.1f}{seconds:>22.2f}")
+
+
+def sent_by(node: str) -> int:
+    done = subprocess.run(["ip", "netns", "exec", node, "cat", str(SENT)], capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+if __name__ == "__main__":
+    rate, out, syncs, *options = sys.argv[1:]
+    try:
+        train(rate, Path(out), syncs.split(), options)
+    except RuntimeError as error:
+        print(f"two_nodes.sh: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
