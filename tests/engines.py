@@ -19,7 +19,8 @@ from problems import CASES, Batch, Net, error, join, make_net, micro_batches_of
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from distaccum import Accumulator
+from distaccum import Accumulator, Extension
+from distaccum.extensions import WideSums
 
 sys.path.append(str(Path(__file__).parent.parent / "launch"))
 import wrappers
@@ -34,6 +35,7 @@ class Kind:
     policies: tuple[str, ...] = ("last", "every")
     world: int = 2
     dtype: torch.dtype = torch.float64
+    extensions: Callable[[], Sequence[Extension]] = tuple
 
     @property
     def bound(self) -> float:
@@ -98,15 +100,6 @@ def summoned_weights(model: nn.Module) -> Tensor:
         return torch.cat([tidy[name] for name, _ in Net().named_parameters()]).clone()
 
 
-def engine_name(model: Any, optimizer: Any, **options: Any) -> str:
-    """The name that an error gives to the engine chosen by an Accumulator."""
-    try:
-        Accumulator(model, optimizer, sync="replicas", **options)
-    except ValueError as refused:
-        return str(refused).rpartition(" for ")[2]
-    raise AssertionError("the engine has this policy; use it on one that has not")
-
-
 def zero(stage: int, **config: Any):
     """A DeepSpeed engine."""
 
@@ -160,6 +153,7 @@ HYBRID = (*SHARDED, "replicas")
 KINDS: dict[str, Kind] = {
     "plain": Kind(plain, full_weights, world=1),
     "DDP": Kind(ddp, full_weights),
+    "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=lambda: [WideSums(torch.float64)]),
     "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
     "FSDP2, root only": Kind(fully_sharded(parts=False), full_weights, SHARDED),
     "FSDP2, parts": Kind(fully_sharded(root=False), full_weights, SHARDED),
@@ -213,7 +207,8 @@ class Run:
         self.lr = 1 / 32 if reduction == "sum" else 1.0
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr, options.get("max_norm"))
-        self.accumulator = Accumulator(self.model, self.optimizer, reduction=reduction, count=count, **options)
+        options = {"extensions": self.kind.extensions(), "reduction": reduction, "count": count, **options}
+        self.accumulator = Accumulator(self.model, self.optimizer, **options)
 
     def weights(self) -> Tensor:
         return self.kind.weights(self.model)

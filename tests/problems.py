@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distaccum import count_samples, count_tokens
+from distaccum import DistaccumError, count_samples, count_tokens
 
 IGNORED = -100
 
@@ -127,13 +127,16 @@ def gradient_of_trunk(micro_batches: Sequence[Batch]) -> Tensor:
     return gradient(plain)
 
 
-def run_window(window: Any, model: nn.Module) -> Any:
+def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Tensor] = loss_of) -> Any:
     for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
+        window.backward(loss_fn(model, micro_batch))
     return window
 
 
-def full_batch_gradient(net: nn.Module, micro_batches: Sequence[Batch]) -> Tensor:
-    """The gradient of `loss_of` on all micro-batches joined, by a plain net."""
-    loss_of(net, join(micro_batches)).backward()
-    return gradient(net)
+def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The error with its type, or "nothing"."""
+    try:
+        call(*args, **options)
+    except (DistaccumError, TypeError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"

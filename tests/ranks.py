@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import faulthandler
+import functools
+import importlib
+import inspect
 import multiprocessing
 import os
 import sys
@@ -116,6 +119,30 @@ class RankError(AssertionError):
     pass
 
 
+def on_ranks(num: int | None = None, seconds: float = SECONDS) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Runs a test itself on each rank, to which its arguments are sent; its `world` is their number without `num`."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(ranks: Callable[[int], Ranks], **arguments: Any) -> None:
+            __tracebackhide__ = True
+            where = function.__module__, function.__name__
+            ranks(num or arguments["world"]).run(_run_test, *where, arguments, seconds=seconds)
+
+        signature = inspect.signature(function)
+        parameters = [inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY), *signature.parameters.values()]
+        ordered = sorted(parameters, key=lambda one: one.kind)
+        test.__signature__ = signature.replace(parameters=ordered)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
+
+
+def _run_test(module: str, name: str, arguments: dict[str, Any]) -> None:
+    found = getattr(importlib.import_module(module), name).__wrapped__(**arguments)
+    assert found is None, f"{name} returned {found}; a test asserts"
+
+
 def is_consequence(text: str) -> tuple[bool, bool]:
     """A sort key: the consequences of another rank's failure come after it."""
     return "Connection closed by peer" in text, text.startswith("did not end")
@@ -132,6 +159,12 @@ def in_short(error: BaseException) -> str:
     own = [frame for frame in shown.stack[1:] if frame.filename.startswith(root) and ".venv" not in frame.filename]
     last = [frame for frame in shown.stack[-1:] if frame not in own]
     shown.stack = traceback.StackSummary.from_list([*own, *last])
+    if isinstance(error, AssertionError) and shown.stack:  # pytest shows no values of an assertion on a rank
+        at = error.__traceback__
+        while at is not None and at.tb_next is not None:
+            at = at.tb_next
+        values = {name: repr(value)[:200] for name, value in at.tb_frame.f_locals.items()} if at is not None else {}
+        shown.stack[-1].locals = values
     return "".join(shown.format())
 
 
