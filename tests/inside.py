@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from distaccum import Accumulator, Update
 from distaccum.extensions.noise import Estimate
-from distaccum.planner import Planner
 from distaccum.sizes import MicroBatchSize
 from distaccum.window import Window
 
@@ -45,8 +44,3 @@ def window_of(accumulator: Accumulator) -> Window:
     window = accumulator._planner.window
     assert window is not None
     return window
-
-
-def planner_of(accumulator: Accumulator) -> Planner:
-    """To make an engine fail, or to look at it."""
-    return accumulator._planner

@@ -14,13 +14,13 @@ import time
 import weakref
 from collections import Counter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from inside import planner_of
 from problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
+from ranks import on_ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -45,8 +45,9 @@ def make(**options):
 
 def next_is_exact(accumulator, model):
     """Asserts that the next window is exact, at the initial weights of every model here."""
-    run_window(accumulator.window(BATCHES), model)
+    window = run_window(accumulator.window(BATCHES), model)
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+    return window
 
 
 # What extensions hear
@@ -84,7 +85,7 @@ class Recorder(Extension):
 
     def judge(self, window: Window) -> str | None:
         self.hear("judge")
-        return None
+        return "it is odd" if window.index % 2 else None
 
     def end(self, window: Window, update: Update | None) -> None:
         if update is not None:
@@ -102,47 +103,35 @@ class Rekeyed(Recorder):
     key = "other"
 
 
-class Fails(torch.autograd.Function):
+class Failing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx, x):
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("a backward that fails")
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
 
 
-def test_extensions_hear_of_each_backward_and_of_the_end_before_the_engine_reduces(monkeypatch):
+def test_extensions_hear_of_each_backward_and_of_the_end():
     """Of a loss that is refused they hear nothing, and of a backward that fails no end."""
     recorder = Recorder()
     model, _, accumulator = make(extensions=[recorder])
-    engine = planner_of(accumulator).job.engine
-    finish = engine.finish
-
-    def noted() -> None:
-        recorder.heard.append("engine")
-        finish()
-
-    monkeypatch.setattr(engine, "finish", noted)
-
-    def window() -> Any:
-        recorder.heard.clear()
-        return accumulator.window(BATCHES)
-
-    update = run_window(window(), model).step()
-    steps = ["begin", *["backward", "ended"] * 3, "finishing", "engine", "numbers", "judge", "stepped"]
+    update = run_window(accumulator.window(BATCHES), model).step()
+    steps = ["begin", *["backward", "ended"] * 3, "finishing", "numbers", "judge", "stepped"]
     assert recorder.heard == steps and update.notes == {"sum": [1.0, 0.0]}
     assert accumulator.state_dict()["recorder"] == steps
-    refused = window()
-    with pytest.raises(ValueError, match="expected a scalar"):
-        for batch in refused:
-            refused.backward(loss_of(model, batch).expand(2))
-    assert recorder.heard == ["begin", "end"]
-    failing = window()
-    with pytest.raises(RuntimeError, match="a backward that fails"):
-        for batch in failing:
-            failing.backward(Fails.apply(loss_of(model, batch)))
-    assert recorder.heard == ["begin", "backward", "end"]
+    for wrong, kind, heard in ((lambda loss: loss.expand(2), ValueError, []), (Failing.apply, Exception, ["backward"])):
+        recorder.heard.clear()
+        window = accumulator.window(BATCHES)
+        with pytest.raises(kind):
+            for batch in window:
+                window.backward(wrong(loss_of(model, batch)))
+        assert recorder.heard == ["begin", *heard, "end"]
+    before = weights(model)
+    update = run_window(accumulator.window(BATCHES), model).step()
+    assert update.reason == "it is odd" and torch.equal(before, weights(model))
+    assert run_window(accumulator.window(BATCHES), model).step().stepped
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # `end` raises where the loop is closed
@@ -171,27 +160,18 @@ def test_end_that_raises_comes_after_the_step_and_hides_no_other():
     assert not torch.equal(before, weights(model))
 
 
-def test_judge_skips_an_update_and_unfit_extensions_are_refused():
-    class Judge(Extension):
-        def judge(self, window: Window) -> str | None:
-            return "it is odd" if window.index % 2 else None
-
-    model, optimizer, accumulator = make(extensions=[Judge()])
-    reasons = []
-    for _ in range(3):
-        before = weights(model)
-        update = run_window(accumulator.window(BATCHES), model).step()
-        assert torch.equal(before, weights(model)) == (not update.stepped)
-        reasons.append(update.reason)
-    assert reasons == [None, "it is odd", None]
-    for given, kind, said in (
-        ([Judge], TypeError, "expected a list of distaccum.Extension"),
-        ([Recorder(), Recorder()], ValueError, "expected each once"),
-    ):
-        with pytest.raises(kind, match=said):
-            Accumulator(model, optimizer, extensions=given)
-    with pytest.raises(ValueError, match=r"Judge\.judge skips where the library steps"):
-        Accumulator(model, extensions=[Judge()])
+@pytest.mark.parametrize(
+    ("given", "owner", "kind", "message"),
+    [
+        ([Recorder], SGD, TypeError, "expected a list of distaccum.Extension"),
+        ([Recorder(), Recorder()], SGD, ValueError, "expected each once"),
+        ([Recorder()], None, ValueError, r"Recorder\.judge skips where the library steps"),
+    ],
+)
+def test_unfit_extensions_are_refused(given, owner, kind, message):
+    model = trunk()
+    with pytest.raises(kind, match=message):
+        Accumulator(model, owner and owner(model.parameters(), lr=0.1), extensions=given)
 
 
 def test_spans_name_what_a_window_does_in_a_trace():
@@ -214,6 +194,7 @@ def leave_by_break(accumulator, model):
     for micro_batch in window:
         window.backward(loss_of(model, micro_batch))
         break
+    return window
 
 
 def leave_by_exception(accumulator, model):
@@ -226,22 +207,13 @@ def leave_by_exception(accumulator, model):
 
 def leave_by_failing_backward(accumulator, model):
     window = accumulator.window(BATCHES)
+    layers = getattr(model, "module", model)
     with contextlib.suppress(ZeroDivisionError):
         for micro_batch in window:
             outputs = model(micro_batch["x"])
             if micro_batch is BATCHES[-1]:  # in the reducing backward, after some gradients are ready
-                outputs = model[1](Failing.apply(model[0](micro_batch["x"])))
+                outputs = layers[1](Failing.apply(layers[0](micro_batch["x"])))
             window.backward(outputs.square().mean())
-
-
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError
 
 
 def leave_by_closing(accumulator, model):
@@ -290,151 +262,69 @@ def test_window_left_early_leaves_no_trace(leave):
     assert accumulator.index == 0
 
 
-def left_on_ranks(leave, view):
-    ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=view)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
-    run_window(accumulator.window(BATCHES), ddp).step()  # the first window creates views and rebuilds buckets
-    leave(accumulator, Unwrapped(ddp))
-    flag = ddp.require_backward_grad_sync
-    wrongs = []
-    for _ in range(2):
-        window = run_window(accumulator.window(BATCHES), ddp)
-        wrongs.append(error(gradient(ddp), gradient_of_trunk(BATCHES)))
-        window.step()
-    return flag, wrongs
-
-
-class Unwrapped(nn.Module):
-    """Calls DDP, and gives access to the layers inside."""
-
-    def __init__(self, ddp):
-        super().__init__()
-        self.ddp = ddp
-
-    def forward(self, x):
-        return self.ddp(x)
-
-    def __getitem__(self, index):
-        return self.ddp.module[index]
-
-
 @pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
-@pytest.mark.parametrize("leave", LEAVINGS)
-def test_window_left_early_leaves_no_trace_on_ddp(ranks, leave, view):
-    for flag, wrongs in ranks(2).run(left_on_ranks, leave, view):
-        assert flag
-        assert max(wrongs) <= 1e-12
+@on_ranks(2)
+def test_window_left_early_leaves_no_trace_on_ddp(view):
+    for leave in LEAVINGS:
+        ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=view)
+        accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
+        run_window(accumulator.window(BATCHES), ddp).step()  # the first window creates views and rebuilds buckets
+        leave(accumulator, ddp)
+        assert ddp.require_backward_grad_sync, leave
+        for _ in range(2):
+            next_is_exact(accumulator, ddp).step()
+    with ddp.no_sync():  # a flag of the caller's
+        next_is_exact(accumulator, ddp).step()
+        assert not ddp.require_backward_grad_sync
+    assert ddp.require_backward_grad_sync
 
 
-def flags_that_the_caller_set():
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
-    with ddp.no_sync():
-        window = run_window(accumulator.window(BATCHES), ddp)
-        found = ddp.require_backward_grad_sync
-        wrong = error(gradient(ddp), gradient_of_trunk(BATCHES))
-        window.step()
-    return found, ddp.require_backward_grad_sync, wrong
-
-
-def test_flags_of_ddp_are_restored(ranks):
-    for inside, outside, wrong in ranks(2).run(flags_that_the_caller_set):
-        assert (inside, outside) == (False, True)
-        assert wrong <= 1e-12
-
-
-def test_step_is_allowed_after_a_break_out_of_the_epoch():
-    model, _, accumulator = make(steps=3)
+def test_windows_may_be_left_skipped_and_taken_with_next():
+    model, _, accumulator = make(steps=1)
+    done = [run_window(w, model).step().index for i, w in enumerate(accumulator.windows(BATCHES)) if i != 1]
+    assert done == [0, 1]
+    model, _, accumulator = make(steps=2)
+    window = next(accumulator.windows(BATCHES))
+    gc.collect()
+    run_window(window, model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES[:2])) <= 1e-12
+    window.step()
     for window in accumulator.windows(BATCHES):
         run_window(window, model)
         break
     assert window.step().stepped
 
 
-def test_first_window_may_be_taken_with_next():
-    model, _, accumulator = make(steps=2)
-    window = next(accumulator.windows(BATCHES))
-    gc.collect()
-    run_window(window, model)
-    assert error(gradient(model), gradient_of_trunk(BATCHES[:2])) <= 1e-12
-
-
-def test_windows_may_be_skipped():
-    model, _, accumulator = make(steps=1)
-    done = [run_window(w, model).step().index for i, w in enumerate(accumulator.windows(BATCHES)) if i != 1]
-    assert done == [0, 1]
-
-
 # Misuse: a clear message, no changed weight, and an exact next window
 
 
-def forget_backward(accumulator, model, optimizer):
-    for _ in accumulator.window(BATCHES):
-        pass
+def in_the_loop(act):
+    def misuse(accumulator, model, optimizer):
+        window = accumulator.window(BATCHES)
+        for batch in window:
+            act(window, model, batch, optimizer)
+
+    return misuse
 
 
-def backward_twice(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        window.backward(loss_of(model, micro_batch))
+def backward_and(act):
+    """`act` comes after each micro-batch's backward."""
+    return in_the_loop(lambda w, m, b, o: (w.backward(loss_of(m, b)), act(w, m, b, o)))
 
 
-def backward_outside(accumulator, model, optimizer):
-    accumulator.window(BATCHES).backward(loss_of(model, BATCHES[0]))
+def after_the_loop(act):
+    def misuse(accumulator, model, optimizer):
+        window = run_window(accumulator.window(BATCHES), model)
+        try:
+            act(window, optimizer)
+        finally:
+            window.discard()
 
-
-def step_in_the_loop(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        window.step()
-
-
-def step_after_break(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        break
-    window.step()
-
-
-def step_before_the_loop(accumulator, model, optimizer):
-    accumulator.window(BATCHES).step()
-
-
-def own_step(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        optimizer.step()
-
-
-def own_step_after_the_loop(accumulator, model, optimizer):
-    window = run_window(accumulator.window(BATCHES), model)
-    try:
-        optimizer.step()
-    finally:
-        window.discard()
-
-
-def zero_grad(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        optimizer.zero_grad()
-
-
-def zero_grad_before_step(accumulator, model, optimizer):
-    window = run_window(accumulator.window(BATCHES), model)
-    optimizer.zero_grad()
-    window.step()
+    return misuse
 
 
 def two_at_once(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
+    for _ in accumulator.window(BATCHES):
         accumulator.window(BATCHES)
 
 
@@ -444,116 +334,90 @@ def never_step(accumulator, model, optimizer):
     next(windows)
 
 
-def iterate_twice(accumulator, model, optimizer):
-    window = run_window(accumulator.window(BATCHES), model)
-    try:
-        list(window)
-    finally:
-        window.discard()
+def part_left_early(window, model, batch, _):
+    for _ in window.parts([1, 2]):
+        window.backward(loss_of(model, batch))
+        break
 
 
-def loss_is_a_float(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch).item())
+def retried_backward(window, model, batch, _):
+    with contextlib.suppress(ZeroDivisionError):
+        window.backward(Failing.apply(model(batch["x"])).square().mean())
+    window.backward(loss_of(model, batch))
 
 
-def loss_is_a_tuple(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward((model(micro_batch["x"]), loss_of(model, micro_batch)))
-
-
-def loss_is_no_scalar(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(model(micro_batch["x"]).square())
-
-
-def loss_has_no_graph(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(micro_batch["x"].square().mean())
-
-
-def no_loss(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for _ in window:
-        window.backward()
-
-
-def parts_of_nothing(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for _ in window:
-        list(window.parts([]))
-
-
-def part_without_backward(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for _ in window:
-        list(window.parts([1, 2]))
-
-
-def parts_after_backward(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(loss_of(model, micro_batch))
-        list(window.parts([1]))
-
-
-def parts_left_early(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        for _ in window.parts([1, 2]):
-            window.backward(loss_of(model, micro_batch))
-            break
-
-
-def retry_a_failed_backward(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        with contextlib.suppress(ZeroDivisionError):
-            window.backward(Failing.apply(model(micro_batch["x"])).square().mean())
-        window.backward(loss_of(model, micro_batch))
-
-
-def unknown_name(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(tokens=loss_of(model, micro_batch))
-
-
+ERROR = DistaccumError
 MISUSES = {
-    forget_backward: (DistaccumError, r"without window.backward\(loss\) \(in micro-batch 0 of 3\)"),
-    backward_twice: (DistaccumError, r"a second backward\(\) in micro-batch 0 of 3.*window.parts"),
-    backward_outside: (DistaccumError, "window that is not begun; call it in the loop"),
-    step_in_the_loop: (DistaccumError, r"step\(\) on a window that is in its loop"),
-    step_after_break: (DistaccumError, r"step\(\) on a window that is discarded"),
-    step_before_the_loop: (DistaccumError, r"step\(\) on a window that is not begun"),
-    own_step: (DistaccumError, r"optimizer.step\(\) before the window's own"),
-    own_step_after_the_loop: (DistaccumError, r"optimizer.step\(\) before the window's own"),
-    zero_grad: (DistaccumError, "cleared or changed in mid-window"),
-    zero_grad_before_step: (DistaccumError, r"cleared between the window's loop and its step\(\)"),
-    two_at_once: (DistaccumError, "another window was requested while one is in its loop"),
-    never_step: (DistaccumError, "while one is complete but not stepped"),
-    iterate_twice: (DistaccumError, "iterated once"),
-    loss_is_a_float: (TypeError, r"a float, expected the loss as a tensor \(without .item"),
-    loss_is_a_tuple: (TypeError, r"got a tuple of 2, expected the loss as a tensor \(which is one of these"),
-    loss_is_no_scalar: (ValueError, r"shape \[2, 6, 4\], expected a scalar; reduce it with mean\(\) or sum\(\)"),
-    loss_has_no_graph: (ValueError, r"without a graph.*not from its inputs"),
-    no_loss: (TypeError, "got None"),
-    parts_of_nothing: (ValueError, r"parts\(\) got nothing"),
-    part_without_backward: (DistaccumError, "a part without window.backward"),
-    parts_after_backward: (DistaccumError, "had no backward yet"),
-    parts_left_early: (DistaccumError, "left before its last item"),
-    retry_a_failed_backward: (DistaccumError, "half added up; leave the loop"),
-    unknown_name: (ValueError, r"\['tokens'\], expected losses by name, of \['samples'\]"),
+    "no backward": (in_the_loop(lambda *_: None), ERROR, r"without window.backward\(loss\) \(in micro-batch 0 of 3\)"),
+    "second backward": (
+        backward_and(lambda w, m, b, o: w.backward(loss_of(m, b))),
+        ERROR,
+        r"a second backward\(\) in micro-batch 0 of 3.*window.parts",
+    ),
+    "backward before": (
+        lambda a, m, o: a.window(BATCHES).backward(loss_of(m, BATCHES[0])),
+        ERROR,
+        "not begun; call it",
+    ),
+    "backward outside": (
+        in_the_loop(lambda w, m, b, o: (loss_of(m, b).backward(), w.backward(loss_of(m, b)))),
+        ERROR,
+        r"gradients came into the window that its backward\(\) did not make",
+    ),
+    "step in the loop": (backward_and(lambda w, *_: w.step()), ERROR, r"step\(\) on a window that is in its loop"),
+    "step after break": (lambda a, m, o: leave_by_break(a, m).step(), ERROR, "a window that is discarded"),
+    "step before the loop": (lambda a, m, o: a.window(BATCHES).step(), ERROR, "a window that is not begun"),
+    "own step": (backward_and(lambda w, m, b, o: o.step()), ERROR, r"optimizer.step\(\) before the window's own"),
+    "own step after": (after_the_loop(lambda w, o: o.step()), ERROR, r"optimizer.step\(\) before the window's own"),
+    "zero_grad after": (
+        after_the_loop(lambda w, o: (o.zero_grad(), w.step())),
+        ERROR,
+        r"cleared between the window's loop and its step\(\)",
+    ),
+    "two at once": (two_at_once, ERROR, "another window was requested while one is in its loop"),
+    "never stepped": (never_step, ERROR, "while one is complete but not stepped"),
+    "iterated twice": (after_the_loop(lambda w, o: list(w)), ERROR, "iterated once"),
+    "a float": (
+        in_the_loop(lambda w, m, b, o: w.backward(loss_of(m, b).item())),
+        TypeError,
+        "a float, .*without .item",
+    ),
+    "a tuple": (
+        in_the_loop(lambda w, m, b, o: w.backward((loss_of(m, b),) * 2)),
+        TypeError,
+        "got a tuple of 2, expected",
+    ),
+    "nothing": (in_the_loop(lambda w, *_: w.backward()), TypeError, "got None"),
+    "complex": (
+        in_the_loop(lambda w, m, b, o: w.backward(loss_of(m, b) * 1j)),
+        TypeError,
+        "complex128, expected a real number",
+    ),
+    "no scalar": (
+        in_the_loop(lambda w, m, b, o: w.backward(m(b["x"]))),
+        ValueError,
+        r"shape \[2, 6, 4\], expected a scalar",
+    ),
+    "no graph": (in_the_loop(lambda w, m, b, o: w.backward(b["x"].mean())), ValueError, "without a graph"),
+    "unknown name": (
+        in_the_loop(lambda w, m, b, o: w.backward(tokens=loss_of(m, b))),
+        ValueError,
+        r"\['tokens'\], expected losses by name, of \['samples'\]",
+    ),
+    "parts of nothing": (in_the_loop(lambda w, *_: list(w.parts([]))), ValueError, r"parts\(\) got nothing"),
+    "part without backward": (
+        in_the_loop(lambda w, *_: list(w.parts([1, 2]))),
+        ERROR,
+        "a part without window.backward",
+    ),
+    "parts after backward": (backward_and(lambda w, *_: list(w.parts([1]))), ERROR, "had no backward yet"),
+    "parts left early": (in_the_loop(part_left_early), ERROR, "left before its last item"),
+    "failed backward retried": (in_the_loop(retried_backward), ERROR, "half added up; leave the loop"),
 }
 
 
-@pytest.mark.parametrize("misuse", MISUSES)
-def test_misuse_raises_a_clear_error_and_changes_nothing(misuse):
-    kind, message = MISUSES[misuse]
+@pytest.mark.parametrize(("misuse", "kind", "message"), MISUSES.values(), ids=MISUSES)
+def test_misuse_raises_a_clear_error_and_changes_nothing(misuse, kind, message):
     model, optimizer, accumulator = make(steps=3)
     before = weights(model)
     with pytest.raises(kind, match=message):
@@ -601,15 +465,7 @@ def test_layer_may_be_left_out_of_an_update_by_clearing_its_gradient():
     assert torch.equal(weights(model[-1]), frozen) and not torch.equal(weights(model[0]), before)
 
 
-def test_unstepped_window_survives_a_request_for_another():
-    model, _, accumulator = make(steps=3)
-    window = run_window(accumulator.window(BATCHES), model)
-    with pytest.raises(DistaccumError, match="complete but not stepped"):
-        accumulator.window(BATCHES)
-    assert window.step().stepped
-
-
-def test_open_window_survives_a_request_for_another():
+def test_open_and_complete_windows_survive_a_request_for_another():
     model, _, accumulator = make(steps=3)
     window = accumulator.window(BATCHES)
     for micro_batch in window:
@@ -618,6 +474,11 @@ def test_open_window_survives_a_request_for_another():
                 accumulator.window(BATCHES)
         window.backward(loss_of(model, micro_batch))
     assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+    window.step()
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(DistaccumError, match="complete but not stepped"):
+        accumulator.window(BATCHES)
+    assert window.step().stepped
 
 
 def test_second_request_discards_the_open_window():
@@ -636,28 +497,20 @@ def test_gradients_from_before_the_window_are_cleared_with_a_warning():
     model, _, accumulator = make()
     loss_of(model, BATCHES[0]).backward()
     with pytest.warns(UserWarning, match="stood before the window were cleared"):
-        run_window(accumulator.window(BATCHES), model)
-    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+        next_is_exact(accumulator, model)
 
 
 def test_named_losses_must_all_be_given():
-    model = trunk()
-    count = {"tokens": count_tokens("labels"), "samples": count_samples}
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), count=count)
+    model, _, accumulator = make(count={"tokens": count_tokens("labels"), "samples": count_samples})
     window = accumulator.window(BATCHES)
     with pytest.raises(DistaccumError, match=r"micro-batch 0 got no loss for \['samples'\]"):
         for micro_batch in window:
             window.backward(tokens=loss_of(model, micro_batch))
-    window = accumulator.window(BATCHES)
     with pytest.raises(ValueError, match=r"without a name.*window.backward\(tokens=..., samples=...\)"):
-        run_window(window, model)
+        run_window(accumulator.window(BATCHES), model)
 
 
 # Arguments
-
-
-def schedule(optimizer):
-    return ReduceLROnPlateau(optimizer)
 
 
 @pytest.mark.parametrize(
@@ -665,7 +518,6 @@ def schedule(optimizer):
     [
         ({"steps": 100 / 50}, TypeError, r"steps=2.0 is a float, expected a whole number; write 100 // 50"),
         ({"steps": 0}, ValueError, "steps=0, expected at least 1"),
-        ({"steps": True}, TypeError, "steps=True is a bool"),
         ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
         ({"batch_size": 4}, ValueError, "without micro_batch_size"),
         ({"batch_size": 4.5, "micro_batch_size": 2}, TypeError, "batch_size=4.5 is a float"),
@@ -674,11 +526,9 @@ def schedule(optimizer):
         ({"reduction": {"a": "mean"}, "count": {"b": count_samples}}, ValueError, "the same losses in both"),
         ({"count": 5}, TypeError, "count=5.*expected a callable"),
         ({"max_norm": 0}, ValueError, "max_norm=0, expected a number above 0"),
-        ({"max_norm": math.nan}, ValueError, "max_norm=nan"),
-        ({"on_nonfinite": "stop"}, ValueError, "on_nonfinite='stop'"),
         ({"batchnorm": "fix"}, ValueError, "batchnorm='fix'"),
         ({"sync": "gathered"}, ValueError, "sync='gathered', expected one of 'last', 'every'"),
-        ({"scheduler": schedule}, TypeError, "ReduceLROnPlateau needs a metric"),
+        ({"scheduler": ReduceLROnPlateau}, TypeError, "ReduceLROnPlateau needs a metric"),
         ({"optimizer": []}, ValueError, "optimizer=\\[\\], expected"),
         ({"optimizer": SGD}, TypeError, "expected a optimizer"),
         ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
@@ -693,10 +543,8 @@ def test_wrong_argument_is_refused_at_once(options, kind, message):
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
     options = {"model": model, "optimizer": optimizer, **options}
-    if options.get("scheduler") is StepLR:
-        options["scheduler"] = StepLR(optimizer, 1)
-    elif callable(options.get("scheduler")):
-        options["scheduler"] = options["scheduler"](optimizer)
+    if "scheduler" in options:
+        options["scheduler"] = options["scheduler"](optimizer, *[1] * (options["scheduler"] is StepLR))
     if options["optimizer"] is LBFGS:
         options["optimizer"] = LBFGS(model.parameters())
     with pytest.raises(kind, match=message):
@@ -714,41 +562,48 @@ def test_windows_needs_a_number_and_split_a_size():
         accumulator.windows(BATCHES)
     with pytest.raises(ValueError, match="pass micro_batch_size= or steps="):
         accumulator.split(BATCHES[0])
-
-
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf])
-def test_count_must_be_finite_and_not_negative(value):
-    _, _, accumulator = make(count=lambda batch: value)
-    with pytest.raises(ValueError, match=f"count gave {value} for 'count' in micro-batch 0"):
-        accumulator.window(BATCHES)
-
-
-def test_ramp_that_gives_no_whole_number_is_refused():
     _, _, accumulator = make(steps=lambda index: 1.5)
     with pytest.raises(TypeError, match=r"steps\(0\)=1.5 is a float"):
         next(accumulator.windows(BATCHES))
 
 
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "8", None, [2], 1 + 2j, torch.ones(2)])
+def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
+    _, _, accumulator = make(count=lambda batch: value)
+    with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0"):
+        accumulator.window(BATCHES)
+
+
 # Ranks
 
 
+PLANS = {
+    "loader": ("OSError: the disk is gone", "rank 1 could not plan this window (OSError: the disk is gone)"),
+    "count": ("KeyError: 'gone'", "rank 1 could not plan this window (KeyError: 'gone')"),
+    "ramp": ("TypeError: steps(0)=None is a NoneType", "rank 1 could not plan"),
+    "steps": ("DistaccumError: ranks disagree on steps", "ranks disagree on steps (rank 0: 2, rank 1: 3)"),
+}
+
+
 def planning_fails(what):
-    rank = dist.get_rank()
+    """The error, and what was logged, with the seconds before the error was raised."""
+    is_bad = dist.get_rank() == 1
     ddp = DistributedDataParallel(trunk())
-    before = weights(ddp)
-    accumulator = Accumulator(
-        ddp, SGD(ddp.parameters(), lr=0.1), steps=2 + rank if what == "steps" else 2, count=bad_count(what)
-    )
+
+    def count(batch):
+        return batch["gone" if what == "count" and is_bad else "x"].shape[0]
 
     def loader():
         yield BATCHES[0]
-        if what == "loader" and rank == 1:
+        if what == "loader" and is_bad:
             raise OSError("the disk is gone")
         if what == "loader":
             time.sleep(0.3)  # the other rank waits for this one's report
         yield BATCHES[1]
 
-    logged = []  # before the error was raised
+    steps = {"steps": 2 + is_bad, "ramp": lambda index: None if is_bad else 2}.get(what, 2)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=steps, count=count)
+    logged = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append((record.created, record.getMessage()))
     logging.getLogger("distaccum").addHandler(handler)
@@ -759,89 +614,60 @@ def planning_fails(what):
         logged = [(text, time.time() - at) for at, text in logged]
     finally:
         logging.getLogger("distaccum").removeHandler(handler)
-    other = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
-    run_window(other.window(BATCHES), ddp)
-    return message, torch.equal(weights(ddp), before), error(gradient(ddp), gradient_of_trunk(BATCHES)), logged
+    next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
+    return message, logged
 
 
-def bad_count(what):
-    def count(batch):
-        if what == "count" and dist.get_rank() == 1:
-            raise KeyError("labels")
-        return len(batch["x"])
-
-    return count
-
-
-@pytest.mark.parametrize(
-    ("what", "zero", "one"),
-    [
-        (
-            "loader",
-            "DistaccumError: rank 1 could not plan this window (OSError: the disk is gone)",
-            "OSError: the disk is gone",
-        ),
-        ("count", "DistaccumError: rank 1 could not plan this window (KeyError: 'labels')", "KeyError: 'labels'"),
-        ("steps", "DistaccumError: ranks disagree on steps (rank 0: 2, rank 1: 3)", "DistaccumError: ranks disagree"),
-    ],
-)
-def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what, zero, one):
-    found = ranks(2).run(planning_fails, what)
-    for (message, unchanged, wrong, _), expected in zip(found, [zero, one], strict=True):
-        assert message.startswith(expected)
-        assert unchanged
-        assert wrong <= 1e-12
-    of_zero, of_one = (logged for *_, logged in found)
+@pytest.mark.parametrize("what", PLANS)
+def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what):
+    (zero, of_zero), (one, of_one) = ranks(2).run(planning_fails, what)
+    mine, others = PLANS[what]
+    assert one.startswith(mine) and zero.startswith("DistaccumError: " + others)
     assert of_zero == []
-    assert [text.partition(": ")[2] for text, _ in of_one] == ([] if what == "steps" else [one])
+    assert len(of_one) == (what != "steps") and all(mine in text for text, _ in of_one)
     assert what != "loader" or of_one[0][1] > 0.2, "it was shown while the other rank could not hear of it"
 
 
+DISAGREEMENTS = {
+    "steps": (1, "steps (rank 0: 2, rank 1: 3)"),
+    "batch_size": (1, "steps (rank 0: 2, rank 1: 4)"),
+    "index": (0, "the update's index (rank 0: 0, rank 1: 3)"),
+    "kind": (0, "who runs the window (rank 0: a loop, rank 1: update())"),
+    "any": (0, "steps (rank 0: 1, rank 1: any)"),
+}
+
+
 def ranks_disagree(what):
+    """One rank's ramp differs from some update on; the updates before are unaffected."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk())
     sizes = {
         "steps": {"steps": lambda index: 2 + rank * index},
         "batch_size": {"batch_size": lambda index: 4 + 4 * rank * index, "micro_batch_size": 1},
-        "index": {"steps": 2},
-        "kind": {"steps": 2},
         "any": {"steps": 1},
-    }[what]
+    }.get(what, {"steps": 2})
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), **sizes)
     batches = [make_batch(1, seed=i) for i in range(20)]
     if what == "index" and rank:
         accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
-    messages = []
-    try:
+    with pytest.raises(DistaccumError) as caught:
         if what == "kind" and rank:
             accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
         if what == "any" and rank:
             run_window(accumulator.window(batches[:1]), ddp)
         for window in accumulator.windows(batches):
             run_window(window, ddp).step()
-    except DistaccumError as caught:
-        messages.append(str(caught))
-    left = any(p.grad is not None for p in ddp.parameters())
-    run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(BATCHES), ddp)
-    return messages, accumulator.index, left, error(gradient(ddp), gradient_of_trunk(BATCHES))
+    assert all(p.grad is None for p in ddp.parameters())
+    next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
+    return str(caught.value), accumulator.index
 
 
-@pytest.mark.parametrize(
-    ("what", "index", "expected"),
-    [
-        ("steps", 1, "ranks disagree on steps (rank 0: 2, rank 1: 3)"),
-        ("batch_size", 1, "ranks disagree on steps (rank 0: 2, rank 1: 4)"),
-        ("index", 0, "ranks disagree on the update's index (rank 0: 0, rank 1: 3)"),
-        ("kind", 0, "ranks disagree on who runs the window (rank 0: a loop, rank 1: update())"),
-        ("any", 0, "ranks disagree on steps (rank 0: 1, rank 1: any)"),
-    ],
-)
-def test_ranks_that_disagree_are_named_before_the_window(ranks, what, index, expected):
-    """One rank's ramp differs from some update on; the updates before are unaffected."""
-    for rank, (messages, seen, left, wrong) in enumerate(ranks(2).run(ranks_disagree, what)):
-        assert messages[0].startswith(expected)
-        assert seen == (3 if what == "index" and rank else index) and not left
-        assert wrong <= 1e-12
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_are_named_before_the_window(ranks, what):
+    index, expected = DISAGREEMENTS[what]
+    for rank, (message, seen) in enumerate(ranks(2).run(ranks_disagree, what)):
+        assert message.startswith(f"ranks disagree on {expected}")
+        assert seen == (3 if what == "index" and rank else index)
 
 
 # The end of a window
@@ -855,6 +681,9 @@ def test_schedulers_step_once_per_update_of_a_ramp():
     lengths = [(len(window), run_window(window, model).step().index) for window in accumulator.windows(BATCHES * 2)]
     assert lengths == [(1, 0), (2, 1), (3, 2)]
     assert [schedule.last_epoch for schedule in schedules] == [3, 3]
+    _, _, other = make(steps=lambda index: index + 1)
+    other.load_state_dict(accumulator.state_dict())
+    assert other.index == 3 and len(next(other.windows(BATCHES * 2))) == 4
 
 
 def test_caller_may_own_the_optimizer():
@@ -880,52 +709,11 @@ def test_batch_size_gives_the_steps_and_warns_of_a_remainder():
         assert len(next(accumulator.windows(loader * 2))) == 4
 
 
-def test_state_resumes_between_windows():
-    model, _, accumulator = make(steps=lambda index: index + 1)
-    for window in accumulator.windows(BATCHES):
-        run_window(window, model).step()
-    _, _, other = make(steps=lambda index: index + 1)
-    other.load_state_dict(accumulator.state_dict())
-    assert other.index == 2
-    assert len(next(other.windows(BATCHES * 2))) == 3
-
-
-def stray_backward(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        loss_of(model, micro_batch).backward()
-        window.backward(loss_of(model, micro_batch))
-
-
-def complex_loss(accumulator, model, optimizer):
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        window.backward(torch.complex(loss_of(model, micro_batch), loss_of(model, micro_batch)))
-
-
-@pytest.mark.parametrize(
-    ("misuse", "kind", "message"),
-    [
-        (stray_backward, DistaccumError, r"gradients came into the window that its backward\(\) did not make"),
-        (complex_loss, TypeError, "complex128, expected a real number"),
-    ],
-)
-def test_stray_backward_and_complex_loss_are_refused(misuse, kind, message):
-    model, optimizer, accumulator = make(steps=3)
-    with pytest.raises(kind, match=message):
-        misuse(accumulator, model, optimizer)
-    next_is_exact(accumulator, model)
-
-
 def test_update_whose_step_failed_is_not_stepped_again():
     model, optimizer, accumulator = make()
-
-    def fail(*_):
-        raise RuntimeError("no memory for the state")
-
-    handle = optimizer.register_step_pre_hook(fail)
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
     window = run_window(accumulator.window(BATCHES), model)
-    with pytest.raises(RuntimeError, match="no memory"):
+    with pytest.raises(ZeroDivisionError):
         window.step()
     handle.remove()
     with pytest.raises(DistaccumError, match="discarded"):
@@ -933,16 +721,11 @@ def test_update_whose_step_failed_is_not_stepped_again():
     next_is_exact(accumulator, model)
 
 
-class Interrupted(NamedTuple):
-    line: str
-    has_stepped: bool
-    index: int
-    rate: float
-    error: float  # of the next update
+def interrupted(at: int, how: str, fused: bool, anew: bool) -> tuple[str, float, bool] | None:
+    """Ctrl-C where the `at`-th source line of the library runs first; `anew`: then comes a new Accumulator.
 
-
-def interrupted(at: int, how: str, fused: bool, anew: bool) -> Interrupted | None:
-    """Ctrl-C where the `at`-th source line of the library runs first; `anew`: then comes a new Accumulator."""
+    The line, how far the next update is off, and whether one part of the first has stepped and another has not.
+    """
     torch.manual_seed(0)
     model = nn.Linear(3, 1)
     optimizer = SGD(model.parameters(), lr=1.0, fused=fused)
@@ -1001,7 +784,8 @@ def interrupted(at: int, how: str, fused: bool, anew: bool) -> Interrupted | Non
     for x in window:
         window.backward(model(x).square().mean())
     assert window.step().stepped and all(p.grad is None for p in model.parameters())
-    return Interrupted(line, not torch.equal(before, found), *seen, error(found - weights(model), exact))
+    is_torn = seen != ((0, 1.0) if torch.equal(before, found) else (1, 0.5))
+    return line, error(found - weights(model), exact), is_torn
 
 
 @pytest.mark.filterwarnings("ignore:gradients that stood before", "ignore:the window of update")
@@ -1015,8 +799,8 @@ def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
         found.append(end)
         at += 1
     assert len(found) > 100
-    assert [one for one in found if one.error > 1e-5] == []
-    torn = [one.line for one in found if (one.index, one.rate) != ((1, 0.5) if one.has_stepped else (0, 1.0))]
+    assert [one for one in found if one[1] > 1e-5] == []
+    torn = [line for line, _, is_torn in found if is_torn]
     # Lines that run after the step but before the library can record it.
     assert len(torn) <= 3 and all("base.py" in line or "has_stepped = reason is None" in line for line in torn)
 
@@ -1024,8 +808,7 @@ def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
 def test_failing_schedule_does_not_step_the_weights_twice():
     model = trunk()
     optimizer = SGD(model.parameters(), lr=0.1)
-    schedule = LambdaLR(optimizer, lambda n: 1.0 if n == 0 else 1 / 0)
-    accumulator = Accumulator(model, optimizer, scheduler=schedule)
+    accumulator = Accumulator(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 1.0 if n == 0 else 1 / 0))
     before = weights(model)
     window = run_window(accumulator.window(BATCHES), model)
     with pytest.raises(ZeroDivisionError):
@@ -1074,36 +857,21 @@ def test_finished_micro_batches_and_losses_are_freed():
 
 
 def test_copy_in_mid_window_is_refused():
-    model = nn.Linear(3, 1)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-    window = accumulator.split(torch.ones(4, 3))
-    for x in window:
-        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
-            for what in (accumulator, window):
-                with pytest.raises(
-                    DistaccumError, match=r"copying or pickling an Accumulator with a window that is in its loop "
-                ):
-                    copied(what) if copied is not copy.copy else copied(accumulator)
-        window.backward(model(x).mean())
-        assert copy.deepcopy(model).weight.grad is None
-    assert window.step().stepped
-    twin, other = copy.deepcopy((model, accumulator))
-    assert other.update(torch.ones(4, 3), lambda x: twin(x).mean()).index == 1 and accumulator.index == 1
-
-
-def test_update_can_be_copied_and_pickled():
     model, _, accumulator = make(max_norm=math.inf)
-    update = run_window(accumulator.window(BATCHES), model).step()
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(DistaccumError, match="copying or pickling an Accumulator with a window that is in its"):
+                copied(accumulator)
+        window.backward(loss_of(model, batch))
+        with pytest.raises(DistaccumError, match="copying or pickling"):
+            copy.deepcopy(window)
+        assert copy.deepcopy(model)[1].weight.grad is None
+    update = window.step()
     for copied in (copy.deepcopy(update), pickle.loads(pickle.dumps(update))):
-        assert copied.as_dict() == update.as_dict()
-        assert repr(copied) == repr(update)
-
-
-@pytest.mark.parametrize("value", ["8", None, [2], 1 + 2j, torch.ones(2)])
-def test_count_that_is_no_number_is_refused(value):
-    _, _, accumulator = make(count=lambda batch: value)
-    with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0, expected a finite number"):
-        accumulator.window(BATCHES)
+        assert copied.as_dict() == update.as_dict() and repr(copied) == repr(update)
+    twin, other = copy.deepcopy((model, accumulator))
+    assert run_window(other.window(BATCHES), twin).step().index == 1 and accumulator.index == 1
 
 
 def test_large_counts_stay_exact():
@@ -1131,23 +899,6 @@ def test_ended_loader_is_not_asked_again():
     assert len(asked) == 2
 
 
-def a_ramp_fails_on_one_rank():
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=lambda index: 2 if rank == 0 else None)
-    try:
-        next(accumulator.windows(BATCHES))
-    except Exception as caught:
-        return f"{type(caught).__name__}: {caught}"[:40]
-    return None
-
-
-def test_failing_ramp_of_one_rank_is_raised_on_all_ranks(ranks):
-    zero, one = ranks(2).run(a_ramp_fails_on_one_rank)
-    assert zero.startswith("DistaccumError: rank 1 could not plan")
-    assert one.startswith("TypeError: steps(0)=None is a NoneType")
-
-
 def test_step_forgotten_on_the_last_window_is_an_error():
     model, _, accumulator = make(steps=2)
     windows = accumulator.windows(BATCHES)
@@ -1157,14 +908,10 @@ def test_step_forgotten_on_the_last_window_is_an_error():
         next(windows)
 
 
-def forget_to_step(accumulator, model):
-    run_window(accumulator.window(BATCHES), model)
-
-
 def test_load_state_dict_forgives_a_forgotten_step():
     model, _, accumulator = make(steps=2)
     state = accumulator.state_dict()
-    forget_to_step(accumulator, model)
+    run_window(accumulator.window(BATCHES), model)
     gc.collect()
     accumulator.load_state_dict(state)
     assert run_window(accumulator.window(BATCHES), model).step().stepped
@@ -1173,15 +920,15 @@ def test_load_state_dict_forgives_a_forgotten_step():
 @pytest.mark.parametrize("again", ["window", "update", "windows"])
 def test_next_window_warns_of_a_forgotten_step(again):
     model, _, accumulator = make(steps=2)
-    forget_to_step(accumulator, model)
+    run_window(accumulator.window(BATCHES), model)
     with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
         if again == "window":
-            forget_to_step(accumulator, model)
+            run_window(accumulator.window(BATCHES), model)
         elif again == "update":
             accumulator.update(BATCHES[0], lambda batch: loss_of(model, batch))
         else:
             next(accumulator.windows(BATCHES))
-    forget_to_step(accumulator, model)  # one warning per forgotten step
+    run_window(accumulator.window(BATCHES), model)  # one warning per forgotten step
 
 
 def test_discarded_window_is_not_reported_as_a_forgotten_step():
