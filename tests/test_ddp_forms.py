@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import warnings
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
+from oracle import everything, gradients_off, own
 from problems import (
     error,
     gradient,
@@ -17,69 +19,62 @@ from problems import (
     make_batch,
     make_net,
     micro_batches_of,
+    refused,
     run_window,
     trunk,
 )
+from ranks import on_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator
 from distaccum.ranks import host_group
 
 LAYOUT = [[2, 3], [1, 4, 2]]
 
 
-def everything(layout, index):
-    return [batch for rank in range(len(layout)) for batch in micro_batches_of(layout, index, rank)]
-
-
-def compiled(how):
-    module = trunk()
-    if how == "inside":
-        model = DistributedDataParallel(torch.compile(module, backend="aot_eager"))
-    else:
-        model = torch.compile(DistributedDataParallel(module), backend="aot_eager")
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
-    wrongs = []
-    for index in range(3):
-        window = run_window(accumulator.window(micro_batches_of(LAYOUT, index, dist.get_rank())), model)
-        wrongs.append(error(gradient(model), gradient_of_trunk(everything(LAYOUT, index))))
-        window.step()
-    group = dist.group.WORLD._get_backend(torch.device("cpu"))
-    before = group._get_sequence_number_for_group()  # an active dispatch mode would disable the compiler
-    window = run_window(accumulator.window(micro_batches_of([[1] * 5] * 2, 0, dist.get_rank())), model)
-    return wrongs, group._get_sequence_number_for_group() - before
+def make(ddp: Any = None, **options: Any) -> Any:
+    ddp = ddp if ddp is not None else DistributedDataParallel(trunk(), **options)
+    return ddp, Accumulator(ddp, SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.0), batchnorm="ignore")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["inside", "around"])
-def test_compiled_models_are_exact_and_reduce_once(ranks, how):
-    for wrongs, collectives in ranks(2).run(compiled, how, seconds=50):
-        assert max(wrongs) <= 1e-12
-        assert collectives == 1, "one reduction for five micro-steps; the plan has a group of its own"
+@on_ranks(2, seconds=50)
+def test_compiled_models_are_exact_and_reduce_once(how):
+    if how == "inside":
+        model, accumulator = make(DistributedDataParallel(torch.compile(trunk(), backend="aot_eager")))
+    else:
+        model, accumulator = make(torch.compile(DistributedDataParallel(trunk()), backend="aot_eager"))
+    wrongs = gradients_off(model, accumulator, [LAYOUT] * 3, trunk)
+    group = dist.group.WORLD._get_backend(torch.device("cpu"))
+    before = group._get_sequence_number_for_group()  # an active dispatch mode would disable the compiler
+    run_window(accumulator.window(own([[1] * 5] * 2)), model)
+    collectives = group._get_sequence_number_for_group() - before
+    assert max(wrongs) <= 1e-12
+    assert collectives == 1, "one reduction for five micro-steps; the plan has a group of its own"
 
 
 def of_a_sub_group():
     rank = dist.get_rank()
     group = dist.new_group([0, 2])
     if rank == 1:
-        return None  # this rank is not in the sub-group
-    ddp = DistributedDataParallel(trunk(), process_group=group)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
-    mine = {0: 0, 2: 1}[rank]
+        return [0.0]  # this rank is not in the sub-group
+    ddp, accumulator = make(process_group=group)
     wrongs = []
     for index, layout in enumerate([LAYOUT, [[], [2, 1]]]):
-        window = run_window(accumulator.window(micro_batches_of(layout, index, mine)), ddp)
-        wrongs.append(error(gradient(ddp), gradient_of_trunk(everything(layout, index))))
+        window = run_window(accumulator.window(micro_batches_of(layout, index, rank // 2)), ddp)
+        plain = trunk()
+        loss_of(plain, everything(layout, index)).backward()
+        wrongs.append(error(gradient(ddp), gradient(plain)))
         window.step()
     return wrongs
 
 
 def test_sub_group_divides_by_its_own_size(ranks):
-    zero, one, two = ranks(3).run(of_a_sub_group)
-    assert one is None
-    assert max(zero + two) <= 1e-12
+    for wrongs in ranks(3).run(of_a_sub_group):
+        assert max(wrongs) <= 1e-12
 
 
 def plan_group_of_a_sub_group():
@@ -99,152 +94,83 @@ def test_plan_of_a_sub_group_goes_through_the_host(ranks):
     assert ranks(3).run(plan_group_of_a_sub_group) == [(2.0, [0, 2]), None, (2.0, [0, 2])]
 
 
-def of_one_rank():
-    group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    ddp = DistributedDataParallel(trunk(), process_group=group)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
+def alone_off(ddp, accumulator):
     batches = micro_batches_of(LAYOUT, 0, 1)
     run_window(accumulator.window(batches), ddp)
-    return error(gradient(ddp), gradient_of_trunk(batches))
+    return [error(gradient(ddp), gradient_of_trunk(batches))]
 
 
-def test_ddp_of_one_rank_is_exact(ranks):
-    assert max(ranks(2).run(of_one_rank)) <= 1e-12
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_ddp_of_one_rank_is_exact(world):
+    """In a group of its own beside others, or in that of the job."""
+    world = dist.get_world_size()
+    group = dist.new_group([dist.get_rank()], use_local_synchronization=True) if world > 1 else None
+    ddp, accumulator = make(process_group=group)
+    wrongs = gradients_off(ddp, accumulator, [[[1, 4, 2]]] * 2, trunk) if world == 1 else alone_off(ddp, accumulator)
+    assert max(wrongs) <= 1e-12
 
 
-SCRIPT = """
-import torch
-from torch import nn
-from distaccum import Accumulator
-torch.manual_seed(0)
-torch.distributed.init_process_group("gloo")
-model = nn.parallel.DistributedDataParallel(nn.Linear(3, 1))
-accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
-for window in accumulator.windows(torch.randn(5, 4, 3)):
-    for inputs in window:
-        window.backward(model(inputs).square().mean())
-    update = window.step()
-print(update.index, update.counts)
-torch.distributed.destroy_process_group()
-"""
-
-
-@pytest.mark.slow
-def test_one_process_that_torchrun_started_trains_as_several_do(programs, tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    (alone,) = programs.start_ranks(1, str(script))
-    done = alone.wait()
-    assert done.status == 0, done.text
-    assert "2 {'samples': 4}" in done.text.split("\n")  # torch 2.9 prints of gloo's ranks too
-
-
-def models_in_parts(options):
-    """Two models, one per part: the first takes no part in the backward that reduces."""
-    rank = dist.get_rank()
-    one, two = DistributedDataParallel(trunk(), **options), DistributedDataParallel(trunk(), **options)
-    optimizers = [SGD(one.parameters(), lr=0.0), SGD(two.parameters(), lr=0.0)]
-    accumulator = Accumulator([one, two], optimizers)
-    wrongs = []
-    for index in range(3):
-        window = accumulator.window(micro_batches_of(LAYOUT, index, rank))
-        for batch in window:
-            for model in window.parts([one, two]):
-                window.backward(loss_of(model, batch))
-        exact = gradient_of_trunk(everything(LAYOUT, index))
-        wrongs += [error(gradient(one), exact), error(gradient(two), exact)]
-        window.step()
-    return wrongs
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
-def test_model_absent_from_the_last_part_is_reduced(ranks, option):
-    for options in ({}, {option: True}):
-        for wrongs in ranks(2).run(models_in_parts, options):
-            assert max(wrongs) <= 1e-12
-
-
-def a_model_all_frozen():
-    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
-    accumulator = Accumulator([one, two], SGD([*one.parameters(), *two.parameters()], lr=0.0))
-    two.requires_grad_(False)
-    wrongs = []
-    for index in range(2):
-        window = run_window(accumulator.window(micro_batches_of(LAYOUT, index, dist.get_rank())), one)
-        wrongs.append(error(gradient(one), gradient_of_trunk(everything(LAYOUT, index))))
-        window.step()
-    return wrongs
-
-
-def test_frozen_model_beside_a_trained_one_stays_unchanged(ranks):
-    for wrongs in ranks(2).run(a_model_all_frozen):
-        assert max(wrongs) <= 1e-12
-
-
-def parts_of_a_batch():
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
+@pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
+@on_ranks(2)
+def test_parts_reduce_once_and_a_model_absent_from_the_last_part_too(option):
+    """Two models, one per part: the first takes no part in the backward that reduces. Then parts of one model."""
+    options = {option: True} if option else {}
+    models = [DistributedDataParallel(trunk(), **options) for _ in range(2)]
+    both = Accumulator(models, [SGD(model.parameters(), lr=0.0) for model in models])
+    one, alone = make()
     wrongs, reductions = [], []
     for index in range(3):
-        window = accumulator.window(micro_batches_of(LAYOUT, index, rank))
+        plain = trunk()
+        loss_of(plain, everything(LAYOUT, index)).backward()
+        window = both.window(own(LAYOUT, index))
+        for batch in window:
+            for model in window.parts(models):
+                window.backward(loss_of(model, batch))
+        wrongs += [error(gradient(model), gradient(plain)) for model in models]
+        window.step()
+        window = alone.window(own(LAYOUT, index))
         with Counting() as count:
             for batch in window:
                 for share in window.parts([0.25, 0.75]):
-                    window.backward(share * loss_of(ddp, batch))
+                    window.backward(share * loss_of(one, batch))
         reductions.append(sum(name == "allreduce_" for name, _ in count.collectives))
-        wrongs.append(error(gradient(ddp), gradient_of_trunk(everything(LAYOUT, index))))
+        wrongs.append(error(gradient(one), gradient(plain)))
         window.step()
-    return wrongs, reductions
+    assert max(wrongs) <= 1e-12
+    assert reductions == [1, 1, 1]
 
 
-def test_parts_reduce_once(ranks):
-    for wrongs, reductions in ranks(2).run(parts_of_a_batch):
-        assert max(wrongs) <= 1e-12
-        assert reductions == [1, 1, 1]
+@on_ranks(2)
+def test_frozen_model_beside_a_trained_one_stays_unchanged():
+    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
+    accumulator = Accumulator([one, two], SGD([*one.parameters(), *two.parameters()], lr=0.0))
+    two.requires_grad_(False)
+    assert max(gradients_off(one, accumulator, [LAYOUT] * 2, trunk)) <= 1e-12
 
 
-class Table(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows = nn.Embedding(10, 4, sparse=True).double()
-        self.head = nn.Linear(4, 1).double()
-
-    def forward(self, ids):
-        return self.head(self.rows(ids))
-
-
-def sparse_gradients():
+@on_ranks(2)
+def test_sparse_gradients_of_an_embedding_are_exact():
     torch.manual_seed(4)
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(Table())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
+    table = nn.Sequential(nn.Embedding(10, 4, sparse=True), nn.Linear(4, 1)).double()
+    ddp, accumulator = make(DistributedDataParallel(table))
     wrongs = []
-    layouts = [
-        [[[1, 2], [3]], [[2, 2, 9]]],
-        [[[1, 2], [3]], []],  # rank 1 is dry
-        [[[5]], [[1], [2], [3]]],
-    ]
-    for layout in layouts:
-        window = accumulator.window([torch.tensor(ids) for ids in layout[rank]])
+    for layout in [[[[1, 2], [3]], [[2, 2, 9]]], [[[1, 2], [3]], []], [[[5]], [[1], [2], [3]]]]:
+        window = accumulator.window([torch.tensor(ids) for ids in layout[dist.get_rank()]])
         for ids in window:
             window.backward(ddp(ids).square().mean())
-        plain = copy.deepcopy(ddp.module)
+        plain = copy.deepcopy(table)
         plain.zero_grad()
         plain(torch.tensor([i for ids in layout for more in ids for i in more])).square().mean().backward()
-        seen = torch.cat([p.grad.to_dense().flatten() for p in ddp.parameters()])
-        exact = torch.cat([p.grad.to_dense().flatten() for p in plain.parameters()])
+        seen, exact = (torch.cat([p.grad.to_dense().flatten() for p in net.parameters()]) for net in (table, plain))
         wrongs.append(error(seen, exact))
         window.step()
-    return wrongs
+    assert max(wrongs) <= 1e-12
 
 
-def test_sparse_gradients_of_an_embedding_are_exact(ranks):
-    for wrongs in ranks(2).run(sparse_gradients):
-        assert max(wrongs) <= 1e-12
-
-
-def bucket_views():
+@on_ranks(2)
+def test_bucket_views_are_cleared_in_place():
+    rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=True)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
     places = []
@@ -257,90 +183,40 @@ def bucket_views():
         for left in (0.0, 1.0):
             ddp.module[1].bias.grad.fill_(left)
             run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.0)).window([make_batch(2, seed=9)]), ddp).step()
-    return places, [str(one.message) for one in seen]
+    seen = [str(one.message) for one in seen]
+    assert [message[:20] for message in seen] == ["gradients that stood"][rank:], "and zeros are nobody's"
+    assert places[1] == places[2] == places[3], "from the second window on, when DDP has rebuilt its buckets"
 
 
-def test_bucket_views_are_cleared_in_place(ranks):
-    for rank, (places, seen) in enumerate(ranks(2).run(bucket_views)):
-        assert [message[:20] for message in seen] == ["gradients that stood"][rank:], "and zeros are nobody's"
-        assert places[1] == places[2] == places[3], "from the second window on, when DDP has rebuilt its buckets"
+IMPOSSIBLE = {
+    "SyncBatchNorm": "ranks have [1, 2] micro-batches, and SyncBatchNorm communicates in each forward",
+    "static_graph": "ranks have [1, 0] micro-batches, and DDP with static_graph=True must see a backward",
+    "second group": "expected one data-parallel group",
+}
 
 
-def refusal(what):
-    if what == "SyncBatchNorm":
-        ddp = DistributedDataParallel(trunk())
-        ddp.module.append(nn.SyncBatchNorm(4))  # DDP wraps it only on GPUs; planning needs no forward
-        ddp.module[-1].requires_grad_(False)
-        accumulator = Accumulator(
-            ddp, SGD([p for p in ddp.parameters() if p.requires_grad], lr=0.1), batchnorm="ignore"
-        )
-        sizes = [[1], [1, 1]]
-    else:
-        ddp = DistributedDataParallel(trunk(), static_graph=True)
-        accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
-        sizes = [[1], []]
-    try:
-        accumulator.window(micro_batches_of(sizes, 0, dist.get_rank()))
-    except DistaccumError as caught:
-        return str(caught)
-    return None
-
-
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("SyncBatchNorm", "ranks have [1, 2] micro-batches, and SyncBatchNorm communicates in each forward"),
-        ("static_graph", "ranks have [1, 0] micro-batches, and DDP with static_graph=True must see a backward"),
-    ],
-)
-def test_impossible_windows_are_refused_at_planning_on_all_ranks(ranks, what, message):
-    for seen in ranks(2).run(refusal, what):
-        assert seen.startswith(message)
-
-
-def two_groups():
-    mine = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    model = nn.Sequential(
-        DistributedDataParallel(nn.Linear(2, 2)), DistributedDataParallel(nn.Linear(2, 2), process_group=mine)
-    )
-    try:
-        Accumulator(model, SGD(model.parameters(), lr=0.1))
-    except ValueError as caught:
-        return str(caught)
-    return None
-
-
-def test_second_data_parallel_group_is_refused(ranks):
-    for seen in ranks(2).run(two_groups):
-        assert "expected one data-parallel group" in seen
-
-
-def named_parameters_of_the_loss():
-    rank = dist.get_rank()
-    ddp, temperature = DistributedDataParallel(trunk()), nn.Parameter(torch.tensor(2.0, dtype=torch.float64))
-    accumulator = Accumulator(ddp, SGD([*ddp.parameters(), temperature], lr=0.0))
-    window = accumulator.window(micro_batches_of(LAYOUT, 0, rank))
-    for batch in window:
-        window.backward(temperature * loss_of(ddp, batch))
-    plain = trunk()
-    exact = loss_of(plain, {"x": torch.cat([batch["x"] for batch in everything(LAYOUT, 0)])}).item()
-    return abs(temperature.grad.item() - exact) / exact
-
-
-def test_parameter_used_by_the_loss_alone_is_reduced(ranks):
-    assert max(ranks(2).run(named_parameters_of_the_loss)) <= 1e-12
+@on_ranks(2)
+def test_impossible_models_and_windows_are_refused_on_all_ranks():
+    ddp = DistributedDataParallel(trunk())
+    ddp.module.append(nn.SyncBatchNorm(4))  # DDP wraps it only on GPUs; planning needs no forward
+    ddp.module[-1].requires_grad_(False)
+    own_group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    groups = [DistributedDataParallel(nn.Linear(2, 2), process_group=group) for group in (None, own_group)]
+    seen = {
+        "SyncBatchNorm": refused(make(ddp)[1].window, own([[1], [1, 1]])),
+        "static_graph": refused(make(static_graph=True)[1].window, own([[1], []])),
+        "second group": refused(make, nn.Sequential(*groups)),
+    }
+    assert {what: said for what, said in seen.items() if IMPOSSIBLE[what] not in said} == {}
 
 
 def warnings_of_batchnorm():
-    import warnings
-
-    net = nn.Sequential(nn.BatchNorm1d(6).double(), make_net().body)
-    ddp = DistributedDataParallel(net)
+    ddp = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(6).double(), make_net().body))
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for index in range(2):
-            run_window(accumulator.window(micro_batches_of(LAYOUT, index, dist.get_rank())), ddp).step()
+            run_window(accumulator.window(own(LAYOUT, index)), ddp).step()
     return [str(warning.message) for warning in seen]
 
 

@@ -12,12 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problems import error
+from oracle import gradients_off
+from problems import error, make_net_without_router, refused
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator
 from distaccum.extensions import WideSums
 
 F64 = torch.float64
@@ -41,6 +43,20 @@ def inputs(number: int, rank: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(2, 3, generator=generator, dtype=F64) for _ in range(number)]
 
 
+def run(window: Any, model: Any) -> Any:
+    for x in window:
+        window.backward(model(x).square().mean())
+    return window
+
+
+def exact(net: nn.Module, batches: list[Tensor]) -> Tensor:
+    """The gradient of the net's weight on all of them."""
+    whole = copy.deepcopy(net)
+    whole.zero_grad()
+    whole(torch.cat(batches)).square().mean().backward()
+    return whole.weight.grad
+
+
 def spread(tensor: Tensor) -> float:
     """The largest difference of the tensor between ranks."""
     both = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -51,40 +67,15 @@ def spread(tensor: Tensor) -> float:
 # Forwards that only some ranks run
 
 
-def static_windows(lengths: tuple[int, int], sync: Any) -> list[float]:
-    rank, net = dist.get_rank(), Buffered()
-    whole = copy.deepcopy(net)
-    net.factor.mul_(1 + rank)  # DDP broadcasts rank 0's
-    ddp = DistributedDataParallel(net, static_graph=True)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), sync=sync)
-    errors = []
-    for index in range(3):
-        everyone = [inputs(n, r, index) for r, n in enumerate(lengths)]
-        for x in (window := accumulator.window(everyone[rank])):
-            window.backward(ddp(x).square().mean())
-        whole.zero_grad()
-        whole(torch.cat(everyone[0] + everyone[1])).square().mean().backward()
-        errors.append(error(net.weight.grad, whole.weight.grad))
-        window.step()
-    return errors
-
-
-@pytest.mark.parametrize("sync", ["last", "every"])
-def test_static_graph_with_a_buffer_is_exact_on_uneven_ranks(ranks, sync):
-    for lengths in [(1, 2), (3, 2)]:
-        for errors in ranks(2).run(static_windows, lengths, sync):
-            assert max(errors) <= 1e-12, lengths
-
-
-def parts_of_some_ranks(users: tuple[int, ...], is_first: bool, sync: Any) -> list[float]:
+def parts_of_some_ranks(user: int, is_first: bool) -> list[float]:
     """Two DDP models with a buffer each; only some ranks use the second, before or after the first."""
     rank, nets = dist.get_rank(), [Buffered(0), Buffered(1)]
     whole = copy.deepcopy(nets)
     one, other = models = [DistributedDataParallel(net, find_unused_parameters=True) for net in nets]
-    accumulator = Accumulator(models, SGD([p for m in models for p in m.parameters()], lr=0.0), sync=sync)
+    accumulator = Accumulator(models, SGD([p for m in models for p in m.parameters()], lr=0.0))
 
     def outputs(first: Any, second: Any, x: Tensor, r: int) -> Tensor:
-        if r not in users:
+        if r != user:
             return first(x)
         return second(x) + first(x) if is_first else first(x) + second(x)
 
@@ -108,45 +99,34 @@ def parts_of_some_ranks(users: tuple[int, ...], is_first: bool, sync: Any) -> li
 
 @pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
 def test_model_with_a_buffer_used_by_one_rank_is_exact(ranks, is_first):
-    for users in [(0,), (1,)]:
-        for errors in ranks(2).run(parts_of_some_ranks, users, is_first, "last"):
-            assert max(errors) <= 1e-12, users
+    for user in range(2):
+        for errors in ranks(2).run(parts_of_some_ranks, user, is_first):
+            assert max(errors) <= 1e-12, user
 
 
-def forwards_of_rank_0() -> list[float]:
+@on_ranks(2)
+def test_windows_stay_exact_after_forwards_of_one_rank_alone():
     """Rank 0 runs forwards between windows without no_grad(). Before, DDP has rebuilt its buckets on all ranks."""
-    rank, net = dist.get_rank(), nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
-    ddp = DistributedDataParallel(net)
+    ddp = DistributedDataParallel(make_net_without_router())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
-    errors = []
-    for index in range(5):
-        if rank == 0 and index in (2, 3):
-            ddp(inputs(1, 0)[0])
-        everyone = [inputs(2, r, index) for r in range(2)]
-        for x in (window := accumulator.window(everyone[rank])):
-            window.backward(ddp(x).square().mean())
-        whole = copy.deepcopy(net)
-        whole.zero_grad()
-        whole(torch.cat(everyone[0] + everyone[1])).square().mean().backward()
-        errors += [error(p.grad, q.grad) for p, q in zip(net.parameters(), whole.parameters(), strict=True)]
-        window.step()
-    return errors
-
-
-def test_windows_stay_exact_after_forwards_of_one_rank_alone(ranks):
-    for errors in ranks(2).run(forwards_of_rank_0):
-        assert max(errors) <= 1e-12
+    found = gradients_off(ddp, accumulator, [[[2, 1], [2, 3]]] * 2)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            ddp(torch.ones(1, 5, dtype=F64))
+        found += gradients_off(ddp, accumulator, [[[2, 1], [2, 3]]])
+    assert max(found) <= 1e-12
 
 
 # Windows of several accumulators
 
 
-def crossing(unused: bool) -> tuple[float, list[bool], float]:
+@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
+@on_ranks(2)
+def test_crossing_windows_leave_ddp_as_found(unused):
     rank, net = dist.get_rank(), nn.Linear(3, 3).double()
     ddp = DistributedDataParallel(net, find_unused_parameters=unused)
     a, b = (Accumulator(ddp, SGD(ddp.parameters(), lr=0.0)) for _ in range(2))
-    everyone = [inputs(3, r) for r in range(2)]
-    first, second = a.window(inputs(2, rank, 1)), b.window(everyone[rank])
+    first, second = a.window(inputs(2, rank, 1)), b.window(inputs(3, rank))
     next(iter_first := iter(first))
     flags = []
     for i, x in enumerate(second):
@@ -155,31 +135,22 @@ def crossing(unused: bool) -> tuple[float, list[bool], float]:
             flags.append(ddp.require_backward_grad_sync)
         second.backward(ddp(x).square().mean())
     del iter_first
-    whole = copy.deepcopy(net)
-    whole.zero_grad()
-    whole(torch.cat(everyone[0] + everyone[1])).square().mean().backward()
-    wrong = error(net.weight.grad, whole.weight.grad)
+    wrong = error(net.weight.grad, exact(net, inputs(3, 0) + inputs(3, 1)))
     second.step()
     flags.append(ddp.require_backward_grad_sync)
-    ddp(everyone[rank][0]).square().mean().backward()
-    return wrong, flags, spread(net.weight.grad)
+    ddp(inputs(1, rank)[0]).square().mean().backward()
+    assert wrong <= 1e-12
+    assert flags == [False, True]
+    assert spread(net.weight.grad) == 0
 
 
-@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
-def test_crossing_windows_leave_ddp_as_found(ranks, unused):
-    for wrong, flags, ranks_apart in ranks(2).run(crossing, unused):
-        assert wrong <= 1e-12
-        assert flags == [False, True]
-        assert ranks_apart == 0
-
-
-def one_in_another() -> list[Any]:
+@on_ranks(2)
+def test_inner_window_ignores_the_gradients_of_the_outer_one():
     """A critic's windows inside a generator's: the generator's gradients in the critic must not count there."""
     rank = dist.get_rank()
     generator = nn.Linear(3, 3).double()
     critic = nn.ModuleDict({"judges": nn.Linear(3, 1), "rarely": nn.Linear(3, 1)}).double()
     critic.forward = lambda x, rarely=False: critic["rarely" if rarely else "judges"](x)  # type: ignore[method-assign]
-    whole = copy.deepcopy(critic["judges"])
     ddps = [DistributedDataParallel(one, find_unused_parameters=True) for one in (generator, critic)]
     outer = Accumulator(ddps, SGD(ddps[0].parameters(), lr=0.0))
     inner = Accumulator(ddps[1], SGD(ddps[1].parameters(), lr=0.0))
@@ -188,42 +159,30 @@ def one_in_another() -> list[Any]:
     for x in (window := outer.window(inputs(2, rank))):
         window.backward(ddps[1](ddps[0](x), rarely=True).square().mean())
         if not seen:
-            everyone = [inputs(2, r, 7) for r in range(2)]
-            for y in (within := inner.window(everyone[rank])):
-                within.backward(ddps[1](y).square().mean())
-            whole(torch.cat(everyone[0] + everyone[1])).square().mean().backward()
-            seen.append(error(critic["judges"].weight.grad, whole.weight.grad))
+            within = run(inner.window(inputs(2, rank, 7)), ddps[1])
+            seen.append(error(critic["judges"].weight.grad, exact(critic["judges"], inputs(2, 0, 7) + inputs(2, 1, 7))))
             seen.append(critic["rarely"].weight.grad)
             within.step()
-    exact = copy.deepcopy(generator)
-    exact.zero_grad()
-    critic["rarely"](exact(torch.cat(inputs(2, 0) + inputs(2, 1)))).square().mean().backward()
-    seen.append(error(generator.weight.grad, exact.weight.grad))
+    plain = copy.deepcopy(generator)
+    plain.zero_grad()
+    critic["rarely"](plain(torch.cat(inputs(2, 0) + inputs(2, 1)))).square().mean().backward()
+    seen.append(error(generator.weight.grad, plain.weight.grad))
     window.step()
-    return seen
-
-
-def test_inner_window_ignores_the_gradients_of_the_outer_one(ranks):
-    for inner, unused, outer in ranks(2).run(one_in_another):
-        assert inner <= 1e-12 and unused is None and outer <= 1e-12
+    inner, unused, outer = seen
+    assert inner <= 1e-12 and unused is None and outer <= 1e-12
 
 
 @pytest.mark.filterwarnings("ignore:gradients that stood before")
 def test_critics_windows_in_a_generators_window_are_exact():
-    models = generator, critic = nn.Linear(3, 3), nn.Linear(3, 1)
-    outer = Accumulator(models, SGD(generator.parameters(), lr=0.1), steps=2)
-    inner = Accumulator(critic, SGD(critic.parameters(), lr=0.1), steps=2)
-    batches = [torch.randn(2, 3) for _ in range(4)]
-    for window in outer.windows(batches):
-        for x in window:
+    models = generator, critic = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    outer = Accumulator(models, SGD(generator.parameters(), lr=0.1))
+    inner = Accumulator(critic, SGD(critic.parameters(), lr=0.1))
+    for _ in range(2):
+        for x in (window := outer.window(inputs(2, 0))):
             window.backward(critic(generator(x)).square().mean())
-            for within in inner.windows(batches[:2]):
-                for y in within:
-                    within.backward(critic(y).square().mean())
-                exact = copy.deepcopy(critic)
-                exact(torch.cat(batches[:2])).square().mean().backward()
-                assert error(critic.weight.grad, exact.weight.grad) <= 1e-6
-                within.step()
+            within = run(inner.window(inputs(2, 1)), critic)
+            assert error(critic.weight.grad, exact(critic, inputs(2, 1))) <= 1e-12
+            within.step()
         window.step()
 
 
@@ -241,83 +200,75 @@ def test_optimizer_or_scheduler_given_twice_is_refused(name):
 # Settings of DDP that a window cannot accept
 
 
-def refused_by_ddp_settings(what: str) -> str:
-    net = Buffered()
-    if what == "ignored":
-        net.other = nn.Parameter(torch.ones(3, dtype=F64))
-        net._ddp_params_and_buffers_to_ignore = [".other", "weight"]  # DDP knows only the first, without a module
+@on_ranks(2)
+def test_join_and_ignored_parameters_are_refused_with_the_cure():
+    """What is said, and that the error's own cure is one."""
+    net, rank = Buffered(), dist.get_rank()
+    net.other = nn.Parameter(torch.ones(3, dtype=F64))
+    net._ddp_params_and_buffers_to_ignore = [".other", "weight"]  # DDP knows only the first, without a module
     ddp = DistributedDataParallel(net)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
+    said = [refused(accumulator.window, inputs(2, rank))]
+    net.other.requires_grad_(False)
+    run(accumulator.window(inputs(2, rank)), ddp).step()
 
     def windows() -> None:
-        for window in accumulator.windows(inputs(4 - 2 * dist.get_rank(), dist.get_rank())):
-            for x in window:
-                window.backward(ddp(x).square().mean())
-            window.step()
+        for window in accumulator.windows(inputs(4 - 2 * rank, rank)):
+            run(window, ddp).step()
 
-    try:
-        if what == "join":
-            with ddp.join():
-                windows()
+    with ddp.join():
+        said.append(refused(windows))
+    with ddp.join(enable=False):
         windows()
-    except DistaccumError as error:
-        if what == "join":
-            with ddp.join(enable=False):
-                pass
-        else:
-            net.other.requires_grad_(False)
-        windows()  # the cure in the error
-        return str(error)
-    return "nothing"
+    windows()
+    ignored, join = said
+    assert "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params" in ignored
+    assert "a window inside DDP's join()" in join
 
 
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("join", "a window inside DDP's join()"),
-        ("ignored", "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params"),
-    ],
-)
-def test_join_and_ignored_parameters_are_refused_with_the_cure(ranks, what, message):
-    assert all(message in text for text in ranks(2).run(refused_by_ddp_settings, what))
-
-
-def trained_on_one_rank() -> float:
+@pytest.mark.parametrize("users", [[0, 1], [1]], ids=str)
+@on_ranks(2)
+def test_parameter_used_by_the_loss_alone_is_reduced(users):
+    """A parameter of the loss, which only these ranks train."""
     rank = dist.get_rank()
     net, scale = nn.Linear(3, 1).double(), nn.Parameter(torch.ones(3, dtype=F64))
-    whole, exact = copy.deepcopy(net), scale.detach().clone().requires_grad_()
+    whole, wanted = copy.deepcopy(net), scale.detach().clone().requires_grad_()
     ddp = DistributedDataParallel(net)
-    scale.requires_grad_(rank == 1)
+    scale.requires_grad_(rank in users)
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.1))
-    everyone = [inputs(2, r) for r in range(2)]
-    for x in (window := accumulator.window(everyone[rank])):
-        window.backward((ddp(x) * scale).square().mean())
-    for r, one in enumerate(everyone):
-        (whole(torch.cat(one)) * (exact if r else exact.detach())).square().mean().div(2).backward()
-    errors = [error(net.weight.grad, whole.weight.grad), error(scale.grad, exact.grad)]
+    window = run(accumulator.window(inputs(2, rank)), lambda x: ddp(x) * scale)
+    for r in range(2):
+        factor = wanted if r in users else wanted.detach()
+        (whole(torch.cat(inputs(2, r))) * factor).square().mean().div(2).backward()
+    errors = [error(net.weight.grad, whole.weight.grad), error(scale.grad, wanted.grad)]
     window.step()
-    return max(*errors, spread(scale.detach()))
+    assert max(*errors, spread(scale.detach())) <= 1e-12
 
 
-def test_loss_parameter_trained_on_one_rank_is_exact(ranks):
-    assert max(ranks(2).run(trained_on_one_rank)) <= 1e-12
+@on_ranks(2)
+def test_flags_are_put_back_as_they_were_found():
+    ddp = DistributedDataParallel(nn.Linear(3, 1).double())
+    ddp.require_forward_param_sync = False
+    run(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, dist.get_rank())), ddp)
+    assert ddp.require_backward_grad_sync and not ddp.require_forward_param_sync
 
 
 # Copies
 
 
-def copies() -> list[Any]:
+def copied(what: Any) -> list[Any]:
+    box = io.BytesIO()
+    torch.save(what, box)
+    box.seek(0)
+    return [copy.deepcopy(what), pickle.loads(pickle.dumps(what)), torch.load(box, weights_only=False)]
+
+
+@on_ranks(2)
+def test_copies_of_ddp_optimizers_and_scalers_are_whole():
     """Copies of DDP, an optimizer and a scaler, made before, in and after a window."""
     rank, seen = dist.get_rank(), []
     ddp = DistributedDataParallel(nn.Linear(3, 1).double())
-    optimizer = SGD(ddp.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu")
-
-    def copied(what: Any) -> list[Any]:
-        box = io.BytesIO()
-        torch.save(what, box)
-        box.seek(0)
-        return [copy.deepcopy(what), pickle.loads(pickle.dumps(what)), torch.load(box, weights_only=False)]
+    optimizer, scaler = SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
 
     def reduces(one: Any) -> bool:
         one.zero_grad()
@@ -328,9 +279,8 @@ def copies() -> list[Any]:
         """A copied scaler must not know its original's open window: the step would be refused."""
         one.zero_grad()
         twin = Accumulator(one, SGD(one.parameters(), lr=0.1), scaler=copied_scaler)
-        for x in (inner := twin.window(inputs(1, rank))):
-            inner.backward(one(x).square().mean())
-        return inner.step().stepped
+        window = run(twin.window(inputs(1, rank)), one)
+        return spread(one.module.weight.grad) == 0 and window.step().stepped
 
     accumulator = Accumulator(ddp, optimizer, scaler=scaler, steps=3)
     for window in accumulator.windows(inputs(6, rank)):
@@ -339,57 +289,20 @@ def copies() -> list[Any]:
             copied(optimizer)
             seen += [steps_alone(*both) for both in zip(made, copied(scaler), strict=True)]
             window.backward(ddp(x).square().mean())
-        update = window.step()
-        seen += [reduces(one) for one in copied(ddp)]
-        copied(scaler)
-        copied(update)
-    again = copied(ddp)[0]
-    other = Accumulator(again, SGD(again.parameters(), lr=0.1), scaler=copied(scaler)[0], steps=2)
-    for window in other.windows(inputs(4, rank)):
-        for x in window:
-            window.backward(again(x).square().mean())
-        seen.append(spread(again.module.weight.grad) == 0)
-        window.step()
-    return seen
-
-
-def test_copies_of_ddp_optimizers_and_scalers_are_whole(ranks):
-    for seen in ranks(2).run(copies):
-        assert seen and all(seen)
-
-
-def flags_after_a_window() -> tuple[bool, bool]:
-    ddp = DistributedDataParallel(nn.Linear(3, 1).double())
-    ddp.require_forward_param_sync = False
-    window = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, dist.get_rank()))
-    for x in window:
-        window.backward(ddp(x).square().mean())
-    return ddp.require_backward_grad_sync, ddp.require_forward_param_sync
-
-
-def test_flags_are_put_back_as_they_were_found(ranks):
-    assert ranks(2).run(flags_after_a_window) == [(True, False)] * 2
-
-
-def a_copy_that_is_armed() -> float:
-    """A copy's forward outside of windows must not affect the original."""
-    rank = dist.get_rank()
-    ddp = DistributedDataParallel(nn.Linear(3, 1).double())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
-    other = copy.deepcopy(ddp)
-    loss = other(inputs(1, rank)[0]).square().mean()
-    for x in (window := accumulator.window(inputs(2, rank))):
-        window.backward(ddp(x).square().mean())
-    window.step()
+        copied(window.step())
+        made = copied(ddp)
+        seen += [reduces(one) for one in made]
+        seen += [steps_alone(*both) for both in zip(made, copied(scaler), strict=True)]
+    armed = copy.deepcopy(ddp)  # whose forward outside of windows must not affect the original
+    loss = armed(inputs(1, rank)[0]).square().mean()
+    run(accumulator.window(inputs(2, rank)), ddp).step()
     loss.backward()
-    return spread(other.module.weight.grad)
+    seen = [*seen, spread(armed.module.weight.grad) == 0, spread(ddp.module.weight.detach()) == 0]
+    assert seen and all(seen)
 
 
-def test_copy_of_ddp_reduces_after_a_window_of_the_original(ranks):
-    assert ranks(2).run(a_copy_that_is_armed) == [0, 0]
-
-
-def after_it_is_gone() -> list[float]:
+@on_ranks(2)
+def test_hooks_of_a_deleted_accumulator_do_nothing():
     """The hooks of an accumulator do nothing once it is deleted, also in mid-window."""
     rank, seen = dist.get_rank(), []
     net = nn.Linear(3, 1, dtype=torch.bfloat16)
@@ -408,9 +321,4 @@ def after_it_is_gone() -> list[float]:
         seen.append(spread(net.weight.grad.float()))
         optimizer.step()
         seen.append(spread(net.weight.detach().float()))
-    return seen
-
-
-def test_hooks_of_a_deleted_accumulator_do_nothing(ranks):
-    for seen in ranks(2).run(after_it_is_gone):
-        assert seen == [0.0] * 4
+    assert seen == [0.0] * 4
