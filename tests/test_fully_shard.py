@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import full, full_gradient, full_weights, fully_sharded
+from engines import full_gradient, full_weights, fully_sharded
+from oracle import everything, flat, gradients_off, own
 from problems import (
     error,
     gradient,
@@ -21,9 +22,12 @@ from problems import (
     make_net,
     make_net_without_router,
     micro_batches_of,
+    refused,
+    run_window,
     sample_loss,
     token_loss,
 )
+from ranks import on_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,31 +35,15 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, AdamW
 
-from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
-from distaccum.engines.private.fsdp2 import reduce_unused
+from distaccum import Accumulator, count_samples, count_tokens
 
-EVEN = [[2, 1, 3, 2]] * 4
-
-
-def everything(layout: Any, index: int) -> Any:
-    return join([b for r in range(dist.get_world_size()) for b in micro_batches_of(layout, index, r)])
+EVEN = [[2, 1, 3, 2]] * 2
+SHARDED = ["last", "every", "gathered"]
 
 
-def collectives_by_micro_step(sync: str, shape: tuple[int, ...] | None) -> Any:
-    model, optimizer = fully_sharded(shape=shape)(make_net_without_router(), 0.0)
-    accumulator = Accumulator(model, optimizer, sync=sync)
-    for index in range(3):  # FSDP2 chooses the root module in the first forward
-        batches = micro_batches_of(EVEN, index, dist.get_rank())
-        with Counting() as count:
-            window = accumulator.window(batches)
-            plan = [name for name, _ in count.take()]
-            seen = []
-            for batch in window:
-                window.backward(loss_of(model, batch))
-                seen.append(tally(count.take()))
-            window.step()
-            seen.append(tally(count.take()))
-    return plan, seen
+def make(sync: str = "last", lr: float = 0.0, **options: Any) -> Any:
+    model, optimizer = fully_sharded()(make_net_without_router(), lr)
+    return model, optimizer, Accumulator(model, optimizer, sync=sync, **options)
 
 
 def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
@@ -71,20 +59,34 @@ GATHER, REDUCE, ALL = "allgather", "reduce_scatter", "allreduce"
 STEP = {"small": 3}  # the used parameters, the record, and on_nonfinite's flag over all shards
 # Three groups: only the root's parameters stay gathered from forward to backward.
 COSTS = {
-    ("last", None): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3}, STEP],
-    ("every", None): [{GATHER: 5, REDUCE: 3}] * 4 + [STEP],
-    ("gathered", None): [{GATHER: 3}, {}, {}, {REDUCE: 3}, STEP],
-    ("last", (2, 2)): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
-    ("replicas", (2, 2)): [{GATHER: 5, REDUCE: 3}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
+    ("last", 2): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3}, STEP],
+    ("every", 2): [{GATHER: 5, REDUCE: 3}] * 4 + [STEP],
+    ("gathered", 2): [{GATHER: 3}, {}, {}, {REDUCE: 3}, STEP],
+    ("last", 4): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
+    ("replicas", 4): [{GATHER: 5, REDUCE: 3}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
 }
 
 
-@pytest.mark.parametrize(("sync", "shape"), COSTS, ids=[f"{sync} on {shape or 2}" for sync, shape in COSTS])
-def test_policies_send_the_expected_collectives(ranks, sync, shape):
-    for plan, seen in ranks(4 if shape else 2).run(collectives_by_micro_step, sync, shape):
-        assert plan == ["allgather_"]
-        assert seen[:-1] == COSTS[sync, shape][:-1]
-        assert seen[-1] == COSTS[sync, shape][-1]
+@pytest.mark.parametrize(("sync", "world"), COSTS)
+@on_ranks()
+def test_policies_send_the_expected_collectives(sync, world):
+    model, optimizer = fully_sharded(shape=(2, 2) if world == 4 else None)(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    for index in range(3):  # FSDP2 chooses the root module in the first forward
+        with Counting() as count:
+            window = accumulator.window(micro_batches_of(EVEN * 2, index, dist.get_rank()))
+            plan = [name for name, _ in count.take()]
+            seen = []
+            for batch in window:
+                window.backward(loss_of(model, batch))
+                seen.append(tally(count.take()))
+            window.step()
+            seen.append(tally(count.take()))
+    assert plan == ["allgather_"]
+    assert seen == COSTS[sync, world]
+
+
+# Parameters that take no part
 
 
 class Choosing(nn.Module):
@@ -101,83 +103,242 @@ class Choosing(nn.Module):
         )
 
 
-def chosen(turns: list[list[list[str]]], sync: str) -> Any:
-    """`turns` names the layers that each micro-batch uses, by window and rank."""
-    rank = dist.get_rank()
-    model = fully_shard(Choosing())
-    accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
-    seen = []
-    for turn, uses in enumerate(turns):
-        plain = Choosing()
-        window = accumulator.window(list(zip(micro_batches_of(EVEN, turn, rank), uses[rank], strict=False)))
-        for batch, which in window:
-            window.backward(model(batch["x"], which).square().mean())
-        total = window.counts["samples"]
-        for r in range(2):
-            for batch, which in zip(micro_batches_of(EVEN, turn, r), uses[r], strict=False):
-                (plain(batch["x"], which).square().mean() * len(batch["x"]) / total).backward()
-        nones = [name for name, p in model.named_parameters() if p.grad is None]
-        expected = [name for name, p in plain.named_parameters() if p.grad is None]
-        seen.append((error(full_gradient(model), gradient(plain)), nones == expected))
-        window.step()
-    return seen
-
-
+# By case and window: the layers that each micro-batch of each rank uses.
 USES = {
-    "first used in the last micro-step": [["1", "1", "12"], ["1", "1", "12"]],
-    "only one rank uses it": [["1", "12", "1"], ["1", "1", "1"]],
-    "one rank, in its last micro-step": [["1", "1", "12"], ["1", "1", "1"]],
-    "each rank another": [["1", "1"], ["2", "2"]],
-    "no rank uses one": [["2", "2"], ["2", "2"]],
-    "not in the last micro-step": [["12", "1"], ["12", "1"]],
+    "first used in the last micro-step": [[["1", "1", "12"], ["1", "1", "12"]]] * 3,
+    "only one rank uses it": [[["1", "12", "1"], ["1", "1", "1"]]] * 3,
+    "one rank, in its last micro-step": [[["1", "1", "12"], ["1", "1", "1"]]] * 3,
+    "each rank another": [[["1", "1"], ["2", "2"]]] * 3,
+    "no rank uses one": [[["2", "2"], ["2", "2"]]] * 3,
+    "not in the last micro-step": [[["12", "1"], ["12", "1"]]] * 3,
+    "the stand-in of rank 1 in the second window uses both": [[["12", "12"], ["12"]], [["1", "1"], []]],
 }
 
 
-@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-@pytest.mark.parametrize("uses", USES.values(), ids=USES)
+@pytest.mark.parametrize("sync", SHARDED)
 @pytest.mark.skipif(
     not hasattr(FSDPParamGroup, "_validate_unused_param_grad_dtypes"),
     reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
 )
-def test_parameters_that_some_or_no_ranks_use_are_exact(ranks, uses, sync):
-    for seen in ranks(2).run(chosen, [uses] * 3, sync):
-        for wrong, nones_are_right in seen:
-            assert wrong <= 1e-10
-            assert nones_are_right, "None where no rank used it, as without sharding"
+@on_ranks(2)
+def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
+    """By case and window: the error, and whether the same gradients are None as without sharding."""
+    seen = {}
+    for name, turns in USES.items():
+        if sync == "gathered" and "stand-in" in name:
+            continue
+        model = fully_shard(Choosing())
+        accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
+        for turn, uses in enumerate(turns):
+            plain = Choosing()
+            drawn = [list(zip(micro_batches_of(EVEN, turn, r), uses[r], strict=False)) for r in range(2)]
+            window = accumulator.window(drawn[dist.get_rank()])
+            for batch, which in window:
+                window.backward(model(batch["x"], which).square().mean())
+            for batch, which in drawn[0] + drawn[1]:
+                share = len(batch["x"]) / window.counts["samples"]
+                (plain(batch["x"], which).square().mean() * share).backward()
+            nones = [[key for key, p in net.named_parameters() if p.grad is None] for net in (model, plain)]
+            seen[name, turn] = error(full_gradient(model), gradient(plain)) <= 1e-10 and nones[0] == nones[1]
+            window.step()
+    assert [case for case, right in seen.items() if not right] == []
 
 
-@pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.skipif(
-    not hasattr(FSDPParamGroup, "_validate_unused_param_grad_dtypes"),
-    reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
-)
-def test_stand_in_of_an_earlier_window_makes_no_parameter_used(ranks, sync):
-    turns = [[["12", "12"], ["12"]], [["1", "1"], []]]  # the stand-in of rank 1 in the second uses both layers
-    for seen in ranks(2).run(chosen, turns, sync):
-        assert all(wrong <= 1e-10 and same_nones for wrong, same_nones in seen)
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
+def test_unused_first_parameter_is_not_taken_for_a_cleared_gradient(sync):
+    net = make_net_without_router()
+    first = nn.Module()
+    first.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))  # the optimizer's first parameter
+    first.body, first.head = net.body, net.head
+    first.forward = lambda x: first.head(first.body(x))  # type: ignore[method-assign]
+    model, optimizer = fully_sharded()(first, 0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN)).backward()
+    for _ in range(2):
+        window = run_window(accumulator.window(own(EVEN)), model)
+        seen = flat(p.grad for p in model.parameters() if p.grad is not None)
+        window.step()
+    assert error(seen, gradient(plain)) <= 1e-10
 
 
-def statistics_beside_a_longer_rank() -> tuple[int, float]:
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
+def test_model_absent_from_the_last_part_is_reduced(sync):
+    models = [fully_shard(make_net_without_router()) for _ in range(2)]
+    accumulator = Accumulator(models, [SGD(model.parameters(), lr=0.0) for model in models], sync=sync)
+    window = accumulator.window(own(EVEN))
+    for batch in window:
+        for model in window.parts(models):
+            window.backward(loss_of(model, batch))
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN)).backward()
+    assert max([error(full_gradient(model), gradient(plain)) for model in models]) <= 1e-10
+
+
+# Terms without a count
+
+
+NAMED = {"tokens": count_tokens("labels"), "samples": count_samples}
+
+
+def leaves_out_a_name(wrap: str, sync: str, empty: int, by: str = "backward") -> float:
+    """Micro-batch `empty` of rank 0 has no tokens."""
+    model = make_net()
+    if wrap == "layers":
+        for layer in (model.body[0], model.body[2], model.head):
+            fully_shard(layer)
+    optimizer = SGD(fully_shard(model).parameters(), lr=0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync, count=NAMED)
+    world = dist.get_world_size()
+    batches = [
+        [make_batch(2, seed=10 * r + i, kept=0.6 * ((r, i) != (0, empty))) for i in range(empty + 1)]
+        for r in range(world)
+    ]
+    worst = 0.0
+    for _ in range(2):  # parameters that a skipped backward leaves gathered would show in the next window
+        window = accumulator.window(batches[dist.get_rank()])
+        for batch in window:
+            if by == "backward":
+                window.backward(tokens=token_loss(model, batch), samples=sample_loss(model, batch))
+                continue
+            for name in window.parts(["samples", "tokens"]):
+                window.backward(**{name: (token_loss if name == "tokens" else sample_loss)(model, batch)})
+        plain, joined = make_net(), join([batch for mine in batches for batch in mine])
+        (token_loss(plain, joined) + sample_loss(plain, joined)).backward()
+        worst = max(worst, error(full_gradient(model), gradient(plain)))
+        window.step()
+    return worst
+
+
+def test_term_without_a_count_is_left_out_with_one_group_or_gathered_and_else_refused(ranks):
+    for arguments in (("root", "last", 2), ("layers", "gathered", 1), ("layers", "gathered", 2)):
+        assert max(ranks(2).run(leaves_out_a_name, *arguments)) <= 1e-10
+    for message in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
+        assert "count of 0 for one of ['tokens', 'samples']" in message
+        assert "sync='gathered'" in message
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sync", SHARDED)
+def test_last_part_without_a_count_still_reduces(ranks, sync, world):
+    assert max(ranks(world).run(leaves_out_a_name, "root", sync, 1, "parts")) <= 1e-10
+
+
+# Ranks in step
+
+
+@on_ranks(2)
+def test_stand_in_moves_no_running_statistics():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     plain, model = copy.deepcopy(net), fully_shard(net)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), batchnorm="ignore")
-    batches = [torch.randn(4, 3) for _ in range((3, 1)[dist.get_rank()])]
-    window = accumulator.window(batches)
-    for batch in window:
-        window.backward(model(batch).square().mean())
-    window.step()
+    batches = [{"x": torch.randn(4, 3)} for _ in range((3, 1)[dist.get_rank()])]
+    run_window(accumulator.window(batches), model).step()
     for batch in batches:
-        plain(batch)
-    return int(model[1].num_batches_tracked) - len(batches), error(model[1].running_var, plain[1].running_var)
+        plain(batch["x"])
+    more = int(model[1].num_batches_tracked) - len(batches)
+    assert more == 0 and error(model[1].running_var, plain[1].running_var) <= 1e-6
 
 
-def test_stand_in_moves_no_running_statistics(ranks):
-    for more, wrong in ranks(2).run(statistics_beside_a_longer_rank):
-        assert more == 0 and wrong <= 1e-6
+@on_ranks(2)
+def test_rank_that_never_had_a_micro_batch_cannot_stand_in():
+    model, _, accumulator = make()
+    message = refused(accumulator.window, own([[2], []]))
+    assert "rank 1 has none from an earlier window to stand in" in message
+    assert run_window(accumulator.window(own([[2], [1]])), model).step().stepped
 
 
-def clipped_beyond_float32() -> tuple[float, float]:
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def loss_of_two_forwards(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch["x"]) - model(-batch["x"])).square().mean()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@on_ranks(2, seconds=30)
+def test_module_used_twice_is_exact_with_sync_gathered(zeros):
+    model = Twice()
+    if not zeros:  # FSDP2 then makes no zeros for unused parameters, as before torch 2.15
+        for parameter in model.parameters():
+            parameter.grad_dtype = None
+    for module in (model.one, model.two, model):
+        fully_shard(module)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), sync="gathered")
+    layouts = [[[2, 1], [3]], [[1], [2, 2, 1]], [[2, 1], []]]
+    assert max(gradients_off(model, accumulator, layouts, Twice, loss_of_two_forwards)) <= 1e-10
+
+
+UNEVEN = [[2, 2, 2, 2], [2, 2]]
+
+
+@on_ranks(2)
+def test_frozen_teacher_that_is_given_too_keeps_gathered_ranks_in_step():
+    student, optimizer = fully_sharded()(make_net_without_router(), 1.0)
+    teacher, _ = fully_sharded()(make_net_without_router(), 0.0)
+    teacher.requires_grad_(False)
+
+    def distilled(model: nn.Module, batch: Any, judge: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = judge(batch["x"]) + 1
+        return (model(batch["x"]) - wanted).square().mean()
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        return distilled(student, batch, teacher)
+
+    def loop(window: Any, saves: bool) -> None:
+        for batch in window:
+            window.backward(loss_fn(batch))
+            if saves:
+                student.state_dict()
+
+    hooks = len(student._state_dict_pre_hooks)
+    accumulator = Accumulator([student, teacher], optimizer, sync="gathered")
+    for updates in (False, True):
+        before, plain = full_weights(student), make_net_without_router()
+        if updates:
+            Accumulator([student, teacher], optimizer, micro_batch_size="auto").update(join(own(UNEVEN)), loss_fn)
+        else:
+            loop(window := accumulator.window(own(UNEVEN)), saves=False)
+            student.state_dict()
+            window.step()
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        distilled(plain, everything(UNEVEN), make_net_without_router()).backward()
+        assert error(before - full_weights(student), gradient(plain)) <= 1e-10
+    said = refused(loop, accumulator.window(own(UNEVEN)), saves=True)
+    assert "state_dict() of the model in mid-window with sync='gathered' and [4, 2] micro-batches" in said
+    assert len(student._state_dict_pre_hooks) <= hooks + 1  # FSDP2's own, which its first forward makes
+
+
+# Divisors, dtypes, norms
+
+
+@pytest.mark.parametrize("factors", [[7.0] * 3, [5.0]], ids=["on each module", "on one module"])
+@on_ranks(2)
+def test_divide_factors_leave_the_gradient_exact(factors):
+    model, _, accumulator = make()
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module, factor in zip(modules, factors, strict=False):
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    (wrong,) = gradients_off(model, accumulator, [EVEN], loss_fn=sample_loss)
+    assert wrong <= 1e-10
+
+
+@on_ranks(2)
+def test_norm_is_exact_where_its_square_overflows_on_one_rank():
     """The squares of the gradients overflow, and one rank has the largest."""
     torch.manual_seed(0)
     model = fully_shard(nn.Linear(4, 4, bias=False))  # two rows on each rank
@@ -188,187 +349,121 @@ def clipped_beyond_float32() -> tuple[float, float]:
         window.backward((model(x) * factors).mean())
     update = window.step()
     exact = float((factors.double() / 4).norm()) * 2  # a row has four equal elements
-    return update.grad_norm / exact - 1, float((full_weights(model) - before).norm())
+    off = update.grad_norm / exact - 1
+    assert abs(off) <= 1e-5 and float((full_weights(model) - before).norm()) == pytest.approx(1.0, rel=1e-4)
 
 
-def test_norm_is_exact_where_its_square_overflows_on_one_rank(ranks):
-    for off, moved in ranks(2).run(clipped_beyond_float32):
-        assert abs(off) <= 1e-5 and moved == pytest.approx(1.0, rel=1e-4)
-
-
-def divided_by(factors: list[float]) -> Any:
-    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
-    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
-    for module, factor in zip(modules, factors, strict=False):
-        module.set_gradient_divide_factor(factor)
-        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
-    accumulator = Accumulator(model, optimizer)
-    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
-    for batch in window:
-        window.backward(sample_loss(model, batch))
-    plain = make_net_without_router()
-    sample_loss(plain, everything(EVEN, 0)).backward()
-    wrong = error(full_gradient(model), gradient(plain))
-    return wrong, abs(window.step().loss - sample_loss(plain, everything(EVEN, 0)).item())
-
-
-@pytest.mark.parametrize("factors", [[7.0] * 3, [5.0]], ids=["on each module", "on one module"])
-def test_divide_factors_leave_the_gradient_exact(ranks, factors):
-    for wrong, loss in ranks(2).run(divided_by, factors):
-        assert wrong <= 1e-10
-        assert loss <= 1e-10
-
-
-def refused(function, *args) -> str:
-    try:
-        function(*args)
-    except (DistaccumError, ValueError) as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def with_policy(param_dtype: str | None, reduce_dtype: str | None, sync: str, dtype: str = "float32") -> Any:
-    policy = MixedPrecisionPolicy(
-        param_dtype=getattr(torch, param_dtype) if param_dtype else None,
-        reduce_dtype=getattr(torch, reduce_dtype) if reduce_dtype else None,
-    )
-    net = make_net_without_router().to(getattr(torch, dtype))
-    plain = make_net_without_router().to(getattr(torch, dtype)).double()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        model, optimizer = fully_sharded(mp_policy=policy)(net, 0.0)
-        accumulator = Accumulator(model, optimizer, sync=sync)
-    layout = [[1] * 64] * 2
-    window = accumulator.window(micro_batches_of(layout, 0, dist.get_rank(), torch.float32))
-    for batch in window:
-        window.backward(model(batch["x"].to(getattr(torch, dtype))).float().square().mean())
-    batches = [b for r in range(2) for b in micro_batches_of(layout, 0, r, torch.float32)]
-    loss_of(plain, {"x": join(batches)["x"].double()}).backward()
-    dtypes = {p.grad.dtype for p in model.parameters()}
-    return error(full_gradient(model), gradient(plain)), [str(w.message) for w in warned], dtypes
-
-
+BF16 = torch.bfloat16
 CASTS_UP = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # from torch 2.15: bf16 gradients add up in float32
 
 
-@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_mixed_precision_adds_up_in_reduce_dtype(ranks, sync):
-    for wrong, warned, dtypes in ranks(2).run(with_policy, "bfloat16", "float32", sync):
-        assert wrong <= 6e-3  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
-        assert warned == []
-        assert dtypes == {torch.float32}
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "sync", "dtype", "warns"),
+    [
+        *((BF16, torch.float32, sync, torch.float32, False) for sync in SHARDED),
+        (BF16, None, "last", torch.float32, not CASTS_UP),
+        (None, None, "last", BF16, True),
+    ],
+)
+@on_ranks(2)
+def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype, reduce_dtype, sync, dtype, warns):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    plain = make_net_without_router().to(dtype).double()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model, optimizer = fully_sharded(mp_policy=policy)(make_net_without_router().to(dtype), 0.0)
+        accumulator = Accumulator(model, optimizer, sync=sync)
+    said = ["reduce_dtype=torch.float32" in str(one.message) for one in warned]
+    assert said == [True] * (warns and dist.get_rank() == 0)
+    layout = [[1] * 64] * 2
+    window = accumulator.window(own(layout, dtype=torch.float32))
+    for batch in window:
+        window.backward(model(batch["x"].to(dtype)).float().square().mean())
+    loss_of(plain, everything(layout, dtype=torch.float32)).backward()
+    if not warns:  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
+        assert error(full_gradient(model), gradient(plain)) <= 6e-3
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
 
 
-def test_sum_in_half_precision_raises_a_warning(ranks):
-    for arguments, warns in {
-        ("bfloat16", None, "last"): not CASTS_UP,
-        (None, None, "last", "bfloat16"): True,
-    }.items():
-        (wrong, warned, _), (_, elsewhere, _) = ranks(2).run(with_policy, *arguments)
-        assert elsewhere == []
-        if warns:
-            assert "add up in half precision" in warned[0] and "reduce_dtype=torch.float32" in warned[0]
+@pytest.mark.parametrize("root", [True, False], ids=["root", "parts"])
+@pytest.mark.parametrize("overflow", [False, True])
+@on_ranks(2)
+def test_scaler_overflows_on_all_ranks_together(root, overflow):
+    model, optimizer = fully_sharded(root=root)(make_net_without_router().float(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if not root:
+        message = refused(Accumulator, model, optimizer, scaler=scaler)
+        assert "sharded and plain parameters" in message and "an optimizer for each kind" in message
+        kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == of_shards] for of_shards in (True, False)]
+        optimizer = [SGD(kind, lr=1.0) for kind in kinds]
+    accumulator = Accumulator(model, optimizer, scaler=scaler)
+    before = full_weights(model)
+    window = accumulator.window(own(EVEN, dtype=torch.float32))
+    for batch in window:
+        loss = loss_of(model, batch)
+        if overflow and dist.get_rank() == 1:
+            loss.register_hook(lambda g: g * float("inf"))
+        window.backward(loss)
+    update = window.step()
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN)).backward()
+    wrong = error(before - full_weights(model), gradient(plain))
+    if overflow:
+        assert "overflow" in update.reason and scaler.get_scale() == 4.0
+        assert wrong == 1.0  # the weights have not moved
+    else:
+        assert update.stepped and scaler.get_scale() == 8.0 and wrong <= 1e-5
+
+
+# Gradients that are not finite, or changed
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@on_ranks(2)
+def test_nan_in_the_shard_of_any_one_rank_is_refused(on_nonfinite):
+    torch.manual_seed(2)
+    model = fully_shard(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double())  # rank 1 has no last row
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
+    for rank in (0, 1, None):
+        before = full_weights(model)
+        window = run_window(accumulator.window(own(EVEN)), model)
+        if dist.get_rank() == rank:
+            next(model.parameters()).grad.to_local()[0] = float("nan")
+        if rank is None:
+            assert window.step().stepped
         else:
-            assert warned == [] and wrong <= 6e-3
+            said = refused(window.step) if on_nonfinite == "raise" else window.step().reason
+            assert "is not finite" in said and torch.equal(before, full_weights(model))
 
 
-def tensor_parallel(max_norm: float) -> Any:
-    """Two data-parallel ranks of two tensor-parallel ranks each; the router is on no mesh."""
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+@pytest.mark.parametrize(
+    ("how", "sync", "expected"),
+    [
+        ("zero_grad", "gathered", "cleared or changed in mid-window"),
+        ("zero_grad", "every", "cleared or changed in mid-window"),
+        ("halved", "every", "cleared or changed in mid-window"),
+        ("zero_grad after the loop", "gathered", "cleared between the window's loop and its step()"),
+    ],
+)
+@on_ranks(2)
+def test_change_of_gradients_is_refused(how, sync, expected):
+    model, optimizer, accumulator = make(sync, lr=0.1)
+    window = accumulator.window(own([[2, 1, 3], [2, 1]] if how == "zero_grad after the loop" else EVEN))
 
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    net = make_net()
-    parallelize_module(net.body, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    for layer in (net.body[0], net.body[2], net.head):
-        fully_shard(layer, mesh=mesh["data"])
-    data_rank = mesh["data"].get_local_rank()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), max_norm=max_norm)
-    layouts = [[[3, 1], [2, 4]], [[1, 2, 3], [2]], [[], [3, 1]]]
-
-    def loss_fn(model, batch):
-        hidden = model.body(batch["x"])
-        return model.head(hidden).square().mean() + model.router(hidden).square().mean()
-
-    seen = []
-    for index, layout in enumerate(layouts):
-        before = [full(p).detach().clone() for p in net.parameters()]
-        window = accumulator.window(micro_batches_of(layout, index, data_rank))
+    def loop() -> None:
         for batch in window:
-            window.backward(loss_fn(net, batch))
-        update = window.step()
-        plain = make_net()
-        nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in before]), plain.parameters())
-        loss = loss_fn(plain, join([b for r in range(2) for b in micro_batches_of(layout, index, r)]))
-        loss.backward()
-        norm = gradient(plain).norm().item()
-        moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
-        exact = gradient(plain) * min(1.0, max_norm / norm)
-        seen.append((error(moved, exact), abs(update.grad_norm - norm) / norm, abs(update.loss - loss.item())))
-    return seen
+            window.backward(loss_of(model, batch))
+            if how == "zero_grad":
+                model.zero_grad()
+            elif how == "halved":
+                next(model.parameters()).grad.mul_(0.5)  # foreach functions on DTensors change no version counter
+        optimizer.zero_grad()
+        window.step()
+
+    assert f"gradients were {expected}" in refused(loop)
 
 
-@pytest.mark.parametrize("max_norm", [100.0, 0.05])
-def test_window_beside_tensor_parallel_ranks_is_exact(ranks, max_norm):
-    for seen in ranks(4).run(tensor_parallel, max_norm):
-        for moved, norm, loss in seen:
-            assert moved <= (1e-10 if max_norm > 1 else 1e-4)
-            assert norm <= 1e-10
-            assert loss <= 1e-10
-
-
-def leaves_out_a_name(wrap: str, sync: str, empty: int) -> Any:
-    """Micro-batch `empty` of rank 0 has no tokens."""
-    rank = dist.get_rank()
-    model = make_net()
-    if wrap == "layers":
-        for layer in (model.body[0], model.body[2], model.head):
-            fully_shard(layer)
-    optimizer = SGD(fully_shard(model).parameters(), lr=0.0)
-    accumulator = Accumulator(
-        model, optimizer, sync=sync, count={"tokens": count_tokens("labels"), "samples": count_samples}
-    )
-    kept = {r: [0.0 if (r, i) == (0, empty) else 0.6 for i in range(3)] for r in range(2)}
-    batches = {r: [make_batch(2, seed=10 * r + i, kept=kept[r][i]) for i in range(3)] for r in range(2)}
-    window = accumulator.window(batches[rank])
-    for batch in window:
-        window.backward(tokens=token_loss(model, batch), samples=0.1 * sample_loss(model, batch))
-    plain = make_net()
-    joined = join(batches[0] + batches[1])
-    (token_loss(plain, joined) + 0.1 * sample_loss(plain, joined)).backward()
-    wrong = error(full_gradient(model), gradient(plain))
-    window.step()
-    return wrong
-
-
-def test_term_without_a_count_is_left_out_with_one_group_or_gathered(ranks):
-    for wrong in ranks(2).run(leaves_out_a_name, "root", "last", 2):
-        assert wrong <= 1e-10
-    for empty in (1, 2):
-        for wrong in ranks(2).run(leaves_out_a_name, "layers", "gathered", empty):
-            assert wrong <= 1e-10
-
-
-def test_term_without_a_count_is_refused_with_several_groups(ranks):
-    for message in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
-        assert "count of 0 for one of ['tokens', 'samples']" in message
-        assert "sync='gathered'" in message
-
-
-def dry_from_the_start() -> Any:
-    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
-    accumulator = Accumulator(model, optimizer)
-    message = refused(accumulator.window, micro_batches_of([[2], []], 0, dist.get_rank()))
-    window = accumulator.window(micro_batches_of([[2], [1]], 0, dist.get_rank()))
-    for batch in window:
-        window.backward(sample_loss(model, batch))
-    return message, window.step().stepped
-
-
-def test_rank_that_never_had_a_micro_batch_cannot_stand_in(ranks):
-    for message, stepped in ranks(2).run(dry_from_the_start):
-        assert "rank 1 has none from an earlier window to stand in" in message
-        assert stepped
+# What windows find, and leave behind
 
 
 def flags_of(model: nn.Module) -> Any:
@@ -383,34 +478,23 @@ def groups_of(module: Any) -> list[Any]:
     return list(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
 
 
-def flags_put_back(sync: str) -> Any:
-    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
-    accumulator = Accumulator(model, optimizer, sync=sync)
-    seen = []
-    for index in range(2):
-        window = accumulator.window(micro_batches_of(EVEN, index, dist.get_rank()))
-        for batch in window:
-            window.backward(loss_of(model, batch))
-        window.step()
-        seen.append(flags_of(model))
-    batch = make_batch(2, seed=dist.get_rank())
-    with Counting() as count:
-        loss_of(model, batch).backward()  # by the caller, outside of windows
-    return seen, tally(count.take())
-
-
-@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_flags_of_fsdp2_are_restored(ranks, sync):
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
+def test_flags_of_fsdp2_are_restored(sync):
     ours = [(True, True, True, True), (True, True, True, False), (True, True, True, False)]
-    for seen, after in ranks(2).run(flags_put_back, sync):
-        assert seen == [ours, ours]  # by default FSDP2 keeps the root gathered after forward
-        assert after == {GATHER: 5, REDUCE: 3}
+    model, _, accumulator = make(sync)
+    for index in range(2):
+        run_window(accumulator.window(own(EVEN, index)), model).step()
+        assert flags_of(model) == ours  # by default FSDP2 keeps the root gathered after forward
+    with Counting() as count:
+        loss_of(model, make_batch(2, seed=dist.get_rank())).backward()  # by the caller, outside of windows
+    assert tally(count.take()) == {GATHER: 5, REDUCE: 3}
 
 
-def stale(how: str) -> Any:
-    """Before the window the caller's gradients exist, reduced or kept unsharded."""
-    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
-    accumulator = Accumulator(model, optimizer)
+@pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
+@on_ranks(2)
+def test_callers_gradients_from_before_the_window_are_cleared(how):
+    model, optimizer, accumulator = make()
     model.set_requires_gradient_sync(how == "reduced")
     loss_of(model, make_batch(2, seed=1)).backward()
     if how == "cleared":
@@ -418,19 +502,38 @@ def stale(how: str) -> Any:
     model.set_requires_gradient_sync(True)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
-        for batch in window:
-            window.backward(loss_of(model, batch))
-    plain = make_net_without_router()
-    loss_of(plain, everything(EVEN, 0)).backward()
-    return error(full_gradient(model), gradient(plain)), [str(w.message) for w in warned]
+        (wrong,) = gradients_off(model, accumulator, [EVEN])
+    assert wrong <= 1e-10
+    said = ["gradients that stood before the window" in str(one.message) for one in warned]
+    assert said == [True] * (dist.get_rank() == 0)
 
 
-@pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
-def test_gradients_from_before_the_window_are_cleared(ranks, how):
-    (wrong, warned), (other, _) = ranks(2).run(stale, how)
-    assert wrong <= 1e-10 and other <= 1e-10
-    assert len(warned) == 1 and "gradients that stood before the window" in warned[0]
+@pytest.mark.parametrize("sync", ["last", "gathered"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_error_in_forward_or_backward_leaves_nothing_behind(where, sync):
+    model, _, accumulator = make(sync)
+
+    def fail(*_: Any) -> None:
+        raise KeyError(where)
+
+    def with_hook(_: Any, inputs: Any, output: torch.Tensor) -> None:
+        fail() if where == "forward" else output.register_hook(fail)
+
+    found = []
+    for turn in (1, 3):  # a middle and the last micro-step
+        window = accumulator.window(own(EVEN, turn))
+        with pytest.raises(KeyError):
+            for i, batch in enumerate(window):
+                handle = model.body[1].register_forward_hook(with_hook) if i == turn else None
+                try:
+                    loss = loss_of(model, batch)
+                finally:
+                    if handle is not None:
+                        handle.remove()
+                window.backward(loss)
+        found += gradients_off(model, accumulator, [EVEN])
+    assert max(found) <= 1e-10
 
 
 WAYS = [
@@ -459,11 +562,11 @@ def weights_left_gathered(wrap: Any, ways: list[str]) -> dict[str, float]:
 
 
 def moved_after(wrap: Any, how: str) -> float:
-    rank, world, lr = dist.get_rank(), dist.get_world_size(), 0.5
+    lr, layout = 0.5, [[2, 1]] * dist.get_world_size()
     model, plain, failed = make_net_without_router(), make_net_without_router(), []
     for layer in (model.body[0], model.body[2]):
         wrap(layer)
-    optimizer = SGD(wrap(model).parameters(), lr=lr)
+    optimizer, exact = SGD(wrap(model).parameters(), lr=lr), SGD(plain.parameters(), lr=lr)
 
     def fail(*_: Any) -> None:
         if "fails" in how and not failed:
@@ -474,7 +577,7 @@ def moved_after(wrap: Any, how: str) -> float:
     options = {"on_nonfinite": "skip"} if how == "skipped" else {}
     accumulator = Accumulator(model, None if "caller" in how else optimizer, **options)
     for index in range(3):
-        window = accumulator.window(micro_batches_of([[2, 1]] * world, index, rank))
+        window = accumulator.window(own(layout, index))
         if how.startswith("kept"):
             getattr(model, f"set_reshard_after_{how.split()[-1]}")(False)
         if "prefetches" in how and index:  # whose root has run once
@@ -503,13 +606,10 @@ def moved_after(wrap: Any, how: str) -> float:
                 optimizer.zero_grad()
                 accumulator = Accumulator(model)
         if stepped:
-            every = [b for r in range(world) for b in micro_batches_of([[2, 1]] * world, index, r)]
-            loss_of(plain, join(every)).backward()
-            with torch.no_grad():
-                for parameter in plain.parameters():
-                    parameter -= lr * parameter.grad
-                    parameter.grad = None
-    return error(full_weights(model), torch.cat([p.detach().flatten() for p in plain.parameters()]))
+            exact.zero_grad()
+            loss_of(plain, everything(layout, index)).backward()
+            exact.step()
+    return error(full_weights(model), flat(plain.parameters()))
 
 
 @pytest.mark.parametrize("kind", ["kept over two of four ranks after forward", "replicated"])
@@ -522,339 +622,3 @@ def test_weights_gathered_before_a_step_are_not_used_after_it(ranks, kind):
         pytest.skip("replicate() of this torch is fully_shard on a hybrid mesh")
     for seen in ranks(world).run(weights_left_gathered, wrap, ways, seconds=60):
         assert seen == {how: pytest.approx(0, abs=1e-10) for how in ways}
-
-
-UNEVEN = [[2, 2, 2, 2], [2, 2]]
-
-
-def beside_a_teacher() -> tuple[list[float], str, int]:
-    """Errors of two updates on uneven ranks, and what state_dict() in mid-window says; and hooks that it leaves."""
-    student, optimizer = fully_sharded()(make_net_without_router(), 1.0)
-    teacher, _ = fully_sharded()(make_net_without_router(), 0.0)
-    teacher.requires_grad_(False)
-
-    def loss_fn(batch: Any) -> Any:
-        if len(batch["x"]) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
-        with torch.no_grad():
-            wanted = teacher(batch["x"]) + 1
-        return (student(batch["x"]) - wanted).square().mean()
-
-    mine, plain, errors = micro_batches_of(UNEVEN, 0, dist.get_rank()), make_net_without_router(), []
-    hooks = len(student._state_dict_pre_hooks)
-    for turn in range(2):
-        before = full_weights(student)
-        if turn:
-            Accumulator([student, teacher], optimizer, micro_batch_size="auto").update(join(mine), loss_fn)
-        else:
-            accumulator = Accumulator([student, teacher], optimizer, sync="gathered")
-            window = accumulator.window(mine)
-            for batch in window:
-                window.backward(loss_fn(batch))
-            student.state_dict()  # after the loop
-            window.step()
-        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
-        plain.zero_grad()
-        x = everything(UNEVEN, 0)["x"]
-        (plain(x) - make_net_without_router()(x).detach() - 1).square().mean().backward()
-        errors.append(error(before - full_weights(student), gradient(plain)))
-    window = accumulator.window(mine)
-
-    def loop() -> None:
-        for batch in window:
-            window.backward(loss_fn(batch))
-            student.state_dict()
-
-    return errors, refused(loop), len(student._state_dict_pre_hooks) - hooks
-
-
-def test_frozen_teacher_that_is_given_too_keeps_gathered_ranks_in_step(ranks):
-    for errors, said, hooks in ranks(2).run(beside_a_teacher):
-        assert max(errors) <= 1e-10
-        assert "state_dict() of the model in mid-window with sync='gathered' and [4, 2] micro-batches" in said
-        assert hooks <= 1  # FSDP2's own, which its first forward makes
-
-
-def torn(where: str, sync: str) -> Any:
-    model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
-    accumulator = Accumulator(model, optimizer, sync=sync)
-
-    def fail(*_: Any) -> None:
-        raise KeyError(where)
-
-    for turn in (1, 3):  # a middle and the last micro-step
-        window = accumulator.window(micro_batches_of(EVEN, turn, dist.get_rank()))
-        try:
-            for i, batch in enumerate(window):
-                if i == turn and where == "forward":
-                    handle = model.body[2].register_forward_hook(fail)
-                loss = loss_of(model, batch)
-                if i == turn and where == "backward":
-                    hidden = model.body[1](model.body[0](batch["x"]))
-                    hidden.register_hook(fail)
-                    loss = model.head(model.body[3](model.body[2](hidden))).square().mean()
-                window.backward(loss)
-        except KeyError:
-            pass
-        if where == "forward":
-            handle.remove()
-        window = accumulator.window(micro_batches_of(EVEN, 9, dist.get_rank()))
-        for batch in window:
-            window.backward(loss_of(model, batch))
-        plain = make_net_without_router()
-        loss_of(plain, everything(EVEN, 9)).backward()
-        wrong = error(full_gradient(model), gradient(plain))
-        window.step()
-        assert wrong <= 1e-10, (turn, wrong)
-    return True
-
-
-@pytest.mark.parametrize("sync", ["last", "gathered"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_error_in_forward_or_backward_leaves_nothing_behind(ranks, where, sync):
-    assert ranks(2).run(torn, where, sync) == [True, True]
-
-
-def scaled(root: bool, overflow: bool) -> Any:
-    model, optimizer = fully_sharded(root=root)(make_net_without_router().float(), 1.0)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    if not root:
-        message = refused(lambda: Accumulator(model, optimizer, scaler=scaler))
-        assert "sharded and plain parameters" in message and "an optimizer for each kind" in message
-        sharded = [p for p in model.parameters() if isinstance(p, DTensor)]
-        plain_ones = [p for p in model.parameters() if not isinstance(p, DTensor)]
-        optimizer = [SGD(sharded, lr=1.0), SGD(plain_ones, lr=1.0)]
-    accumulator = Accumulator(model, optimizer, scaler=scaler)
-    before = torch.cat([full(p).detach().flatten() for p in model.parameters()])
-    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank(), torch.float32))
-    for batch in window:
-        loss = loss_of(model, batch)
-        if overflow and dist.get_rank() == 1:
-            loss.register_hook(lambda g: g * float("inf"))
-        window.backward(loss)
-    update = window.step()
-    moved = before - torch.cat([full(p).detach().flatten() for p in model.parameters()])
-    plain = make_net_without_router()
-    loss_of(plain, everything(EVEN, 0)).backward()
-    return update.stepped, update.reason, scaler.get_scale(), error(moved, gradient(plain))
-
-
-@pytest.mark.parametrize("root", [True, False], ids=["root", "parts"])
-def test_scaler_overflows_on_all_ranks_together(ranks, root):
-    for stepped, _, scale, wrong in ranks(2).run(scaled, root, False):
-        assert stepped and scale == 8.0
-        assert wrong <= 1e-5
-    for stepped, reason, scale, wrong in ranks(2).run(scaled, root, True):
-        assert not stepped and "overflow" in reason
-        assert scale == 4.0
-        assert wrong == 1.0  # the weights have not moved
-
-
-def few_rows(on_nonfinite: str) -> Any:
-    """A head of one row: rank 1's shard of it is empty."""
-    torch.manual_seed(2)
-    net = nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double()
-    model = fully_shard(net)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
-    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
-    for i, batch in enumerate(window):
-        loss = loss_of(model, batch)
-        window.backward(loss * float("nan") if i == 1 and on_nonfinite == "skip" and dist.get_rank() == 1 else loss)
-    return window.step().stepped
-
-
-def test_ranks_step_or_skip_together_with_an_empty_shard(ranks):
-    assert ranks(2).run(few_rows, "raise") == [True, True]
-    assert ranks(2).run(few_rows, "skip") == [False, False]
-
-
-def a_model_not_in_the_last_part(sync: str) -> Any:
-    models = [fully_shard(make_net_without_router()) for _ in range(2)]
-    accumulator = Accumulator(models, [SGD(model.parameters(), lr=0.0) for model in models], sync=sync)
-    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
-    for batch in window:
-        for model in window.parts(models):
-            window.backward(loss_of(model, batch))
-    plain = make_net_without_router()
-    loss_of(plain, everything(EVEN, 0)).backward()
-    return [error(full_gradient(model), gradient(plain)) for model in models]
-
-
-@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_model_absent_from_the_last_part_is_reduced(ranks, sync):
-    for wrongs in ranks(2).run(a_model_not_in_the_last_part, sync):
-        assert max(wrongs) <= 1e-10
-
-
-def the_last_part_has_no_count(sync: str, world: int) -> float:
-    rank = dist.get_rank()
-    model = fully_shard(make_net())
-    accumulator = Accumulator(
-        model,
-        SGD(model.parameters(), lr=0.0),
-        sync=sync,
-        count={"samples": count_samples, "tokens": count_tokens("labels")},
-    )
-    for turn in range(2):  # parameters that a skipped backward leaves gathered would show in the next window
-        kept = {r: [0.0 if (r, i) == (0, 1) else 0.6 for i in range(2)] for r in range(world)}
-        batches = {r: [make_batch(2, seed=10 * r + i, kept=kept[r][i]) for i in range(2)] for r in range(world)}
-        window = accumulator.window(batches[rank])
-        for batch in window:
-            for name in window.parts(["samples", "tokens"]):
-                window.backward(**{name: (token_loss if name == "tokens" else sample_loss)(model, batch)})
-        plain = make_net()
-        joined = join([batch for mine in batches.values() for batch in mine])
-        (token_loss(plain, joined) + sample_loss(plain, joined)).backward()
-        wrong = error(full_gradient(model), gradient(plain))
-        assert wrong <= 1e-10, (turn, wrong)
-        window.step()
-    return wrong
-
-
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_last_part_without_a_count_still_reduces(ranks, sync, world):
-    assert max(ranks(world).run(the_last_part_has_no_count, sync, world)) <= 1e-10
-
-
-def tampered(how: str, sync: str) -> str:
-    model, optimizer = fully_sharded()(make_net_without_router(), 0.1)
-    accumulator = Accumulator(model, optimizer, sync=sync)
-    layout = [[2, 1, 3], [2, 1]] if how == "zero_grad after the loop" else EVEN
-    window = accumulator.window(micro_batches_of(layout, 0, dist.get_rank()))
-
-    def loop() -> None:
-        for batch in window:
-            window.backward(loss_of(model, batch))
-            if how == "zero_grad":
-                model.zero_grad()
-            elif how == "halved":
-                next(model.parameters()).grad.mul_(0.5)  # foreach functions on DTensors change no version counter
-
-        optimizer.zero_grad()
-        window.step()
-
-    return refused(loop)
-
-
-@pytest.mark.parametrize(
-    ("how", "sync", "expected"),
-    [
-        ("zero_grad", "gathered", "cleared or changed in mid-window"),
-        ("zero_grad", "every", "cleared or changed in mid-window"),
-        ("halved", "every", "cleared or changed in mid-window"),
-        ("zero_grad after the loop", "gathered", "cleared between the window's loop and its step()"),
-    ],
-)
-def test_change_of_gradients_is_refused(ranks, how, sync, expected):
-    for message in ranks(2).run(tampered, how, sync):
-        assert f"gradients were {expected}" in message
-
-
-def unused_first(sync: str) -> float:
-    net = make_net_without_router()
-    first = nn.Module()
-    first.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))  # the optimizer's first parameter
-    first.body, first.head = net.body, net.head
-    first.forward = lambda x: first.head(first.body(x))  # type: ignore[method-assign]
-    model, optimizer = fully_sharded()(first, 1.0)
-    accumulator = Accumulator(model, optimizer, sync=sync)
-    for index in range(2):
-        window = accumulator.window(micro_batches_of(EVEN, index, dist.get_rank()))
-        for batch in window:
-            window.backward(loss_of(model, batch))
-        if index:
-            seen = torch.cat([full(p.grad).flatten() for p in model.parameters() if p.grad is not None])
-        window.step()
-    plain = make_net_without_router()
-    loss_of(plain, everything(EVEN, 0)).backward()
-    with torch.no_grad():
-        for parameter in plain.parameters():
-            parameter -= parameter.grad
-            parameter.grad = None
-    loss_of(plain, everything(EVEN, 1)).backward()
-    return error(seen, torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None]))
-
-
-@pytest.mark.parametrize("sync", ["last", "every", "gathered"])
-def test_unused_first_parameter_is_not_taken_for_a_cleared_gradient(ranks, sync):
-    assert max(ranks(2).run(unused_first, sync)) <= 1e-10
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.one, self.two = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
-
-    def forward(self, x):
-        return self.two(torch.tanh(self.one(x)))
-
-    def loss(self, batch):
-        return (self(batch["x"]) - self(-batch["x"])).square().mean()
-
-
-def entered_twice(kind: str) -> Any:
-    model = Twice()
-    if kind == "no zeros":  # FSDP2 then makes no zeros for unused parameters, as before torch 2.15
-        for parameter in model.parameters():
-            parameter.grad_dtype = None
-    for layer in (model.one, model.two):
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = SGD(model.parameters(), lr=0.0)
-    accumulator = Accumulator(model, optimizer, sync="gathered", steps=3)
-    seen = []
-    for index, layout in enumerate([[[2, 1], [3]], [[1], [2, 2, 1]], [[2, 1], []]]):
-        batches = micro_batches_of(layout, index, dist.get_rank())
-        window = accumulator.window(batches)
-        for batch in window:
-            window.backward(Twice.loss(model, batch))
-        plain = Twice()
-        plain.loss(join([b for r in range(2) for b in micro_batches_of(layout, index, r)])).backward()
-        seen.append(error(full_gradient(model), gradient(plain)))
-        window.step()
-    return max(seen)
-
-
-@pytest.mark.parametrize("kind", ["zeros", "no zeros"])
-def test_module_used_twice_is_exact_with_sync_gathered(ranks, kind):
-    for wrong in ranks(2).run(entered_twice, kind, seconds=30):
-        assert wrong <= 1e-10
-
-
-def nan_in_a_shard(rank: int, on_nonfinite: str) -> Any:
-    """Only this rank's part of the gradient has a NaN."""
-    model, optimizer = fully_sharded()(make_net_without_router(), 1.0)
-    accumulator = Accumulator(model, optimizer, on_nonfinite=on_nonfinite)
-    before = full_weights(model)
-    window = accumulator.window(micro_batches_of(EVEN, 0, dist.get_rank()))
-    for batch in window:
-        window.backward(loss_of(model, batch))
-    if dist.get_rank() == rank:
-        next(model.parameters()).grad.to_local()[0] = float("nan")
-    try:
-        said = str(window.step().reason)
-    except DistaccumError as raised:
-        said = str(raised)
-    return said, torch.equal(before, full_weights(model))
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-def test_nan_in_the_shard_of_any_one_rank_is_refused(ranks, rank, on_nonfinite):
-    for said, stayed in ranks(2).run(nan_in_a_shard, rank, on_nonfinite):
-        assert "is not finite" in said and stayed
-
-
-def test_torch_without_dtypes_of_gradients_leaves_unused_parameters_to_the_user():
-    class Parameter:  # as in torch 2.9
-        mp_policy = MixedPrecisionPolicy()
-        sharded_param = object()
-
-    class Group:
-        fsdp_params = (Parameter(),)
-
-    group = Group()
-    reduce_unused(group)
-    assert not hasattr(group, "reduce_scatter_unused_params")
