@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import math
+import itertools
 import random
 import weakref
 from datetime import timedelta
@@ -14,8 +14,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import COALESCES, fully_sharded
-from problems import error, join, loss_of, make_batch, make_net_without_router, weights
+from counting import Counting
+from engines import COALESCES, KINDS, full_weights, fully_sharded
+from problems import error, gradient, join, loss_of, make_batch, make_net_without_router, refused, run_window, weights
+from ranks import on_ranks
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -27,6 +29,19 @@ from distaccum.runs.snapshot import Snapshot
 from distaccum.sizes import FIRST_WAIT, MicroBatchSize
 
 
+class Raises(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ctx.error
+
+
 class Limited:
     """A loss that runs out of memory above `limit` samples, at the given place."""
 
@@ -35,24 +50,17 @@ class Limited:
         self.sizes: list[int] = []
 
     def __call__(self, batch: Any) -> torch.Tensor:
-        size = len(batch["x"])
-        self.sizes.append(size)
-        if size > self.limit and self.where == "forward":
-            raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {size} GiB")
+        self.sizes.append(len(batch["x"]))
+        too_large = torch.OutOfMemoryError("CUDA out of memory. Tried") if self.sizes[-1] > self.limit else None
+        if too_large and self.where == "forward":
+            raise too_large
         outputs = self.model(batch["x"])
-        if size > self.limit and self.where == "backward":
-            outputs = OutOfMemory.apply(outputs)
-        return outputs.square().mean()
+        return (Raises.apply(outputs, too_large) if too_large else outputs).square().mean()
 
 
-class OutOfMemory(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+def make(model: nn.Module | None = None, lr: float = 1.0, **options: Any) -> Any:
+    model = model or make_net_without_router()
+    return model, Accumulator(model, SGD(model.parameters(), lr=lr), **options)
 
 
 def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
@@ -69,81 +77,78 @@ def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("micro_batch_size", [13, "auto"])
-def test_micro_batch_that_does_not_fit_is_cut_smaller(where, micro_batch_size):
-    model = make_net_without_router()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=micro_batch_size)
+def test_micro_batch_that_does_not_fit_is_cut_smaller_and_the_size_is_remembered(where, micro_batch_size):
+    model, accumulator = make(micro_batch_size=micro_batch_size)
     batch, loss_fn = make_batch(13, seed=1), Limited(model, 4, where)
     update = accumulator.update(batch, loss_fn)
     assert update.stepped and update.counts == {"samples": 13}
     assert loss_fn.sizes == [13, 6, 3, 3, 3, 4]
     assert error(weights(model), big_batch(make_net_without_router(), [batch])) <= 1e-12
-    loss_fn.sizes.clear()
-    accumulator.update(make_batch(12, seed=2), loss_fn)
-    assert loss_fn.sizes == [4, 4, 4]  # the size is remembered
+    model, other = make(micro_batch_size=micro_batch_size)
+    other.load_state_dict(accumulator.state_dict())
+    loss_fn = Limited(model, 4)
+    other.update(make_batch(12, seed=2), loss_fn)
+    assert loss_fn.sizes == [4, 4, 4]
 
 
 def test_single_sample_that_does_not_fit_is_an_error():
-    model = make_net_without_router()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
+    model, accumulator = make(micro_batch_size="auto")
     before = weights(model)
-    with pytest.raises(
-        DistaccumError, match=r"1 sample does not fit.*rank 0: OutOfMemoryError: CUDA out of memory. Tried"
-    ):
+    with pytest.raises(DistaccumError, match=r"1 sample does not fit.*rank 0: OutOfMemoryError: CUDA out of memory."):
         accumulator.update(make_batch(5, seed=1), Limited(model, 0))
     assert torch.equal(weights(model), before) and all(p.grad is None for p in model.parameters())
 
 
 class Random(nn.Module):
-    """Uses dropout, running statistics and numbers from `random`."""
+    """Uses dropout, running statistics, a buffer that it assigns, and numbers from `random`."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.layers = nn.Sequential(nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
         return self.layers(x.flatten(1)) * random.uniform(0.5, 1.0)
 
 
+def seeded() -> nn.Module:
+    torch.manual_seed(5)
+    random.seed(5)
+    return Random()
+
+
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_batchnorm_counts_only_micro_batches_that_succeeded():
-    ends = []
-    for first_size in (4, 12):  # a size that fits at once, and one that is halved
-        model = Random()
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=first_size)
-        torch.manual_seed(5)
-        random.seed(5)
+def test_buffers_count_only_micro_batches_that_succeeded():
+    for first_size, counted in ((4, 9), (12, 12)):  # a size that fits at once, and one that is halved
+        model, accumulator = make(seeded(), 0.1, micro_batch_size=first_size)
         for i in range(3):
             accumulator.update(make_batch(12, seed=i), Limited(model, 5, "backward" if i else "forward"))
-        ends.append(model.state_dict())
-    for name, tensor in ends[0].items():
-        # 12 is halved to 6 and to 3. These micro-batches differ from those of 4; only their number is the same.
-        assert tensor.shape == ends[1][name].shape
-    assert ends[0]["layers.1.num_batches_tracked"] == 9 and ends[1]["layers.1.num_batches_tracked"] == 12
+        assert model.layers[1].num_batches_tracked == model.seen == counted
 
 
 @pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_undone_window_changes_no_later_bit():
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_undone_window_changes_no_later_bit(kind):
     ends = []
     for fails in (False, True):
-        model = Random()
+        model = seeded()
         accumulator = Accumulator(model, Adam(model.parameters(), lr=0.1), micro_batch_size=4)
-        torch.manual_seed(5)
-        random.seed(5)
         for i in range(3):
-            batch = make_batch(12, seed=i)
+            calls: list[int] = []
+
+            def loss_fn(batch, calls=calls, fails=fails, model=model):
+                calls.append(0)
+                outputs = model(batch["x"])
+                if fails and len(calls) == 3:
+                    raise kind
+                return outputs.square().mean()
+
+            with pytest.raises(kind) if fails else contextlib.nullcontext():
+                accumulator.update(make_batch(12, seed=i), loss_fn)
             if fails:
-                seen = []
-
-                def fail(micro_batch, seen=seen, model=model):
-                    seen.append(micro_batch)
-                    if len(seen) == 3:
-                        raise KeyError("a bug")
-                    return model(micro_batch["x"]).square().mean()
-
-                with pytest.raises(KeyError, match="a bug"):
-                    accumulator.update(batch, fail)
-            accumulator.update(batch, lambda micro_batch, model=model: model(micro_batch["x"]).square().mean())
+                accumulator.update(make_batch(12, seed=i), loss_fn)
         ends.append(model.state_dict())
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
 
@@ -166,25 +171,26 @@ def test_out_of_memory_errors_are_recognised_and_no_others():
         assert not is_out_of_memory(one)
 
 
-def test_failed_attempt_frees_its_tensors():
-    model = make_net_without_router()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyError])
+def test_failed_attempt_frees_its_tensors(kind):
+    model, accumulator = make(micro_batch_size="auto")
     held: list[Any] = []
 
     def loss_fn(batch: Any) -> torch.Tensor:
         if len(batch["x"]) > 4:
             activations = torch.ones(1000)
             held.append(weakref.ref(activations))
-            raise torch.OutOfMemoryError("CUDA out of memory.")
+            raise kind
         assert all(one() is None for one in held)  # before the smaller size is tried
         return loss_of(model, batch)
 
     gc.disable()
     try:
-        accumulator.update(make_batch(13, seed=0), loss_fn)
+        with contextlib.suppress(KeyError):
+            accumulator.update(make_batch(13, seed=0), loss_fn)
+        assert held and held[-1]() is None
     finally:
         gc.enable()
-    assert held
 
 
 def test_larger_sizes_are_retried_occasionally():
@@ -209,222 +215,18 @@ def test_size_recovers_up_to_the_given_number():
     assert sorted(seen)[:2] == [5, 7] and max(seen) == 10
 
 
-def test_learned_size_is_part_of_the_state():
-    model = make_net_without_router()
-    first, second = (Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size="auto") for _ in range(2))
-    first.update(make_batch(8, seed=0), Limited(model, 1))
-    second.load_state_dict(first.state_dict())
-    loss_fn = Limited(model, 1)
-    second.update(make_batch(8, seed=0), loss_fn)
-    assert loss_fn.sizes == [1] * 8
+def test_longer_samples_are_not_proven_by_shorter_ones():
+    fit = MicroBatchSize(most=4)
+    for _ in range(2):
+        fit.succeeded(4, 2, width=100)
+    assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
+    assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
 
-
-# Ranks
-
-
-def wrap(kind: str) -> nn.Module:
-    net = make_net_without_router()
-    if kind == "DDP":
-        return DistributedDataParallel(net)
-    return fully_sharded()(net, 1.0)[0]
-
-
-def whole_weights(model: nn.Module) -> torch.Tensor:
-    return torch.cat(
-        [(p.full_tensor() if hasattr(p, "full_tensor") else p).detach().flatten() for p in model.parameters()]
-    )
-
-
-def error_that_sounds_like_a_lost_rank(where: str) -> list[str]:
-    """Raises the caller's own errors on rank 0, in a loss or in a backward that does not reduce."""
-    model = wrap("DDP")
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=3)
-    messages = []
-    for text in ("the feature store timed out", "Connection closed by peer", "Broken pipe", "the job was aborted"):
-
-        def loss_fn(batch: Any, text: str = text) -> torch.Tensor:
-            outputs = model(batch["x"])
-            if dist.get_rank() == 0 and where == "loss":
-                raise RuntimeError(text)
-            if dist.get_rank() == 0:
-                outputs.register_hook(partial(raise_error, text))
-            return outputs.square().mean()
-
-        with pytest.raises(RuntimeError) as caught:
-            accumulator.update(make_batch(6, seed=0), loss_fn)
-        messages.append(f"{type(caught.value).__name__}: {caught.value}")
-    assert accumulator.update(make_batch(6, seed=0), lambda batch: loss_of(model, batch)).stepped
-    return messages
-
-
-def raise_error(text: str, _: torch.Tensor) -> None:
-    raise RuntimeError(text)
-
-
-@pytest.mark.parametrize("where", ["loss", "backward"])
-def test_error_that_sounds_like_a_lost_rank_reaches_the_other_ranks(ranks, where):
-    zero, one = ranks(2).run(error_that_sounds_like_a_lost_rank, where)
-    assert [text.partition(":")[0] for text in zero] == ["RuntimeError"] * 4
-    for text, heard in zip(zero, one, strict=True):
-        assert heard.startswith(f"DistaccumError: rank 0 failed in update 0 ({text}); the window is undone")
-
-
-def waits_for_a_lost_rank(where: str) -> str:
-    """Rank 0's error after rank 1 has left, in a group that is unusable afterwards."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
-    model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
-    is_gone = dist.get_rank() == 1
-    if is_gone and where == "planning":
-        return ""
-    try:
-        for window in accumulator.windows([torch.ones(2, 3)]):
-            for x in window:
-                loss = model(x).mean()
-                if is_gone:
-                    return ""
-                window.backward(loss)
-    except DistaccumError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("where", ["planning", "reducing backward"])
-def test_lost_rank_is_recognised_by_a_failed_collective(ranks, where):
-    zero, _ = ranks(2).run(waits_for_a_lost_rank, where)
-    assert zero.startswith("rank 0 lost contact with the other ranks")
-
-
-EVERY_RANK = -1
-
-
-def updates(kind: str, fault: str, at: list[int], sizes: list[int], options: dict[str, Any]) -> Any:
-    """Runs updates with one fault in one rank's micro-batch; returns the message, the largest error and the leaks."""
-    rank = dist.get_rank()
-    model = wrap(kind)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
-    seen: list[int] = []
-    message = ""
-    trace: list[str] = []
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        seen.append(len(batch["x"]))
-        here = at[0] in (rank, EVERY_RANK) and len(seen) == at[1]
-        if fault.endswith("before forward") and here:
-            raise KeyError("a bug") if "bug" in fault else torch.OutOfMemoryError("CUDA out of memory.")
-        outputs = model(batch["x"])
-        if here:
-            outputs = (Bug if "bug" in fault else OutOfMemory).apply(outputs)
-        return outputs.square().mean()
-
-    wrong = []
-    reference = make_net_without_router()
-    for i in range(4):
-        batches = [make_batch(max(0, size + i), seed=10 * i + r) for r, size in enumerate(sizes)]
-        for attempt in range(2):
-            try:
-                update = accumulator.update(batches[rank], loss_fn)
-            except (DistaccumError, KeyError) as caught:
-                message = f"{type(caught).__name__}: {caught}"
-                assert attempt == 0
-                trace += leaked(model)
-            else:
-                break
-        assert update.index == i
-        exact = big_batch(reference, batches)
-        wrong.append(error(whole_weights(model), exact))
-        trace += leaked(model)
-    return message, max(wrong), trace
-
-
-class Bug(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise KeyError("a bug")
-
-
-def leaked(model: nn.Module) -> list[str]:
-    found = [name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
-    if isinstance(model, DistributedDataParallel) and not model.require_backward_grad_sync:
-        found.append("the flag")
-    return found
-
-
-KINDS = {
-    "DDP": {"micro_batch_size": 3},
-    "DDP, auto": {"micro_batch_size": "auto"},
-    "DDP, every": {"micro_batch_size": 3, "sync": "every"},
-    "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
-    "FSDP2, auto": {"micro_batch_size": "auto"},
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [[0, 1], [1, 1], [1, 2], [0, 4]], ids=str)
-@pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_fault_on_one_rank_is_undone_on_all_ranks(ranks, kind, fault, at):
-    """Before a size is proven, at any micro-batch: no reduction starts before all ranks have succeeded."""
-    ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [7, 5], KINDS[kind])
-    for rank, (message, wrong, trace) in enumerate(ends):
-        assert wrong <= 1e-10 and not trace
-        if "bug" in fault:
-            assert message.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
-        else:
-            assert not message
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [1, 2, 3, 8])
-@pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
-def test_fault_on_all_ranks_is_undone_where_forwards_communicate(ranks, fault, number):
-    """Under sync='last' a given size counts as proven: the last micro-batch's backward reduces at once."""
-    ends = ranks(2).run(updates, "FSDP2", fault, [EVERY_RANK, number], [7, 7], {"micro_batch_size": 3})
-    assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
-    assert [message for message, *_ in ends] == ["KeyError: 'a bug'" if "bug" in fault else ""] * 2
-
-
-@pytest.mark.parametrize("at", [[0, 10], [1, 6], [1, 8]], ids=str)
-@pytest.mark.parametrize("fault", ["bug before forward", "memory before forward"])
-@pytest.mark.parametrize("kind", ["DDP", "DDP, every", "FSDP2, gathered"])
-def test_window_of_a_proven_size_is_undone_before_its_last_backward(ranks, kind, fault, at):
-    ends = ranks(2).run(updates, kind.partition(",")[0], fault, at, [9, 6], KINDS[kind])
-    assert all(wrong <= 1e-10 and not trace for _, wrong, trace in ends)
-    assert [bool(message) for message, *_ in ends] == [fault.startswith("bug")] * 2
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_fault_is_undone_beside_a_rank_without_samples(ranks, kind):
-    if kind.startswith("FSDP2"):
-        pytest.skip("a rank that never had a micro-batch cannot stand in")
-    ends = ranks(2).run(updates, kind.partition(",")[0], "memory before forward", [0, 2], [7, -3], KINDS[kind])
-    assert max(wrong for _, wrong, _ in ends) <= 1e-10
-
-
-def counted(kind: str, options: dict[str, Any]) -> Any:
-    from counting import Counting
-
-    model = wrap(kind)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), **options)
-    seen = []
-    for i in range(4):
-        with Counting() as counting:
-            accumulator.update(make_batch(8, seed=i), lambda batch: loss_of(model, batch)).loss  # noqa: B018
-            seen.append([name for name, _ in counting.take()])
-    return seen
-
-
-def test_update_adds_one_small_collective(ranks):
-    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
-    seen, other = ranks(2).run(counted, "DDP", {"micro_batch_size": 2})
-    assert seen == other
-    gathers = [names.count("allgather_") for names in seen]
-    assert gathers == [2, 2, 2, 2]
-    assert [sum("allreduce" in name for name in names) for names in seen] == [3, 3, 2, 2]
+    restarted = MicroBatchSize(most=4)
+    restarted.load(fit.state())
+    fit.load(restarted.state())
+    assert restarted.good == 4
+    assert not restarted.is_proven(4, 100) and not fit.is_proven(4, 100), "a proof is of this process"
 
 
 def test_wrong_sizes_are_refused_at_once():
@@ -437,36 +239,17 @@ def test_wrong_sizes_are_refused_at_once():
         Accumulator(model, optimizer).update(make_batch(2, seed=0), None)
     with pytest.raises(ValueError, match=r"'auto' is for update\(\)"):
         Accumulator(model, optimizer, batch_size=8, micro_batch_size="auto").windows([])
-    assert math.isfinite(Accumulator(model, optimizer, steps=2).update(make_batch(3, seed=0), Limited(model, 9)).loss)
 
 
 def test_learned_size_yields_to_another_micro_batch_size():
-    model = make_net_without_router()
-    small = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    model, small = make(lr=0.0, micro_batch_size=2)
     small.update(make_batch(8, seed=0), Limited(model, 9))
-    for asked in (4, "auto"):
-        larger = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=asked)
+    for asked, sizes in ((4, [4, 4]), ("auto", [8])):
+        _, larger = make(model, 0.0, micro_batch_size=asked)
         larger.load_state_dict(small.state_dict())
         loss_fn = Limited(model, 9)
         larger.update(make_batch(8, seed=0), loss_fn)
-        assert loss_fn.sizes == ([4, 4] if asked == 4 else [8])
-
-
-def test_assigned_buffers_are_undone():
-    class Counting(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.net = make_net_without_router()
-            self.register_buffer("seen", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.seen = self.seen + 1
-            return self.net(x)
-
-    model = Counting()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size="auto")
-    accumulator.update(make_batch(8, seed=0), Limited(model, 4, "backward"))
-    assert model.seen == 2
+        assert loss_fn.sizes == sizes
 
 
 def test_buffers_that_were_replaced_or_deleted_are_restored():
@@ -486,25 +269,6 @@ def test_buffers_that_were_replaced_or_deleted_are_restored():
     now = dict(model.named_buffers(remove_duplicate=False))
     assert all(now[name] is one and not one.any() for name, one in found.items())
     assert list(model.state_dict()) == ["none", "deleted", "shared.replaced"]
-
-
-def test_longer_samples_are_not_proven_by_shorter_ones():
-    fit = MicroBatchSize(most=4)
-    for _ in range(2):
-        fit.succeeded(4, 2, width=100)
-    assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
-    assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
-
-
-def test_proof_of_a_size_is_not_part_of_the_state():
-    fit = MicroBatchSize(most=4)
-    for _ in range(3):
-        fit.succeeded(4, 2, width=100)
-    restarted = MicroBatchSize(most=4)
-    restarted.load(fit.state())
-    fit.load(restarted.state())
-    assert restarted.good == 4
-    assert not restarted.is_proven(4, 100) and not fit.is_proven(4, 100)
 
 
 def test_retry_leaves_the_scaler_as_found():
@@ -527,49 +291,6 @@ def test_retry_leaves_the_scaler_as_found():
     for batch in batches:
         big_batch(expected, [batch])
     assert error(weights(model), weights(expected)) <= 1e-6
-
-
-@pytest.mark.filterwarnings("ignore:layers.1 normalise")
-def test_ctrl_c_in_the_loss_undoes_the_window():
-    ends = []
-    for interrupted in (False, True):
-        model, calls = Random(), 0
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=4)
-        torch.manual_seed(5)
-        random.seed(5)
-
-        def loss_fn(batch: Any, model: nn.Module = model, interrupted: bool = interrupted) -> torch.Tensor:
-            nonlocal calls
-            calls += 1
-            outputs = model(batch["x"])
-            if interrupted and calls == 2:
-                raise KeyboardInterrupt
-            return outputs.square().mean()
-
-        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
-            accumulator.update(make_batch(12, seed=0), loss_fn)
-        if interrupted:
-            accumulator.update(make_batch(12, seed=0), loss_fn)
-        ends.append(model.state_dict())
-    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
-
-
-def sample_that_does_not_fit_on(which: int) -> str:
-    rank, model = dist.get_rank(), DistributedDataParallel(make_net_without_router())
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto")
-    before = weights(model)
-    with pytest.raises(DistaccumError) as caught:
-        accumulator.update(make_batch(4, seed=rank), Limited(model, 0 if rank == which else 9))
-    assert torch.equal(weights(model), before)
-    batches = [make_batch(4, seed=10 + r) for r in range(2)]
-    accumulator.update(batches[rank], Limited(model, 9))
-    assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
-    return str(caught.value)
-
-
-def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks(ranks):
-    for text in ranks(2).run(sample_that_does_not_fit_on, 1):
-        assert "1 sample does not fit into the memory of rank 1" in text
 
 
 def test_update_within_an_update_is_refused():
@@ -629,25 +350,6 @@ def test_update_within_inference_mode_is_refused():
         assert call().stepped
 
 
-def test_failed_update_keeps_nothing_alive():
-    model = make_net_without_router()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-    held: list[Any] = []
-
-    def loss_fn(batch: Any) -> torch.Tensor:
-        activations = torch.ones(10)
-        held.append(weakref.ref(activations))
-        raise KeyError("a bug")
-
-    gc.disable()
-    try:
-        with contextlib.suppress(KeyError):
-            accumulator.update(make_batch(4, seed=0), loss_fn)
-        assert held[0]() is None
-    finally:
-        gc.enable()
-
-
 def test_error_in_the_step_discards_the_window():
     model = make_net_without_router()
     optimizer = SGD(model.parameters(), lr=0.1)
@@ -677,84 +379,196 @@ def test_nan_of_a_backward_is_named_for_each_owner_of_the_step(owner):
     assert len(calls) == 2  # it is not run again
 
 
-def updates_on_zero(name: str, fault: str, at: list[int]) -> Any:
-    """Like `updates`, on engines that own the step, in float32."""
-    from engines import KINDS as ALL
+# Ranks
 
-    kind, rank = ALL[name], dist.get_rank()
-    model, optimizer = kind.wrap(make_net_without_router().float(), 1.0)
-    accumulator = Accumulator(model, optimizer, micro_batch_size=3)
-    seen: list[int] = []
+
+def wrap(kind: str) -> Any:
+    """The model, the function that reads its weights, and its dtype."""
+    net = make_net_without_router()
+    if kind.startswith("ZeRO"):
+        return KINDS[kind].wrap(net.float(), 1.0)[0], KINDS[kind].weights, torch.float32
+    return DistributedDataParallel(net) if kind == "DDP" else fully_sharded()(net, 1.0)[0], full_weights, torch.float64
+
+
+def waits_for_a_lost_rank(where: str) -> str:
+    """Rank 0's error after rank 1 has left, in a group that is unusable afterwards."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+    is_gone = dist.get_rank() == 1
+    if is_gone and where == "planning":
+        return ""
+    try:
+        for window in accumulator.windows([torch.ones(2, 3)]):
+            for x in window:
+                loss = model(x).mean()
+                if is_gone:
+                    return ""
+                window.backward(loss)
+    except DistaccumError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["planning", "reducing backward"])
+def test_lost_rank_is_recognised_by_a_failed_collective(ranks, where):
+    zero, _ = ranks(2).run(waits_for_a_lost_rank, where)
+    assert zero.startswith("rank 0 lost contact with the other ranks")
+
+
+BUG, NO_MEMORY, EVERY_RANK = "a bug", "CUDA out of memory.", -1
+FAULTS = list(itertools.product((BUG, NO_MEMORY), ("loss", "backward")))
+# Errors of the caller's that sound like a lost rank must reach the other ranks too.
+SOUNDS = ["the feature store timed out", "Connection closed by peer", "Broken pipe", "the job was aborted"]
+
+
+def updates(kind: str, fault: tuple[str, str], at: tuple[int, int], sizes: list[int], options: dict[str, Any]) -> Any:
+    """Runs updates with a fault in one rank's n-th micro-batch; returns the message, the largest error and leaks."""
+    rank, (text, where) = dist.get_rank(), fault
+    model, read, dtype = wrap(kind)
+    optimizer = None if kind.startswith("ZeRO") else SGD(model.parameters(), lr=1.0)
+    accumulator = Accumulator(model, optimizer, **options)
+    calls, message, wrong, leaks = 0, "", [], []
 
     def loss_fn(batch: Any) -> torch.Tensor:
-        seen.append(len(batch["x"]))
-        here = [rank, len(seen)] == at
-        if here and fault.endswith("before forward"):
-            raise KeyError("a bug") if "bug" in fault else torch.OutOfMemoryError("CUDA out of memory.")
+        nonlocal calls
+        calls += 1
+        here = at[0] in (rank, EVERY_RANK) and calls == at[1]
+        error = torch.OutOfMemoryError(text) if text == NO_MEMORY else RuntimeError(text)
+        if here and where == "loss":
+            raise error
         outputs = model(batch["x"])
-        if here:
-            outputs = (Bug if "bug" in fault else OutOfMemory).apply(outputs)
-        return outputs.square().mean()
+        return (Raises.apply(outputs, error) if here else outputs).square().mean()
 
-    message, wrong = "", []
     for i in range(4):
-        before = kind.weights(model).double()
-        batches = [make_batch(size, seed=10 * i + r, dtype=torch.float32) for r, size in enumerate([7, 5])]
-        for _ in range(2):
+        batches = [make_batch(max(0, size + i), seed=10 * i + r, dtype=dtype) for r, size in enumerate(sizes)]
+        before, plain = read(model).double(), make_net_without_router()
+        for attempt in range(2):
             try:
-                accumulator.update(batches[rank], loss_fn)
-            except (DistaccumError, KeyError) as caught:
-                message = f"{type(caught).__name__}: {caught}"
-            else:
+                update = accumulator.update(batches[rank], loss_fn)
                 break
-        net = make_net_without_router()
-        nn.utils.vector_to_parameters(before, net.parameters())
-        batch = join(batches)
-        loss_of(net, {**batch, "x": batch["x"].double()}).backward()
-        exact = torch.cat([p.grad.flatten() for p in net.parameters()])
-        wrong.append(error(before - kind.weights(model).double(), exact))
-    return message, max(wrong)
+            except (DistaccumError, RuntimeError) as caught:
+                message = f"{type(caught).__name__}: {caught}"
+                assert attempt == 0
+                leaks += leaked(model)
+        assert update.index == i
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        loss_of(plain, {"x": join(batches)["x"].double()}).backward()
+        wrong.append(error(before - read(model).double(), gradient(plain)))
+        leaks += leaked(model)
+    return message, max(wrong), leaks
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("at", [[1, 2], [0, 6]], ids=str)
-@pytest.mark.parametrize("fault", ["bug before forward", "bug in backward", "memory before forward", "in backward"])
-@pytest.mark.parametrize("name", ["ZeRO 0", "ZeRO 1", "ZeRO 2"])
-def test_fault_on_one_rank_is_undone_under_deepspeed(ranks, name, fault, at):
-    if name == "ZeRO 2" and not COALESCES:
-        pytest.skip("this DeepSpeed reduces in each backward")
-    for rank, (message, wrong) in enumerate(ranks(2).run(updates_on_zero, name, fault, at)):
-        assert wrong <= 1e-5
-        if "bug" in fault:
-            assert message.startswith("KeyError: 'a bug'" if rank == at[0] else f"DistaccumError: rank {at[0]} failed")
+def leaked(model: Any) -> list[str]:
+    if hasattr(model, "save_checkpoint"):
+        return []
+    found = [name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
+    return found + ["the flag"] * (not getattr(model, "require_backward_grad_sync", True))
 
 
-def as_a_loop(kind: str) -> Any:
-    """Trains on the same batches with split() and a loop, and with update()."""
+def all_updates(cases: list[Any], *arguments: Any) -> dict[Any, Any]:
+    return {case: updates(arguments[0], *case, *arguments[1:]) for case in cases}
+
+
+OPTIONS = {
+    "DDP": {"micro_batch_size": 3},
+    "DDP, auto": {"micro_batch_size": "auto"},
+    "DDP, every": {"micro_batch_size": 3, "sync": "every"},
+    "FSDP2": {"micro_batch_size": 3},
+    "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
+    "FSDP2, auto": {"micro_batch_size": "auto"},
+    **{
+        f"ZeRO {stage}": {"micro_batch_size": 3} for stage in range(3 if COALESCES else 2)
+    },  # 2 reduces in each backward
+}
+IN_THE_LOSS = [(BUG, "loss"), (NO_MEMORY, "loss")]
+UNPROVEN = list(itertools.product(FAULTS, [(0, 1), (1, 1), (1, 2), (0, 4)]))
+# No reduction starts before all ranks have succeeded, at any micro-batch until a size is proven, and then up to the
+# last loss. Under FSDP2 with sync='last' a given size counts as proven: the last backward reduces at once.
+SCENES = {
+    **{f"{kind}, unproven": (kind, UNPROVEN, [7, 5]) for kind in OPTIONS if "ZeRO" not in kind and kind != "FSDP2"},
+    "FSDP2, on all ranks": ("FSDP2", list(itertools.product(FAULTS, [(EVERY_RANK, n) for n in (1, 2, 3, 8)])), [7, 7]),
+    **{
+        f"{kind}, proven": (kind, list(itertools.product(IN_THE_LOSS, [(0, 10), (1, 6), (1, 8)])), [9, 6])
+        for kind in ("DDP", "DDP, every", "FSDP2, gathered")
+    },
+    **{
+        f"{kind}, beside a rank without samples": (kind, [((NO_MEMORY, "loss"), (0, 2))], [7, -3])
+        for kind in ("DDP", "DDP, auto", "DDP, every")
+    },
+    "DDP, an error like a lost rank's": (
+        "DDP",
+        [((t, w), (0, 1)) for t in SOUNDS for w in ("loss", "backward")],
+        [6, 6],
+    ),
+    **{kind: (kind, list(itertools.product(FAULTS, [(1, 2), (0, 6)])), [7, 5]) for kind in OPTIONS if "ZeRO" in kind},
+}
+
+
+@pytest.mark.parametrize(("kind", "cases", "sizes"), SCENES.values(), ids=SCENES)
+def test_fault_of_some_ranks_is_undone_on_all_ranks(ranks, kind, cases, sizes):
+    name = kind.partition(",")[0]
+    for rank, seen in enumerate(ranks(2).run(all_updates, cases, name, sizes, OPTIONS[kind])):
+        assert set(seen) == set(cases)
+        for ((text, _), (of_rank, _)), (message, wrong, leaks) in seen.items():
+            assert wrong <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
+            if text == NO_MEMORY:
+                assert not message
+            elif of_rank in (rank, EVERY_RANK):
+                assert message == f"RuntimeError: {text}"
+            else:
+                assert message.startswith(f"DistaccumError: rank {of_rank} failed in update ") and text in message
+
+
+def counted() -> Any:
+    model, accumulator = make(DistributedDataParallel(make_net_without_router()), 0.1, micro_batch_size=2)
+    seen = []
+    for i in range(4):
+        with Counting() as counting:
+            accumulator.update(make_batch(8, seed=i), partial(loss_of, model)).loss  # noqa: B018
+            names = [name for name, _ in counting.take()]
+        seen.append((names.count("allgather_"), sum("allreduce" in name for name in names)))
+    return seen
+
+
+def test_update_adds_one_small_collective(ranks):
+    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
+    assert ranks(2).run(counted) == [[(2, 3), (2, 3), (2, 2), (2, 2)]] * 2
+
+
+@on_ranks(2)
+def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
+    which = 1
+    rank = dist.get_rank()
+    model, accumulator = make(DistributedDataParallel(make_net_without_router()), micro_batch_size="auto")
+    before = weights(model)
+    said = refused(accumulator.update, make_batch(4, seed=rank), Limited(model, 0 if rank == which else 9))
+    assert torch.equal(weights(model), before)
+    batches = [make_batch(4, seed=10 + r) for r in range(2)]
+    accumulator.update(batches[rank], Limited(model, 9))
+    assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
+    assert "1 sample does not fit into the memory of rank 1" in said
+
+
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_update_equals_its_documented_loop(static):
+    """Also for buffers: DDP broadcasts them before the window, not in a forward that some rank may not run."""
+    # Trains on the same batches with split() and a loop, and with update().
     ends = []
     for closure in (False, True):
         torch.manual_seed(5)
-        net: nn.Module = nn.Sequential(nn.Flatten(), nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
-        model = DistributedDataParallel(net, static_graph=kind == "static graph")
-        optimizer = SGD(model.parameters(), lr=0.1)
-        accumulator = Accumulator(model, optimizer, micro_batch_size=3, batchnorm="ignore")
+        net = nn.Sequential(nn.Flatten(), nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+        ddp = DistributedDataParallel(net, static_graph=static)
+        model, accumulator = make(ddp, 0.1, micro_batch_size=3, batchnorm="ignore")
         for i in range(5):
             batch = make_batch(7, seed=10 * i + dist.get_rank())
             if closure:
-                accumulator.update(batch, lambda batch, model=model: loss_of(model, batch))
+                accumulator.update(batch, partial(loss_of, model))
             else:
-                window = accumulator.split(batch)
-                for micro_batch in window:
-                    window.backward(loss_of(model, micro_batch))
-                window.step()
+                run_window(accumulator.split(batch), model).step()
         ends.append(torch.cat([value.double().flatten() for value in model.state_dict().values()]))
-    return error(*ends)
-
-
-@pytest.mark.parametrize("kind", ["buffers", "static graph"])
-def test_update_equals_its_documented_loop(ranks, kind):
-    """Also for buffers: DDP broadcasts them before the window, not in a forward that some rank may not run."""
-    assert max(ranks(2).run(as_a_loop, kind)) <= 1e-12
+    assert error(*ends) <= 1e-12
 
 
 def under_a_real_limit() -> Any:
@@ -797,7 +611,7 @@ def test_update_survives_a_real_allocator_that_refuses(ranks):
 
 
 def one_rank_fails_to_step() -> list[str]:
-    model = wrap("DDP")
+    model = wrap("DDP")[0]
     optimizer = SGD(model.parameters(), lr=0.1)
     accumulator = Accumulator(model, optimizer, micro_batch_size=3)
 
