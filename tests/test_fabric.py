@@ -21,8 +21,9 @@ from engines import (
     zero_config,
     zero_weights,
 )
-from problems import error, gradient, join, make_batch, make_net_without_router, sample_loss, weights
-from ranks import launched
+from oracle import everything, own
+from problems import error, gradient, join, make_batch, make_net_without_router, run_window, sample_loss, weights
+from ranks import launched, on_ranks
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import StepLR
@@ -207,6 +208,48 @@ def test_scaler_beside_that_of_the_plugin_is_refused():
 # What else goes through Fabric's wrappers
 
 
+class Own(nn.Module):
+    """Its loss is a method, which Fabric sends through the wrapper's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net_without_router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any) -> Tensor:
+        return sample_loss(self.net, batch)
+
+
+@pytest.mark.parametrize("what", ["compiled again", "a loss in a method", "calls that stayed"])
+@on_ranks(2)
+def test_window_under_fabrics_ddp_is_exact(what):
+    torch._dynamo.reset()
+    net = Own() if what == "a loss in a method" else make_net_without_router()
+    with launched():
+        fabric = make_fabric(strategy_of("DDP"))
+        given = torch.compile(net, backend="aot_eager") if what == "compiled again" else net
+        model, optimizer = fabric.setup(given, SGD(net.parameters(), lr=1.0))
+    layout, plain, before = [[3, 1], [2]], make_net_without_router(), weights(model)
+    window = Accumulator(model, optimizer).window(own(layout))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's own
+        for i, batch in enumerate(window):
+            with fabric.no_backward_sync(model, enabled=i == 0 and what == "calls that stayed"):
+                window.backward(
+                    model.training_step(batch) if what == "a loss in a method" else sample_loss(model, batch)
+                )
+    sample_loss(plain, everything(layout)).backward()
+    exact = gradient(plain)
+    if what == "calls that stayed":
+        fabric.clip_gradients(model, optimizer, clip_val=0.01)
+        assert exact.abs().max() > 0.01
+        exact.clamp_(-0.01, 0.01)
+    window.step()
+    assert error(before - weights(model), exact) <= 1e-10
+
+
 class Callback:
     def __init__(self) -> None:
         self.steps = 0
@@ -256,63 +299,9 @@ def test_update_and_check_run_on_a_model_of_fabric():
     assert accumulator.check(batch, lambda part: sample_loss(model, part)).equivalent
 
 
-def compiled() -> float:
-    torch._dynamo.reset()
-    with launched():
-        fabric = make_fabric(strategy_of("DDP"))
-        net = make_net_without_router()
-        model, optimizer = fabric.setup(torch.compile(net, backend="aot_eager"), SGD(net.parameters(), lr=1.0))
-    accumulator, rank = Accumulator(model, optimizer), dist.get_rank()
-    layout = [[2, 2], [2]]
-    mine = [[make_batch(size, seed=10 * r + i) for i, size in enumerate(sizes)] for r, sizes in enumerate(layout)]
-    before = weights(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dynamo's own
-        run(accumulator.window(mine[rank]), model)
-    exact = make_net_without_router()
-    sample_loss(exact, join([*mine[0], *mine[1]])).backward()
-    return error(before - weights(model), gradient(exact))
-
-
-def test_module_that_fabric_compiles_again_is_exact(ranks):
-    assert max(ranks(2).run(compiled)) <= 1e-10
-
-
-class Own(nn.Module):
-    """Its loss is a method, which Fabric sends through the wrapper's forward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = make_net_without_router()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.net(x)
-
-    def training_step(self, batch: Any) -> Tensor:
-        return sample_loss(self.net, batch)
-
-
-def by_a_marked_method() -> float:
-    with launched():
-        fabric = make_fabric(strategy_of("DDP"))
-        model, optimizer = fabric.setup(*(lambda own: (own, SGD(own.parameters(), lr=1.0)))(Own()))
-    accumulator, layout = Accumulator(model, optimizer), [[3, 1], [2]]
-    drawn = [[make_batch(size, seed=10 * r + i) for i, size in enumerate(sizes)] for r, sizes in enumerate(layout)]
-    before = weights(model)
-    window = accumulator.window(drawn[dist.get_rank()])
-    for batch in window:
-        window.backward(model.training_step(batch))
-    window.step()
-    exact = Own()
-    exact.training_step(join([*drawn[0], *drawn[1]])).backward()
-    return error(before - weights(model), gradient(exact))
-
-
-def test_loss_in_a_method_of_the_module_is_exact(ranks):
-    assert max(ranks(2).run(by_a_marked_method)) <= 1e-10
-
-
-def saved(folder: str) -> Any:
+@on_ranks(2)
+def test_fabric_saves_and_loads_the_accumulator(tmp_path):
+    folder = str(tmp_path)
     with launched():
         fabric = make_fabric(strategy_of("DDP"))
 
@@ -326,11 +315,7 @@ def saved(folder: str) -> Any:
             run(window, state["model"])
         fabric.save(f"{folder}/state.ckpt", state)
         fabric.load(f"{folder}/state.ckpt", later)
-    return later["accumulator"].index, torch.equal(weights(later["model"]), weights(state["model"]))
-
-
-def test_fabric_saves_and_loads_the_accumulator(ranks, tmp_path):
-    assert ranks(2).run(saved, str(tmp_path)) == [(2, True)] * 2
+    assert (later["accumulator"].index, torch.equal(weights(later["model"]), weights(state["model"]))) == (2, True)
 
 
 def test_strategy_or_plugin_with_a_backward_or_step_of_its_own_is_refused():
@@ -345,44 +330,18 @@ def test_strategy_or_plugin_with_a_backward_or_step_of_its_own_is_refused():
         def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
             return super().optimizer_step(optimizer, **kwargs)
 
-    for options, own in (({"strategy": Doubling("cpu")}, "Doubling.backward"), ({"plugins": [Noting()]}, "Noting.")):
+    for options, name in (({"strategy": Doubling("cpu")}, "Doubling.backward"), ({"plugins": [Noting()]}, "Noting.")):
         with launched():
             fabric = make_fabric(**{"strategy": "auto", **options})
             net = make_net_without_router()
             model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
-        with pytest.raises(ValueError, match=own):
+        with pytest.raises(ValueError, match=name):
             Accumulator(model, optimizer)
-
-
-def with_calls_that_stayed() -> tuple[float, float]:
-    with launched():
-        fabric = make_fabric(strategy_of("DDP"))
-        net = make_net_without_router()
-        model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
-    accumulator, layout = Accumulator(model, optimizer), [[3, 1], [2]]
-    drawn = [[make_batch(size, seed=10 * r + i) for i, size in enumerate(sizes)] for r, sizes in enumerate(layout)]
-    before = weights(model)
-    window = accumulator.window(drawn[dist.get_rank()])
-    for i, batch in enumerate(window):
-        with fabric.no_backward_sync(model, enabled=i == 0):
-            window.backward(sample_loss(model, batch))
-    fabric.clip_gradients(model, optimizer, clip_val=0.01)
-    window.step()
-    exact = make_net_without_router()
-    sample_loss(exact, join([*drawn[0], *drawn[1]])).backward()
-    return error(before - weights(model), gradient(exact).clamp(-0.01, 0.01)), float(gradient(exact).abs().max())
-
-
-def test_no_backward_sync_that_stayed_changes_nothing_and_values_are_clipped_before_the_step(ranks):
-    for wrong, largest in ranks(2).run(with_calls_that_stayed):
-        assert wrong <= 1e-10 and largest > 0.01
 
 
 def test_gradient_that_fabric_unscaled_and_clipped_is_not_unscaled_again():
     fabric, model, optimizer = in_mixed(torch.amp.GradScaler("cpu", init_scale=8.0))
-    window, before = Accumulator(model, optimizer).window(BATCHES), weights(model)
-    for batch in window:
-        window.backward(sample_loss(model, batch))
+    before, window = weights(model), run_window(Accumulator(model, optimizer).window(BATCHES), model, sample_loss)
     assert error(fabric.clip_gradients(model, optimizer, max_norm=0.1), exact_gradient().norm()) <= 3e-3
     window.step()
     assert abs(float((before - weights(model)).norm()) - 0.1) <= 1e-4
