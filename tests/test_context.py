@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import full
-from problems import IGNORED, error, gradient, join, make_batch
+from oracle import flat, step_off
+from problems import IGNORED, Batch, error, gradient, join, make_batch, refused
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,7 +24,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, count_tokens
+from distaccum import Accumulator, count_tokens
 from distaccum.extensions import NoiseScale
 
 TOKENS = 6
@@ -157,210 +158,136 @@ def cut(batch: Any, mesh: Any) -> Any:
     return {key: value.chunk(num, dim=1)[rank].contiguous() for key, value in batch.items()}
 
 
-def law_with_parts(attend: str, wrap: str, sync: str, reduction: str, whole: bool) -> Any:
-    """By window: how far the step, the norm and the loss are off, and the counts."""
-    net, mesh = on_a_mesh(attend, wrap)
-    num, rank = mesh["data"].size(), mesh["data"].get_local_rank()
-    count = count_tokens("labels", over=mesh["context"]) if whole else count_tokens("labels")
-    accumulator = Accumulator(
-        net,
-        SGD(net.parameters(), lr=1.0),
-        sync=sync,
-        reduction=reduction,
-        count=count,
-        max_norm=1e9,
-        steps=9,
-        mesh=mesh["data"],
-    )
-    how, seen = "mean" if reduction == "mean" else "sum", []
-    for index, pair in enumerate(WINDOWS):
-        layout = [pair[r % 2] for r in range(num)]
-        before = [full(p).detach().clone() for p in net.parameters()]
-        own = batches_of(layout, index, rank)
-        window = accumulator.window(own if whole else [cut(one, mesh["context"]) for one in own])
-        for batch in window:
-            window.backward(criterion(net, cut(batch, mesh["context"]) if whole else batch, how))
-        update = window.step()
-        plain = make_reader()
-        nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in before]), plain.parameters())
-        everyone = join([b for r in range(num) for b in batches_of(layout, index, r)])
-        loss = criterion(plain, everyone, "sum" if reduction == "sum" else "mean")
-        loss.backward()
-        moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
-        norm = gradient(plain).norm().item()
-        assert update.counts == {"tokens": int(everyone["labels"].ne(IGNORED).sum())}
-        off = abs(update.loss - loss.item()) / abs(loss.item())
-        seen.append((error(moved, gradient(plain)), abs(update.grad_norm - norm) / norm, off))
-    return seen
-
-
-def within(seen: Any, bound: float = 1e-10) -> None:
-    for of_rank in seen:
-        assert len(of_rank) == len(WINDOWS)
-        for numbers in of_rank:
-            assert max(numbers) <= bound, of_rank
-
-
-@pytest.mark.parametrize("attend", ATTENTIONS)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "sum_to_mean"])
-def test_law_holds_with_parts_of_sequences(ranks, attend, reduction):
-    within(ranks(4).run(law_with_parts, attend, "fsdp2", "last", reduction, False))
-
-
-@pytest.mark.parametrize("sync", ["every", "gathered"])
-def test_law_holds_with_parts_of_sequences_under_each_policy(ranks, sync):
-    within(ranks(4).run(law_with_parts, "ring", "fsdp2", sync, "mean", False))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum_to_mean"])
-def test_law_holds_with_parts_of_sequences_under_ddp(ranks, reduction):
-    within(ranks(4).run(law_with_parts, "gathered", "DDP", "last", reduction, False))
-
-
-@pytest.mark.parametrize("reduction", ["sum", "sum_to_mean"])
-@pytest.mark.parametrize("wrap", ["fsdp2", "DDP"])
-def test_whole_labels_that_are_cut_later_are_counted_once(ranks, reduction, wrap):
-    within(ranks(4).run(law_with_parts, "ring", wrap, "last", reduction, True))
-
-
-def cut_by_torch() -> Any:
-    """torch's context_parallel cuts in place, the outer quarters to rank 0; its attention has no CPU kernel."""
-    from torch.distributed.tensor.experimental import context_parallel
-
-    net, mesh = on_a_mesh("ring", "fsdp2")
-    count = count_tokens("labels", over=mesh["context"])
-    accumulator = Accumulator(
-        net, SGD(net.parameters(), lr=1.0), reduction="sum_to_mean", count=count, max_norm=1e9, mesh=mesh["data"]
-    )
-    batches = [{key: value[:, :4].contiguous() for key, value in make_batch(2, seed=i).items()} for i in range(4)]
-    exact = make_reader()
-    criterion(exact, join(batches), "mean").backward()
-    before = [full(p).detach().clone() for p in net.parameters()]
-    window = accumulator.window(batches[mesh["data"].get_local_rank() :: 2])
-    for batch in window:
-        with context_parallel(mesh["context"], buffers=list(batch.values()), buffer_seq_dims=[1, 1]):
-            assert batch["x"].shape == (2, 2, 5)
-            window.backward(criterion(net, batch, "sum"))
-    window.step()
-    moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
-    return error(moved, gradient(exact))
-
-
-def test_law_holds_where_torch_cuts_sequences(ranks):
-    assert max(ranks(4).run(cut_by_torch)) <= 1e-10
-
-
-def plans_refused(what: str) -> str:
-    net, mesh = on_a_mesh("ring", "fsdp2")
-    over = mesh["context"] if what in ("cut before", "update") else None
-    accumulator = Accumulator(
-        net,
-        SGD(net.parameters(), lr=0.0),
-        reduction="sum_to_mean",
-        count=count_tokens("labels", over=over),
-        mesh=mesh["data"],
-    )
-    whole = [make_batch(2, seed=mesh["data"].get_local_rank()) for _ in range(2)]
-    batches = whole if what == "counted whole" else [cut(one, mesh["context"]) for one in whole]
-    if what == "fewer" and dist.get_rank() == 3:
-        batches.pop()
-    try:
-        accumulator.window(batches)
-    except DistaccumError as raised:
-        good = [cut(one, mesh["context"]) for one in whole] if over is None else whole
-        window = accumulator.window(good)  # the next one is exact
-        for batch in window:
-            window.backward(criterion(net, batch if over is None else cut(batch, mesh["context"]), "sum"))
-        return str(raised) if window.step().stepped else "no step"
-    return "nothing"
+RING, DDP = ("ring", "fsdp2"), ("gathered", "DDP")
 
 
 @pytest.mark.parametrize(
-    ("what", "said"),
+    ("attend", "wrap", "sync", "reduction", "whole"),
     [
-        ("counted whole", "so that all are counted 2 times; count what is cut"),
-        ("cut before", "leave over out where they are cut before"),
-        ("fewer", "ranks [2, 3] of the group have parts of the same samples, and have [2, 1] micro-batches"),
+        *((one, "fsdp2", "last", how, False) for one in ATTENTIONS for how in ("mean", "sum", "sum_to_mean")),
+        *((*RING, sync, "mean", False) for sync in ("every", "gathered")),
+        *((*DDP, "last", how, False) for how in ("mean", "sum_to_mean")),
+        # Whole labels that are cut later are counted once.
+        *(("ring", wrap, "last", how, True) for wrap in ("fsdp2", "DDP") for how in ("sum", "sum_to_mean")),
     ],
 )
-def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(ranks, what, said):
-    for message in ranks(4).run(plans_refused, what):
-        assert said in message
+@on_ranks(4)
+def test_law_holds_with_parts_of_sequences(attend, wrap, sync, reduction, whole):
+    """By window: how far the step, the norm and the loss are off."""
+    net, mesh = on_a_mesh(attend, wrap)
+    num, rank, context = mesh["data"].size(), mesh["data"].get_local_rank(), mesh["context"]
+    count = count_tokens("labels", over=context) if whole else count_tokens("labels")
+    options = {"sync": sync, "reduction": reduction, "count": count, "max_norm": 1e9, "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **options)
+    how = "mean" if reduction == "mean" else "sum"
+    for index, pair in enumerate(WINDOWS):
+        layout = [pair[r % 2] for r in range(num)]
+        mine = batches_of(layout, index, rank)
+        window = accumulator.window(mine if whole else [cut(one, context) for one in mine])
+        everyone = join([b for r in range(num) for b in batches_of(layout, index, r)])
+        assert window.counts == {"tokens": int(everyone["labels"].ne(IGNORED).sum())}
+
+        def run(batch: Batch, window: Any = window) -> None:
+            window.backward(criterion(net, cut(batch, context) if whole else batch, how))
+
+        of_all = partial(criterion, how="sum" if reduction == "sum" else "mean")
+        assert max(step_off(net, window, make_reader(), everyone, of_all, run)) <= 1e-10
 
 
-def options_refused() -> list[str]:
-    net, mesh = on_a_mesh("ring", "fsdp2")
-    tokens, whole = count_tokens("labels"), count_tokens("labels", over=mesh["context"])
-    said = []
-    for options in (
-        {"count": tokens, "mesh": mesh["data"], "extensions": [NoiseScale()]},
-        {"mesh": mesh["data"]},
-        {"count": whole, "reduction": "sum_to_mean"},
-        {"count": whole, "mesh": mesh["data"]},
-        {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
-        {"count": tokens, "mesh": "data"},
-        {"count": count_tokens("labels", over=mesh["data"]), "mesh": mesh["data"], "reduction": "sum_to_mean"},
-        {"count": whole, "mesh": mesh["data"], "reduction": "sum_to_mean"},
-    ):
-        try:
-            Accumulator(net, SGD(net.parameters(), lr=0.1), **options)
-            said.append("nothing")
-        except (TypeError, ValueError) as raised:
-            said.append(f"{type(raised).__name__}: {raised}")
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.1), count=tokens, mesh=mesh["data"], micro_batch_size=1)
-    batch = cut(make_batch(2, seed=0), mesh["context"])
-    for call in (
-        lambda: accumulator.check(batch, lambda one: criterion(net, one, "mean")),
-        lambda: accumulator.contrast(batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()),
-    ):
-        try:
-            call()
-            said.append("nothing")
-        except DistaccumError as raised:
-            said.append(str(raised))
-    return said
+@on_ranks(4)
+def test_law_holds_where_torch_cuts_sequences():
+    """torch's context_parallel cuts in place, the outer quarters to rank 0; its attention has no CPU kernel."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    net, mesh = on_a_mesh(*RING)
+    options = {"count": count_tokens("labels", over=mesh["context"]), "max_norm": 1e9, "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), reduction="sum_to_mean", **options)
+    batches = [{key: value[:, :4].contiguous() for key, value in make_batch(2, seed=i).items()} for i in range(4)]
+    everyone = join(batches)
+    window = accumulator.window(batches[mesh["data"].get_local_rank() :: 2])
+
+    def run(batch: Batch) -> None:
+        with context_parallel(mesh["context"], buffers=list(batch.values()), buffer_seq_dims=[1, 1]):
+            assert batch["x"].shape == (2, 2, 5)
+            window.backward(criterion(net, batch, "sum"))
+
+    assert max(step_off(net, window, make_reader(), everyone, partial(criterion, how="mean"), run)) <= 1e-10
 
 
-def test_options_that_need_whole_samples_are_refused(ranks):
-    for said in ranks(4).run(options_refused):
-        assert "NoiseScale() with a mesh whose ranks have parts" in said[0]
-        assert "count=count_samples with a mesh" in said[1]
-        assert "say it to the Accumulator too" in said[2]
-        assert "weighted by that part's own number" in said[3]
-        assert said[4] == "nothing"  # all of them carry data, as if no mesh were given
-        assert "expected the dimensions of a DeviceMesh" in said[5]
-        assert "count_tokens(over=) is a mesh of ranks" in said[6]
-        assert said[7] == "nothing"
-        assert "check() with a mesh" in said[8]
-        assert "contrast() with a mesh" in said[9]
+PLANS = {
+    "counted whole": "so that all are counted 2 times; count what is cut",
+    "cut before": "leave over out where they are cut before",
+    "fewer": "ranks [2, 3] of the group have parts of the same samples, and have [2, 1] micro-batches",
+}
 
 
-def updates() -> Any:
-    """update() cuts each rank's part alike, and `batch_size` is of samples that are counted once."""
-    net, mesh = on_a_mesh("ring", "fsdp2")
+@pytest.mark.parametrize(("what", "said"), PLANS.items(), ids=PLANS)
+@on_ranks(4)
+def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
+    net, mesh = on_a_mesh(*RING)
+    context = mesh["context"]
+    count = count_tokens("labels", over=context if what == "cut before" else None)
     accumulator = Accumulator(
-        net,
-        SGD(net.parameters(), lr=1.0),
-        count=count_tokens("labels"),
-        batch_size=8,
-        micro_batch_size=2,
-        max_norm=1e9,
-        mesh=mesh["data"],
+        net, SGD(net.parameters(), lr=0.0), reduction="sum_to_mean", count=count, mesh=mesh["data"]
     )
-    own, exact = mesh["data"].get_local_rank(), make_reader()
+    whole = [make_batch(2, seed=mesh["data"].get_local_rank()) for _ in range(2)]
+    parts = [cut(one, context) for one in whole]
+    batches = whole if what == "counted whole" else parts[: 1 if what == "fewer" and dist.get_rank() == 3 else 2]
+    message = refused(accumulator.window, batches)
+    window = accumulator.window(whole if what == "cut before" else parts)  # the next one
+    for batch in window:
+        window.backward(criterion(net, cut(batch, context) if what == "cut before" else batch, "sum"))
+    assert said in message and window.step().stepped
+
+
+@on_ranks(4)
+def test_options_that_need_whole_samples_are_refused():
+    net, mesh = on_a_mesh(*RING)
+    tokens, whole, data = count_tokens("labels"), count_tokens("labels", over=mesh["context"]), mesh["data"]
+    optimizer = SGD(net.parameters(), lr=0.1)
+    said = [
+        refused(Accumulator, net, optimizer, **options)
+        for options in (
+            {"count": tokens, "mesh": data, "extensions": [NoiseScale()]},
+            {"mesh": data},
+            {"count": whole, "reduction": "sum_to_mean"},
+            {"count": whole, "mesh": data},
+            {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
+            {"count": tokens, "mesh": "data"},
+            {"count": count_tokens("labels", over=data), "mesh": data, "reduction": "sum_to_mean"},
+            {"count": whole, "mesh": data, "reduction": "sum_to_mean"},
+        )
+    ]
+    accumulator = Accumulator(net, optimizer, count=tokens, mesh=data, micro_batch_size=1)
+    batch = cut(make_batch(2, seed=0), mesh["context"])
+    said.append(refused(accumulator.check, batch, lambda one: criterion(net, one, "mean")))
+    said.append(refused(accumulator.contrast, batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()))
+    assert "NoiseScale() with a mesh whose ranks have parts" in said[0]
+    assert "count=count_samples with a mesh" in said[1]
+    assert "say it to the Accumulator too" in said[2]
+    assert "weighted by that part's own number" in said[3]
+    assert said[4] == "nothing"  # all of them carry data, as if no mesh were given
+    assert "expected the dimensions of a DeviceMesh" in said[5]
+    assert "count_tokens(over=) is a mesh of ranks" in said[6]
+    assert said[7] == "nothing"
+    assert "check() with a mesh" in said[8]
+    assert "contrast() with a mesh" in said[9]
+
+
+@on_ranks(4)
+def test_update_cuts_parts_alike_and_counts_samples_once():
+    """update() cuts each rank's part alike, and `batch_size` is of samples that are counted once."""
+    net, mesh = on_a_mesh(*RING)
+    options = {"batch_size": 8, "micro_batch_size": 2, "max_norm": 1e9, "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), **options)
+    rank, exact = mesh["data"].get_local_rank(), make_reader()
     criterion(exact, join([make_batch(5, seed=rank) for rank in range(2)]), "mean").backward()
-    before = [full(p).detach().clone() for p in net.parameters()]
-    update = accumulator.update(cut(make_batch(5, seed=own), mesh["context"]), lambda one: criterion(net, one, "mean"))
-    moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
-    loader = [cut(make_batch(2, seed=own + i), mesh["context"]) for i in range(4)]
+    before = flat(net.parameters())
+    update = accumulator.update(cut(make_batch(5, seed=rank), mesh["context"]), lambda one: criterion(net, one, "mean"))
+    off = error(before - flat(net.parameters()), gradient(exact))
     lengths = []
-    for window in accumulator.windows(loader):
+    for window in accumulator.windows([cut(make_batch(2, seed=rank + i), mesh["context"]) for i in range(4)]):
         for batch in window:
             window.backward(criterion(net, batch, "mean"))
         lengths.append(window.step().micro_batches)
-    return error(moved, gradient(exact)), update.micro_batches, lengths
-
-
-def test_update_cuts_parts_alike_and_counts_samples_once(ranks):
-    for off, num, lengths in ranks(4).run(updates):
-        assert off <= 1e-10 and num == 3 and lengths == [2, 2]
+    assert off <= 1e-10 and update.micro_batches == 3 and lengths == [2, 2]

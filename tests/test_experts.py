@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import full
-from problems import IGNORED, error, gradient, join, make_batch
+from oracle import step_off
+from problems import IGNORED, join, make_batch, refused
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -22,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum import Accumulator, count_samples, count_tokens
 
 EXPERTS = 4
 # Sizes of micro-batches by data rank: even, uneven, two dry ranks.
@@ -151,66 +152,49 @@ def batches_of(layout: Any, index: int, rank: int) -> list[Any]:
     return [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(layout[rank])]
 
 
-def law_of_experts(how: str, sync: str, router: bool) -> Any:
-    """By window: how far the step, the norm and the loss are off."""
+def law_of_experts(how: str, sync: str, router: bool) -> None:
     net, rank, ranks = on_a_mesh(how), dist.get_rank(), dist.get_world_size()
-    counts = {"tokens": count_tokens("labels"), "samples": count_samples}
-    count = counts if router else {"tokens": counts["tokens"]}
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=count, max_norm=1e9)
-    seen = []
+    counts = {"tokens": count_tokens("labels"), **({"samples": count_samples} if router else {})}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=counts, max_norm=1e9)
     for index, layout in enumerate(WINDOWS):
-        before = [full(p).detach().clone() for p in net.parameters()]
         window = accumulator.window(batches_of(layout, index, rank))
-        for batch in window:
+        everyone = join([b for r in range(ranks) for b in batches_of(layout, index, r)])
+
+        def run(batch: Any, window: Any = window) -> None:
             window.backward(**losses(net, batch, router))
-        update = window.step()
-        plain = make_mixture()
-        nn.utils.vector_to_parameters(torch.cat([p.flatten() for p in before]), plain.parameters())
-        exact = losses(plain, join([b for r in range(ranks) for b in batches_of(layout, index, r)]), router)
-        sum(exact.values()).backward()
-        moved = torch.cat([(b - full(p).detach()).flatten() for b, p in zip(before, net.parameters(), strict=True)])
-        norm = gradient(plain).norm().item()
-        off = max(abs(update.losses[name] - value.item()) for name, value in exact.items())
-        seen.append((error(moved, gradient(plain)), abs(update.grad_norm - norm) / norm, off))
-    return seen
+
+        off = step_off(net, window, make_mixture(), everyone, lambda *both: sum(losses(*both, router).values()), run)
+        assert max(off) <= 1e-10
 
 
-def within(seen: Any, bound: float = 1e-10) -> None:
-    for of_rank in seen:
-        assert len(of_rank) == len(WINDOWS)
-        for numbers in of_rank:
-            assert max(numbers) <= bound, of_rank
+@pytest.mark.parametrize(
+    ("how", "sync", "router"),
+    [
+        *((how, sync, False) for how in HOW for sync in ("last", "every")),
+        *((how, "last", True) for how in ("along another dimension", "ignored, over some")),
+    ],
+)
+@on_ranks(4)
+def test_law_holds_with_experts(how, sync, router):
+    law_of_experts(how, sync, router)
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("sync", ["last", "every"])
-def test_law_holds_with_experts(ranks, how, sync):
-    within(ranks(4).run(law_of_experts, how, sync, False))
-
-
-@pytest.mark.parametrize("how", ["along another dimension", "ignored, over some"])
-def test_law_holds_with_the_loss_of_a_router(ranks, how):
-    within(ranks(4).run(law_of_experts, how, "last", True))
-
-
-def with_ddp() -> list[str]:
+@on_ranks(4)
+def test_experts_as_dtensors_are_refused_with_ddp():
     """Experts over two of four ranks, outside of DDP and inside of it."""
     net, ranks = make_mixture(), dist.get_world_size()
     mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
-    model, found = DistributedDataParallel(nn.Linear(5, 8)), []
-    for models in ([model, experts], [DistributedDataParallel(net, init_sync=False)]):
-        try:
-            Accumulator(models, SGD([p for one in models for p in one.parameters()], lr=1.0))
-        except ValueError as raised:
-            found.append(str(raised))
-    return found
-
-
-def test_experts_as_dtensors_are_refused_with_ddp(ranks):
-    for beside, inside in ranks(4).run(with_ddp):
-        assert "weight is a DTensor over data-parallel ranks, outside of DDP" in beside and "ignored_params" in beside
-        assert "experts.weight is a DTensor inside of DDP" in inside and "ignored_params" in inside
+    beside, inside = (
+        [DistributedDataParallel(nn.Linear(5, 8)), experts],
+        [DistributedDataParallel(net, init_sync=False)],
+    )
+    beside, inside = [
+        refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
+        for models in (beside, inside)
+    ]
+    assert "weight is a DTensor over data-parallel ranks, outside of DDP" in beside and "ignored_params" in beside
+    assert "experts.weight is a DTensor inside of DDP" in inside and "ignored_params" in inside
 
 
 def wrapped_without_experts(wrapper: str) -> tuple[Any, nn.Module]:
@@ -225,44 +209,33 @@ def wrapped_without_experts(wrapper: str) -> tuple[Any, nn.Module]:
     return DistributedDataParallel(net), experts
 
 
-def plain_experts(wrapper: str, *changes: float) -> list[str]:
+@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])
+@on_ranks(2)
+def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
     """What an Accumulator each says of experts to which this rank adds such a multiple of its number."""
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     model, experts = wrapped_without_experts(wrapper)
     every = list(dict.fromkeys([*model.parameters(), *experts.parameters()]))
     found, kept = [], experts.weight.detach().clone()
-    for change in changes:
+    for change in (0.0, 1e-9, 1.0):
         with torch.no_grad():
             experts.weight.copy_(kept * (1 + change * dist.get_rank()))
         models = [model, experts] if wrapper == "DDP" else model
         accumulator = Accumulator(models, SGD(every, lr=0.0), count=count_tokens("labels"))
-        try:
+
+        def loop(accumulator: Accumulator = accumulator) -> None:
             for index in range(2):
                 window = accumulator.window(batches_of(WINDOWS[0], index, dist.get_rank()))
                 for batch in window:
                     window.backward(losses(model, batch, False)["tokens"])
                 window.step()
-            found.append("nothing")
-        except DistaccumError as raised:
-            found.append(str(raised))
-    return found
 
-
-@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])
-def test_plain_experts_that_differ_over_ranks_are_refused(ranks, wrapper):
-    for copies, rounded, own in ranks(2).run(plain_experts, wrapper, 0.0, 1e-9, 1.0):
-        assert copies == rounded == "nothing"
-        assert "weight differs between the data-parallel ranks" in own and "[Shard(0)]" in own
-
-
-def refused(how: str, sync: str) -> str:
-    try:
-        law_of_experts(how, sync, False)
-    except (ValueError, RuntimeError) as raised:
-        return str(raised)
-    return "nothing"
+        found.append(refused(loop))
+    copies, rounded, own = found
+    assert copies == rounded == "nothing"
+    assert "weight differs between the data-parallel ranks" in own and "[Shard(0)]" in own
 
 
 def test_gathered_parameters_are_refused_with_experts(ranks):
-    for message in ranks(4).run(refused, "along another dimension", "gathered"):
+    for message in ranks(4).run(refused, law_of_experts, "along another dimension", "gathered", False):
         assert "experts.weight" in message and "use 'last' or 'every'" in message

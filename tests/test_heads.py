@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from counting import Counting
-from engines import full_weights
-from problems import error, gradient, join, make_batch, weights
+from engines import full_weights, zero
+from problems import error, gradient, join, make_batch, refused, weights
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -72,12 +73,20 @@ def test_gradient_equals_that_of_the_summed_loss(scaled):
     assert error(before - weights(model), exact) <= 1e-12 and abs(update.loss - loss) <= 1e-12 * loss
 
 
-def test_nested_outputs_of_the_trunk_are_exact():
+@dataclass
+class Outputs:
+    hidden: Any
+    raw: Any
+
+
+@pytest.mark.parametrize("kind", [dict, Outputs])
+def test_nested_outputs_of_the_trunk_are_exact(kind):
     model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 2)]
     window = Accumulator(model).window(batches)
     for batch in window:
-        outputs = {"hidden": [model.trunk(batch["x"]), None], "raw": (batch["x"], model.trunk[0](batch["x"]))}
+        outputs = kind(hidden=[model.trunk(batch["x"]), None], raw=(batch["x"], model.trunk[0](batch["x"])))
         for name, given in window.heads(outputs, NAMES):
+            given = given if kind is dict else vars(given)
             assert given["hidden"][0].grad_fn is None and given["hidden"][1] is None and given["raw"][0] is batch["x"]
             window.backward(loss_of(model(given["hidden"][0], name), NAMES.index(name)))
     assert error(gradient(model), exact_at(weights(model), batches)[1]) <= 1e-12
@@ -122,82 +131,83 @@ def test_head_without_a_count_is_left_out():
     window.step()
 
 
-@dataclass
-class Outputs:
-    hidden: Tensor
-
-
 def test_trunk_used_only_by_a_left_out_loss_is_accepted():
     model = Tasks()
     accumulator = Accumulator(model, count={"a": lambda batch: len(batch["x"]) - 2, "b": count_samples})
     window = accumulator.window([make_batch(2, seed=1), make_batch(3, seed=2)])
     for batch in window:
-        for name, outputs in window.heads(Outputs(model(batch["x"])), ("a", "b")):
+        for name, hidden in window.heads(model(batch["x"]), ("a", "b")):
             alone = model.heads["second"](torch.ones(3, 8, dtype=torch.float64)).square().mean()
-            window.backward(**{name: loss_of(model(outputs.hidden, "first"), 0) if name == "a" else alone})
+            window.backward(**{name: loss_of(model(hidden, "first"), 0) if name == "a" else alone})
     assert model.trunk[0].weight.grad is not None
     window.step()
 
 
-def test_misuse_of_heads_raises_an_error_and_leaves_no_trace():
+def each_head(act: Any) -> Any:
+    def loop(window: Any, model: Any, x: Tensor) -> None:
+        for name, features in window.heads(model(x), NAMES):
+            act(window, model, name, features)
+
+    return loop
+
+
+def left(window: Any, model: Any, x: Tensor) -> None:
+    for _, features in window.heads(model(x), NAMES):
+        window.backward(loss_of(features, 0))
+        break
+
+
+def clears_after_the_last_head(window: Any, model: Any, name: str, features: Tensor) -> None:
+    window.backward(loss_of(model(features, name), 0))
+    if name == NAMES[-1]:
+        model.zero_grad()
+
+
+def past_the_trunk(window: Any, model: Any, name: str, features: Tensor) -> None:
+    window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
+
+
+def after_backward(window: Any, model: Any, x: Tensor) -> None:
+    window.backward(summed(model, x))
+    next(window.heads(model(x), NAMES))
+
+
+def in_parts(window: Any, model: Any, x: Tensor) -> None:
+    for _ in window.parts([1, 2]):
+        next(window.heads(model(x), NAMES))
+
+
+MISUSES = {
+    "clears": (each_head(clears_after_the_last_head), DistaccumError, "cleared or changed"),
+    "left": (left, DistaccumError, "heads.. was left before its last item"),
+    "no backward": (each_head(lambda *_: None), DistaccumError, "a head without window.backward"),
+    "no items": (lambda w, model, x: next(w.heads(model(x), [])), ValueError, "heads.. got no items"),
+    "past the trunk": (each_head(past_the_trunk), DistaccumError, "no loss of heads.. depends on the trunk's outputs"),
+    "after backward": (after_backward, DistaccumError, "in a micro-batch that had no backward yet"),
+    "no graph": (
+        lambda w, model, x: next(w.heads(model(x).detach(), NAMES)),
+        ValueError,
+        "got outputs without a graph.* of a frozen|frozen, go through window.parts",
+    ),
+    "in parts": (in_parts, DistaccumError, "heads.. in micro-batch 0 of 2 inside parts.. or heads.."),
+    "parts in it": (
+        each_head(lambda w, *_: next(w.parts([1, 2]))),
+        DistaccumError,
+        "parts.. in micro-batch 0 of 2 inside parts.. or heads..",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loop", "kind", "message"), MISUSES.values(), ids=MISUSES)
+def test_misuse_of_heads_raises_an_error_and_leaves_no_trace(loop, kind, message):
     model, batches = Tasks(), [make_batch(2, seed=1), make_batch(3, seed=2)]
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0))
     before = weights(model)
-
-    def fails(kind: Any, message: str, loop: Any) -> None:
-        window = accumulator.window(batches)
-        with pytest.raises(kind, match=message):
-            for batch in window:
-                loop(window, batch["x"])
-        assert all(p.grad is None for p in model.parameters()) and torch.equal(weights(model), before)
-
-    def left(window: Any, x: Tensor) -> None:
-        for _, features in window.heads(model(x), NAMES):
-            window.backward(loss_of(features, 0))
-            break
-
-    def without_backward(window: Any, x: Tensor) -> None:
-        for _ in window.heads(model(x), NAMES):
-            pass
-
-    def clears_after_the_last_head(window: Any, x: Tensor) -> None:
-        for name, features in window.heads(model(x), NAMES):
-            window.backward(loss_of(model(features, name), 0))
-            if name == NAMES[-1]:
-                model.zero_grad()
-
-    def past_the_trunk(window: Any, x: Tensor) -> None:
-        for name, _ in window.heads(model(x), NAMES):
-            window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
-
-    def after_backward(window: Any, x: Tensor) -> None:
-        window.backward(summed(model, x))
-        next(window.heads(model(x), NAMES))
-
-    def in_parts(window: Any, x: Tensor) -> None:
-        for _ in window.parts([1, 2]):
-            next(window.heads(model(x), NAMES))
-
-    def parts_in_it(window: Any, x: Tensor) -> None:
-        for _ in window.heads(model(x), NAMES):
-            next(window.parts([1, 2]))
-
-    def without_items(window: Any, x: Tensor) -> None:
-        for _ in window.heads(model(x), []):
-            pass
-
-    def without_graph(window: Any, x: Tensor) -> None:
-        next(window.heads(model(x).detach(), NAMES))
-
-    fails(DistaccumError, "cleared or changed", clears_after_the_last_head)
-    fails(DistaccumError, "heads.. was left before its last item", left)
-    fails(DistaccumError, "a head without window.backward", without_backward)
-    fails(ValueError, "heads.. got no items, expected one for each backward", without_items)
-    fails(DistaccumError, "no loss of heads.. depends on the trunk's outputs", past_the_trunk)
-    fails(DistaccumError, "expected it in a micro-batch that had no backward yet", after_backward)
-    fails(ValueError, "got outputs without a graph.* of a frozen|frozen, go through window.parts", without_graph)
-    fails(DistaccumError, "heads.. in micro-batch 0 of 2 inside parts.. or heads..", in_parts)
-    fails(DistaccumError, "parts.. in micro-batch 0 of 2 inside parts.. or heads..", parts_in_it)
+    window = accumulator.window(batches)
+    with pytest.raises(kind, match=message):
+        for batch in window:
+            loop(window, model, batch["x"])
+    assert all(p.grad is None for p in model.parameters()) and torch.equal(weights(model), before)
     window = accumulator.window(batches)
     run(window, model)
     window.step()
@@ -209,7 +219,18 @@ def test_misuse_of_heads_raises_an_error_and_leaves_no_trace():
 LAYOUTS = [[(3, 2), (4, 1)], [(1, 2, 3), (2,)], [(3,), (2, 2)], [(2, 1), ()]]
 
 
-def over_ranks(name: str, sync: str) -> tuple[list[float], list[int]]:
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        ("DDP", "last"),
+        ("DDP views", "last"),
+        ("DDP find", "last"),
+        ("DDP", "every"),
+        *(("FSDP2", sync) for sync in ("last", "gathered", "every")),
+    ],
+)
+@on_ranks(2)
+def test_gradient_is_exact_on_uneven_ranks(name, sync):
     model: Any = Tasks()
     if name == "FSDP2":
         from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
@@ -234,35 +255,14 @@ def over_ranks(name: str, sync: str) -> tuple[list[float], list[int]]:
         update = window.step()
         loss, exact = exact_at(before, batches[0] + batches[1])
         wrongs += [error(before - full_weights(model), exact), abs(update.loss - loss) / loss]
-    return wrongs, reductions
+    assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
+    if name.startswith("DDP") and sync == "last":
+        assert reductions == [1] * len(LAYOUTS)
 
 
-@pytest.mark.parametrize(
-    ("name", "sync"),
-    [
-        ("DDP", "last"),
-        ("DDP views", "last"),
-        ("DDP find", "last"),
-        ("DDP", "every"),
-        *(("FSDP2", sync) for sync in ("last", "gathered", "every")),
-    ],
-)
-def test_gradient_is_exact_on_uneven_ranks(ranks, name, sync):
-    for wrongs, reductions in ranks(2).run(over_ranks, name, sync):
-        assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
-        if name.startswith("DDP") and sync == "last":
-            assert reductions == [1] * len(LAYOUTS)
-
-
-def in_a_deepspeed_engine() -> str:
-    from engines import zero
-
+@on_ranks(2)
+def test_deepspeed_is_refused():
     engine, _ = zero(1)(Tasks().float(), 1.0)
-    window = Accumulator(engine, steps=1).window([make_batch(2, seed=1, dtype=torch.float32)])
-    with pytest.raises(DistaccumError) as caught:
-        run(window, engine)
-    return str(caught.value)
-
-
-def test_deepspeed_is_refused(ranks):
-    assert all("heads() with DeepSpeed, whose backward takes losses" in t for t in ranks(2).run(in_a_deepspeed_engine))
+    assert "heads() with DeepSpeed, whose backward takes losses" in refused(
+        run, Accumulator(engine).window([make_batch(2, seed=1, dtype=torch.float32)]), engine
+    )

@@ -13,11 +13,12 @@ import test_pipeline
 import torch
 import torch.distributed as dist
 from engines import TORCH, full
-from problems import make_batch
+from problems import make_batch, refused
+from ranks import on_ranks
 from torch import Tensor
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, Window, count_tokens
+from distaccum import Accumulator, Window, count_tokens
 
 
 class Job:
@@ -46,7 +47,7 @@ class Job:
             )
         else:
             plan, shape = kind.split(", ")
-            model, data = test_meshes.sharded(test_meshes.SHAPES[shape], plan)
+            model, data = test_meshes.sharded(tuple(map(int, shape.split(" x "))), plan)
             self.run = lambda window, batch, factor: window.backward(test_meshes.criterion(model, batch) * factor)
         self.parameters = parameters if kind.startswith("stages") else list(model.parameters())
         self.accumulator = Accumulator(model, SGD(self.parameters, lr=1.0), **options)
@@ -80,8 +81,11 @@ MESHES = {
 }
 
 
-def killed(kind: str) -> Any:
-    """Whether a window that another job begins again, from a state in its middle, ends with the same weights."""
+@pytest.mark.parametrize(
+    ("kind", "world"), [one for one in MESHES.items() if one[0] in ("sequence, 2 x 2", "stages fsdp2")]
+)
+@on_ranks()
+def test_window_begins_again_from_a_state_in_its_middle(kind, world):
     whole = Job(kind)
     whole.window()
     left = Job(kind)
@@ -92,41 +96,33 @@ def killed(kind: str) -> Any:
     again = Job(kind)
     again.accumulator.load_state_dict({key: value for one in every for key, value in one.items()})
     again.window()
-    return torch.equal(whole.weights(), again.weights()), float((whole.weights() - Job(kind).weights()).abs().max()) > 0
-
-
-@pytest.mark.parametrize("kind", [kind for kind in ("sequence, 2 x 2", "stages fsdp2") if kind in MESHES])
-def test_window_begins_again_from_a_state_in_its_middle(ranks, kind):
-    assert ranks(MESHES[kind]).run(killed, kind) == [(True, True)] * MESHES[kind]
-
-
-def not_finite(kind: str, on_nonfinite: str) -> Any:
-    """One data rank's first micro-batch gives NaN; then a window without."""
-    job = Job(kind, on_nonfinite=on_nonfinite)
-    before = job.weights()
-    data_rank = dist.get_rank() if kind == "experts" else dist.get_rank() // 2 if dist.get_world_size() > 2 else 0
-    message = ""
-    try:
-        job.window(factor=float("nan") if data_rank == 0 else 1.0)
-        message = str(job.update.reason)
-    except DistaccumError as raised:
-        message = str(raised)
-    stayed = torch.equal(before, job.weights())
-    job.window()
-    return message, stayed, bool(job.update.stepped and job.weights().isfinite().all())
+    assert torch.equal(whole.weights(), again.weights()) and not torch.equal(whole.weights(), Job(kind).weights())
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize("kind", MESHES)
-def test_nan_is_refused_alike_on_all_ranks(ranks, kind, on_nonfinite):
-    seen = ranks(MESHES[kind]).run(not_finite, kind, on_nonfinite)
-    messages = {message for message, _, _ in seen}
-    assert len(messages) == 1 and "is not finite" in messages.pop()
-    assert all(stayed and goes_on for _, stayed, goes_on in seen)
+@pytest.mark.parametrize(("kind", "world"), MESHES.items())
+@on_ranks()
+def test_nan_of_one_data_rank_is_refused_alike_on_all_ranks(kind, world, on_nonfinite):
+    job = Job(kind, on_nonfinite=on_nonfinite)
+    before = job.weights()
+    data_rank = dist.get_rank() if kind == "experts" else dist.get_rank() // 2 if world > 2 else 0
+    factor = float("nan") if data_rank == 0 else 1.0
+    said: list[Any] = [None] * world
+    mine = (
+        refused(job.window, factor=factor)
+        if on_nonfinite == "raise"
+        else job.window(factor=factor) or job.update.reason
+    )
+    dist.all_gather_object(said, mine)
+    assert len(set(said)) == 1 and "is not finite" in mine
+    assert torch.equal(before, job.weights())
+    job.window()
+    assert job.update.stepped and job.weights().isfinite().all()
 
 
-def overflowing(kind: str) -> Any:
-    """One rank's part of the gradient overflows; then a window with half of the scale."""
+@pytest.mark.parametrize(("kind", "world"), [one for one in MESHES.items() if one[0] != "sequence, 2"])  # refused
+@on_ranks()
+def test_overflow_in_one_ranks_part_skips_and_halves_the_scale_alike_on_all_ranks(kind, world):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     job = Job(kind, scaler=scaler)
     before = job.weights()
@@ -137,16 +133,9 @@ def overflowing(kind: str) -> Any:
         parts = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in job.parameters]
         next(part for part in parts if part.numel()).fill_(float("inf"))
     update = window.step()
-    skipped = update.stepped, update.reason, torch.equal(before, job.weights())
-    scale = scaler.get_scale()
+    assert (update.stepped, update.reason) == (False, "the scaled gradients overflowed")
+    assert torch.equal(before, job.weights()) and scaler.get_scale() == 2.0
     job.window()
     exact = Job(kind)
     exact.window()
-    return skipped, scale, float((job.weights() - exact.weights()).abs().max())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in MESHES if kind != "sequence, 2"])  # refused: plain beside DTensors
-def test_overflow_skips_and_halves_the_scale_alike_on_all_ranks(ranks, kind):
-    for skipped, scale, off in ranks(MESHES[kind]).run(overflowing, kind):
-        assert skipped == (False, "the scaled gradients overflowed", True)
-        assert scale == 2.0 and off <= 1e-10
+    assert float((job.weights() - exact.weights()).abs().max()) <= 1e-10

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from engines import full
-from problems import error, gradient
+from oracle import step_off
+from problems import refused
+from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -58,32 +59,24 @@ def batches_of(rank: int, turn: int) -> list[Tensor]:
     return [torch.randn(size, 4, dtype=torch.float64, generator=generator) for size in sizes]
 
 
-def experts(how: str, sync: str) -> Any:
-    model = wrapped(how, Shard(0))
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync, max_norm=100.0)
-    seen = []
-    for turn in range(3):
-        window = accumulator.window(batches_of(dist.get_rank(), turn))
-        for x in window:
-            window.backward(model(x).square().mean())
-        plain = Experts()
-        plain(torch.cat(batches_of(0, turn) + batches_of(1, turn))).square().mean().backward()
-        exact = gradient(plain)
-        wrong = error(full(model.table.grad).flatten(), plain.table.grad.flatten())
-        update = window.step()
-        seen.append((wrong, abs(update.grad_norm - exact.norm().item())))
-    return seen
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().mean()
 
 
 @pytest.mark.parametrize("sync", ["last", "every"])
 @pytest.mark.parametrize("how", ["ignored_params", "a part"])
-def test_parameter_sharded_outside_of_fully_shard_is_exact(ranks, how, sync):
-    for seen in ranks(2).run(experts, how, sync):
-        for wrong, norm in seen:
-            assert wrong <= 1e-10 and norm <= 1e-10
+@on_ranks(2)
+def test_parameter_sharded_outside_of_fully_shard_is_exact(how, sync):
+    model = wrapped(how, Shard(0))
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0, foreach=False), sync=sync, max_norm=1e9)
+    for turn in range(3):
+        window, whole = accumulator.window(batches_of(dist.get_rank(), turn)), batches_of(0, turn) + batches_of(1, turn)
+        assert max(step_off(model, window, Experts(), torch.cat(whole), loss_of)) <= 1e-10
 
 
-def refused() -> list[str]:
+@on_ranks(2)
+def test_dtensor_of_unknown_gradient_is_refused():
+    """Also that a loss over the data-parallel ranks is."""
     messages = []
     for how, placement, sync in [
         ("a part", Replicate(), "last"),
@@ -91,22 +84,21 @@ def refused() -> list[str]:
         ("FSDP1", Shard(0), "last"),
     ]:
         model = wrapped(how, placement)
-        try:
-            Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync)
-            messages.append("nothing")
-        except ValueError as error:
-            messages.append(str(error))
-    return messages
+        messages.append(refused(Accumulator, model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync))
+    model = wrapped("a part", Shard(0))
+    window = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False)).window(
+        [torch.ones(2, 4, dtype=torch.float64)]
+    )
 
+    def loop() -> None:
+        for x in window:
+            window.backward(DTensor.from_local(model(x), model.table.device_mesh, [Shard(0)]).square().mean())
 
-def test_dtensor_of_unknown_gradient_is_refused_outside_of_the_wrapper(ranks):
-    for replicated, gathered, fsdp1 in ranks(2).run(refused):
-        assert (
-            "table is a DTensor outside of FSDP2" in replicated
-            and "Place it as Shard over data-parallel ranks" in replicated
-        )
-        assert "with table, cut over the data-parallel ranks" in gathered
-        assert "table is a DTensor outside of FSDP1" in fsdp1 and "use fully_shard" in fsdp1
+    replicated, gathered, fsdp1, loss = [*messages, refused(loop)]
+    assert "table is a DTensor outside of FSDP2" in replicated and "Place it as Shard over data-par" in replicated
+    assert "with table, cut over the data-parallel ranks" in gathered
+    assert "table is a DTensor outside of FSDP1" in fsdp1 and "use fully_shard" in fsdp1
+    assert "a DTensor over the data-parallel ranks [0, 1]" in loss and "take the loss of local outputs" in loss
 
 
 class Wide(nn.Module):
@@ -120,67 +112,45 @@ class Wide(nn.Module):
         return self.two(torch.tanh(self.one(x)))
 
 
-def loss_as_dtensor(kind: str) -> Any:
+@pytest.mark.parametrize(("kind", "placement"), [("loss_parallel", "R"), ("replicated", "R"), ("sharded", "P")])
+@on_ranks(2)
+def test_dtensor_loss_is_taken_over_all_of_its_ranks(kind, placement):
     from torch.distributed.tensor.parallel import ColwiseParallel, loss_parallel, parallelize_module
 
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
-    placement = Replicate() if kind == "replicated" else Shard(-1)
+    outputs = Replicate() if kind == "replicated" else Shard(-1)
     plan = {
         "one": ColwiseParallel(output_layouts=Replicate()),
-        "two": ColwiseParallel(output_layouts=placement, use_local_output=False),
+        "two": ColwiseParallel(output_layouts=outputs, use_local_output=False),
     }
     model = parallelize_module(Wide(), mesh["tensor"], plan)
     fully_shard(model, mesh=mesh["data"])
 
-    def criterion(outputs: Any) -> Tensor:
+    data = [torch.randn(size, 4, dtype=torch.float64) for size in (2, 4)]
+    window = Accumulator(model, SGD(model.parameters(), lr=1.0, foreach=False), max_norm=1e9).window(data)
+
+    def criterion(net: nn.Module, x: Tensor) -> Tensor:
+        outputs = net(x)
         if kind == "loss_parallel":
             return nn.functional.cross_entropy(outputs, torch.arange(len(outputs)) % 4)
         return outputs.square().mean()
 
-    data = [torch.randn(size, 4, dtype=torch.float64) for size in (2, 4)]
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False), max_norm=100.0)
-    window = accumulator.window(data)
+    def run(x: Tensor) -> None:
+        loss = criterion(model, x)
+        assert str(loss.placements[0])[0] == placement
+        window.backward(loss)
+
+    def of_all(net: nn.Module, batches: list[Tensor]) -> Tensor:
+        return sum(len(x) / 6 * criterion(net, x) for x in batches)
+
     with loss_parallel():
-        for x in window:
-            loss = criterion(model(x))
-            kinds = [str(placement) for placement in loss.placements]
-            window.backward(loss)
-    plain = Wide()
-    shares = [len(x) / 6 for x in data]
-    exact = sum(share * criterion(plain(x)) for share, x in zip(shares, data, strict=True))
-    exact.backward()
-    seen = torch.cat([full(p.grad).flatten() for p in model.parameters()])
-    update = window.step()
-    return kinds, error(seen, gradient(plain)), abs(update.loss - exact.item())
+        assert max(step_off(model, window, Wide(), data, of_all, run)) <= 1e-10
 
 
-@pytest.mark.parametrize(("kind", "placed"), [("loss_parallel", "R"), ("replicated", "R"), ("sharded", "P")])
-def test_dtensor_loss_is_taken_over_all_of_its_ranks(ranks, kind, placed):
-    for kinds, wrong, loss in ranks(2).run(loss_as_dtensor, kind):
-        assert [kind.partition("(")[0] for kind in kinds] == [placed] and wrong <= 1e-10 and loss <= 1e-10
-
-
-def loss_over_data_ranks() -> str:
-    model = wrapped("a part", Shard(0))
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False))
-    window = accumulator.window([torch.ones(2, 4, dtype=torch.float64)])
-    try:
-        for x in window:
-            window.backward(DTensor.from_local(model(x), model.table.device_mesh, [Shard(0)]).square().mean())
-    except ValueError as error:
-        return str(error)
-    return "nothing"
-
-
-def test_dtensor_loss_over_the_data_parallel_ranks_is_refused(ranks):
-    for message in ranks(2).run(loss_over_data_ranks):
-        assert (
-            "a DTensor over the data-parallel ranks [0, 1]" in message and "take the loss of local outputs" in message
-        )
-
-
-def reads_hidden_parts(how: str) -> Any:
+@pytest.mark.parametrize("how", ["DDP", "FSDP1"])
+@on_ranks(2)
+def test_options_that_read_the_gradient_are_refused_over_hidden_parts(how):
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
@@ -193,32 +163,24 @@ def reads_hidden_parts(how: str) -> Any:
             warnings.simplefilter("ignore")  # warns that a mesh of one rank is not cut
             model = FullyShardedDataParallel(net, device_mesh=mesh["data"], device_id=torch.device("cpu"))
     optimizer = SGD(model.parameters(), lr=0.0)
-    messages = []
-    for options in (
-        {},
-        {"max_norm": 1.0, "on_nonfinite": "ignore"},
-        {"extensions": [NoiseScale()], "on_nonfinite": "ignore"},
-    ):
-        try:
-            Accumulator(model, optimizer, **options)
-            messages.append("nothing")
-        except ValueError as error:
-            messages.append(str(error))
+    messages = [
+        refused(Accumulator, model, optimizer, **options)
+        for options in (
+            {},
+            {"max_norm": 1.0, "on_nonfinite": "ignore"},
+            {"extensions": [NoiseScale()], "on_nonfinite": "ignore"},
+        )
+    ]
     accumulator = Accumulator(model, optimizer, on_nonfinite="ignore")
     window = accumulator.window([torch.ones(2, 4, dtype=torch.float64)] * 2)
     for x in window:
         window.backward(model(x).square().mean())
-    return messages, window.step().stepped
-
-
-@pytest.mark.parametrize("how", ["DDP", "FSDP1"])
-def test_options_that_read_the_gradient_are_refused_over_hidden_parts(ranks, how):
-    for (finite, norm, noise), stepped in ranks(2).run(reads_hidden_parts, how):
-        assert finite.startswith("on_nonfinite='raise' with") and "over tensor-parallel modules" in finite
-        assert norm.startswith("max_norm=1.0 with") and noise.startswith("NoiseScale() with")
-        assert all("leave these out, with on_nonfinite='ignore'" in message for message in (finite, norm))
-        assert noise.endswith("or leave it out")
-        assert stepped
+    (finite, norm, noise), stepped = messages, window.step().stepped
+    assert "on_nonfinite='raise' with" in finite and "over tensor-parallel modules" in finite
+    assert "max_norm=1.0 with" in norm and "NoiseScale() with" in noise
+    assert all("leave these out, with on_nonfinite='ignore'" in message for message in (finite, norm))
+    assert noise.endswith("or leave it out")
+    assert stepped
 
 
 def scaled_with_shards() -> Any:
