@@ -35,7 +35,7 @@ TESTS = {
     "feeding/by_cost": "costs law",
     "law": "law waits batches transaction state ddp ddp_shared context fully_shard",
     "sizes": "memory costs",
-    "tools/table": "cli",
+    "tools/terminal": "cli forecast doctor",
     "update": "law waits transaction ddp noise",
     "drawing": "law feed loaders transaction costs memory contrast ddp fully_shard",
     "feed": "feed loaders state law transaction ddp",

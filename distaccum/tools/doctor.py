@@ -27,7 +27,7 @@ from .. import __version__
 from ..accumulator import Accumulator
 from ..engines import Sync
 from ..law import DistaccumError
-from .table import width, wrapped
+from .terminal import fitted
 
 DEVELOPERS = ("bench", "docs", "launch", "test")  # extras that training with the library never needs
 OPTIONAL = ("accelerate", "deepspeed")  # packages of engines
@@ -69,7 +69,7 @@ class Examination:
             lines += ["", about, *map(str, group)]
         wrong = sum(one.state == "wrong" for one in self.findings)
         lines += ["", "all is well" if not wrong else f"{wrong} {'is' if wrong == 1 else 'are'} WRONG, see above"]
-        return "\n".join(wrapped(lines, width(), indent=6))
+        return fitted(lines, indent=6)
 
 
 def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:

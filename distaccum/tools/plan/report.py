@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..table import table, width, wrapped
+from ..terminal import fitted
 
 
 def number_of(number: int, noun: str) -> str:
@@ -85,18 +85,20 @@ class Forecast:
             lines += [f"  windows(loader)  {self.windows}{beyond}", f"  split(batch)     {self.split}: exact{of_dry}"]
         if self.policies:
             parameters = f"{given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
-            cells = [["", "each micro-step", "once", "per update"]]
+            lines += ["", f"sent by each rank ({parameters})"]
+            lines += [f"  {'':22}  {'each micro-step':>15}  {'once':>8}  {'per update':>10}"]
             for row in self.policies:
-                counts = (row[f"bytes_{name}"] for name in ("per_micro_step", "once", "per_update"))
-                cells.append([row["policy"], *map(bytes_text, counts)])
-            lines += ["", f"sent by each rank ({parameters})", *table(cells, width())]
+                each, once, update = (
+                    bytes_text(row[f"bytes_{name}"]) for name in ("per_micro_step", "once", "per_update")
+                )
+                lines += [f"  {row['policy']:22}  {each:>15}  {once:>8}  {update:>10}"]
         if self.learning_rate is not None:
             batch, base = given["batch_size"], given["base_batch_size"]
             lines += ["", f"learning rate for a batch of {batch:,} from {base:,} (rules of thumb: try them)"]
             lines += [f"  {one}" for one in self.learning_rate["advice"]]
         if self.missing:
             lines += ["", "to know more, give", *(f"  {one}" for one in self.missing)]
-        return "\n".join(wrapped(lines, width()))
+        return fitted(lines)
 
 
 def bytes_text(number: int | None) -> str:
