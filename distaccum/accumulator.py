@@ -16,7 +16,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import TYPE_CHECKING, Any, Literal, final
 
 from torch import nn
 from torch.amp import GradScaler
@@ -28,18 +28,20 @@ from .drawing import Batches, cut_up
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .feed import all_of
-from .feeding.by_cost import ByCost
 from .job import Job
 from .law import Reduction, Schedule
-from .meshes.pipeline import PipelineSchedule
 from .options import BatchNorm, Config, OnNonfinite, by_name
 from .planner import Planner, Windows
-from .runs.check.report import Report, check
-from .runs.contrast import Encode, PairsLoss, contrast
-from .runs.update import LossFn, update
 from .state import load_state, state_dict_of
 from .update import Update
 from .window import Window
+
+if TYPE_CHECKING:  # of the rooms that are not the core; their doors are opened by the methods below
+    from .feeding.by_cost import ByCost
+    from .meshes.pipeline import PipelineSchedule
+    from .runs.check.report import Report
+    from .runs.contrast import Encode, PairsLoss
+    from .runs.update import LossFn
 
 
 @final
@@ -130,9 +132,9 @@ class Accumulator:
         self._extensions = join_all(extensions, job)
         job.hooks = hooks_of(self._extensions)
         self._planner = Planner(job)
-        job.accelerated.refuse_to_save_one_place(self._loaders_place)
-        if too_long := job.accelerated.longer_schedules():
-            job.once("schedule", too_long)
+        for one in job.adapters:
+            if warning := one.watch(self._loaders_place):
+                job.once(type(one).__name__, warning)
 
     def __getstate__(self) -> dict[str, Any]:
         self._planner.__getstate__()  # which a shallow copy would not ask
@@ -225,6 +227,8 @@ class Accumulator:
             DistaccumError: The same on the other ranks; one sample does not fit; or the gradient is not finite.
             ValueError: No size was given to the Accumulator.
         """
+        from .runs.update import update
+
         self._config.refuse_to_cut("update")
         return update(self._planner, self._extensions, batch, loss_fn, Columns(length, whole))
 
@@ -249,6 +253,8 @@ class Accumulator:
                 `update()`.
             ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
+        from .runs.contrast import contrast
+
         self._config.refuse_to_cut("contrast")
         return contrast(self._planner, self._extensions, batch, encode, loss_fn, Columns(length, whole))
 
@@ -270,6 +276,8 @@ class Accumulator:
                 0.
             ValueError: No size was given to the Accumulator.
         """
+        from .runs.check.report import check
+
         self._config.refuse_to_cut("check")
         return check(self._planner, batch, loss_fn, Columns(length, whole))
 

@@ -14,16 +14,13 @@ from torch import Tensor
 from .cutting import (
     Columns,
     Count,
-    Names,
     count_samples,
     cut_batch,
     cut_entries,
     fingerprint,
     largest_sample,
-    pick_rows,
     tensors_in,
 )
-from .feeding.by_cost import ByCost, cost_of_group, costs_of_rows, group_by_cost
 from .job import Counts, Hooks, Job, Micro, Seen
 from .law import RankReport, cut_evenly, warn
 
@@ -61,16 +58,19 @@ class Batches:
 
 
 Make = Callable[[int], Batches]  # for the update of an index
-Group = Callable[[Sequence[int], int], list[list[int]]]  # costs of rows, the most -> the rows of each micro-batch
 
 
-def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, group: Group = group_by_cost) -> Make:
-    """A batch, in the fewest parts that fit, or in `steps` parts; by cost in what `group` makes of its rows."""
+def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: bool = False) -> Make:
+    """A batch, in the fewest parts that fit, or in `steps` parts; `in_order`: also where rows are cut by their cost.
+
+    `parts`: at least that many, where there are as many rows.
+    """
 
     def make(index: int) -> Batches:
         total, most, by = columns.length_of(batch), job.size.size, job.config.by_cost
         if by is not None:
-            found = _by_cost(batch, total, by, most, parts, columns.whole, group)
+            parted, lengths, costs, warning = by.cut(batch, total, most, parts, columns.whole, in_order=in_order)
+            found = Batches(parted, lengths, costs, {} if warning is None else {"cost": warning})
         else:
             steps = job.config.steps_at(index)
             sizes = cut_evenly(total, parts=max(steps or parts, -(-total // (most or max(total, 1)))))
@@ -97,21 +97,6 @@ def _changed(seen: Seen, entries: Seen, total: int) -> dict[str, str]:
                 f"the batch by chance, now or then. Where its rows are no samples say {name}, in split(), update(), "
                 "contrast() and check()"
             )
-    return found
-
-
-def _by_cost(batch: Any, total: int, by: ByCost, most: int | None, parts: int, whole: Names, group: Group) -> Batches:
-    """`parts`: at least that many, where there are as many rows."""
-    costs = costs_of_rows(by.cost, batch, total, whole)
-    largest = max(costs, default=0)
-    at_once = len(costs) * largest
-    groups = group(costs, min(most or max(1, at_once), max(1, -(-at_once // parts))))
-    micro_batches = list(pick_rows(batch, groups, total, whole)) if groups else []
-    found = Batches(micro_batches, [len(rows) for rows in groups], [cost_of_group(costs, rows) for rows in groups])
-    if by.trim is not None:
-        found.micro_batches = list(map(by.trim, micro_batches))
-    if by.most != "auto" and largest > by.most:
-        found.warnings["cost"] = f"a row costs {largest}, more than the {by.most} of ByCost; such rows go alone"
     return found
 
 

@@ -28,6 +28,8 @@ class Place(NamedTuple):
 
 
 class Feed(Protocol):
+    communicates: bool  # drawing does, so that ranks wait for each other in the loader
+
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
         """This rank's part of update `index`, and what waits for the reports of all ranks."""
 
@@ -41,6 +43,8 @@ class Feed(Protocol):
 @final
 class Given:
     """Micro-batches that the caller has, or that a batch is cut into."""
+
+    communicates = False
 
     def __init__(self, job: Job, make: Make, manner: Manner) -> None:
         self._job, self._make, self._manner = job, make, manner
@@ -63,6 +67,8 @@ class Ahead:
     is reported as soon as it is drawn, which leaves the report a micro-step to arrive. `Peers.owe` says what becomes of
     it on ranks that leave a window at different places.
     """
+
+    communicates = False
 
     def __init__(self, job: Job, reader: Reader, *, reads_ahead: bool) -> None:
         self.reader, self._job, self._peers, self._reads_ahead = reader, job, job.engine.peers, reads_ahead

@@ -11,6 +11,7 @@ from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from .adapter import Prepared, adapters_for
 from .batchnorm import batchnorms
 from .cutting import TokenCount, count_samples
 from .engines import Engine, choose_engine
@@ -19,8 +20,6 @@ from .options import Config, as_list
 from .randomness import RandomNumbers
 from .scaling import refuse_mixed
 from .sizes import MicroBatchSize
-from .wrappers.accelerate import Accelerated
-from .wrappers.fabric import FromFabric
 
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
@@ -71,30 +70,32 @@ class Job:
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
-        self._fabric = fabric = FromFabric(
+        given = Prepared(
             as_list("model", model, "forward"),
             as_list("optimizer", optimizer, "param_groups"),
+            as_list("scheduler", scheduler, "step"),
             scaler if scaler is not None and scaler.is_enabled() else None,
         )
-        self.accelerated = Accelerated(
-            accelerator, fabric.optimizers, as_list("scheduler", scheduler, "step"), fabric.scaler
-        )
+        self.adapters = adapters_for(accelerator)
+        for one in self.adapters:
+            one.unwrap(given)
         self.config = config
-        self.engine: Engine = choose_engine(fabric.models, config.sync, config.mesh)
+        self.engine: Engine = choose_engine(given.models, config.sync, config.mesh)
         self.models: list[nn.Module] = list(self.engine.models)
-        self.engine.run_backward = fabric.around(self.accelerated.run_backward or self.engine.run_backward)
-        self.scaler: GradScaler | None = self.accelerated.scaler
+        for one in self.adapters:
+            self.engine.run_backward = one.around(self.engine.run_backward)
+        self.scaler: GradScaler | None = given.scaler
         self.optimizers: list[Optimizer]
         self.schedulers: list[LRScheduler]
         self.optimizers, self.schedulers = self.engine.adopt(
-            self.accelerated.optimizers,
-            self.accelerated.schedulers,
+            given.optimizers,
+            given.schedulers,
             config.max_norm,
             config.on_nonfinite,
             self.scaler,
         )
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
-        self.scales_seeds = self.accelerated.run_backward is None  # else what runs backward multiplies by the scale
+        self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # what runs backward would, too
         self.max_norm = config.max_norm
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
@@ -126,9 +127,9 @@ class Job:
             )
 
     def after_step(self, stepped: bool) -> None:
-        """Lets the trainers whose wrappers were taken off know of a step, or of one that was skipped."""
-        self.accelerated.after_step(stepped)
-        self._fabric.after_step(stepped)
+        """Lets the libraries whose wrappers were taken off know of a step, or of one that was skipped."""
+        for one in self.adapters:
+            one.after_step(stepped)
 
     @property
     def forwards_communicate(self) -> bool:
@@ -163,7 +164,7 @@ class Job:
             )
         if engine.peers.has_parts:
             self._refuse_with_parts(config)
-        if engine.pipeline is not None and self.accelerated.run_backward is not None:
+        if engine.pipeline is not None and not self.scales_seeds:
             raise ValueError(
                 "accelerator with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it"
                 " out"

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args
 
-from .cutting import Count, TokenCount, count_samples
+from .cutting import Count, Names, TokenCount, count_samples
 from .engines import Sync
-from .feeding.by_cost import ByCost
 from .law import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
 
 BatchNorm = Literal["warn", "ignore"]
@@ -16,11 +15,23 @@ OnNonfinite = Literal["raise", "skip", "ignore"]
 WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 
 
+class Cutter(Protocol):
+    """What `ByCost` is: a micro-batch size in other things than samples."""
+
+    @property
+    def most(self) -> int | Literal["auto"]: ...
+
+    def cut(
+        self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, *, in_order: bool
+    ) -> tuple[list[Any], list[int], list[int], str | None]:
+        """Micro-batches of `length` rows, their numbers of rows, their costs, and a warning."""
+
+
 @dataclass(frozen=True)
 class Config:
     steps: Schedule | None
     batch_size: Schedule | None
-    micro_batch_size: int | Literal["auto"] | ByCost | None
+    micro_batch_size: int | Literal["auto"] | Cutter | None
     reductions: Mapping[str, Reduction]  # of each named loss
     counts: Mapping[str, Count]
     max_norm: float | None
@@ -82,14 +93,16 @@ class Config:
         return [one.over is not None if isinstance(one, TokenCount) else None for one in self.counts.values()]
 
     @property
-    def by_cost(self) -> ByCost | None:
-        """The way to cut by what rows cost, where they are not counted."""
-        return self.micro_batch_size if isinstance(self.micro_batch_size, ByCost) else None
+    def by_cost(self) -> Cutter | None:
+        """What cuts by the cost of rows, where they are not counted."""
+        size = self.micro_batch_size
+        return None if size is None or isinstance(size, int | str) or not hasattr(size, "cut") else size
 
     @property
     def most(self) -> int | Literal["auto"] | None:
         """The most that a micro-batch may hold, in samples or in cost."""
-        return self.micro_batch_size.most if isinstance(self.micro_batch_size, ByCost) else self.micro_batch_size
+        size = self.micro_batch_size
+        return size if size is None or isinstance(size, int | str) else size.most
 
     def refuse_to_cut(self, name: str) -> None:
         """Where no size says into what."""

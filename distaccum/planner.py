@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Generator, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, final
 
@@ -26,7 +27,6 @@ from .law import (
 )
 from .ranks import Rows
 from .window import SUM, Window
-from .wrappers.accelerate import is_dispatching
 
 Own = tuple[dict[str, Any] | None, Place | None]  # of a rank: its random numbers, and its loader's place
 
@@ -89,9 +89,10 @@ class Planner:
         """Draws a window, exchanges reports with the other ranks, and returns it."""
         self.make_way()
         job, engine = self.job, self.job.engine
-        job.accelerated.refuse_accumulation()
+        for one in job.adapters:
+            one.begin()
         draw, wait = feed.draw(job.index)
-        if draw.error is not None and not draw.report.num_drawn and is_dispatching():
+        if draw.error is not None and not draw.report.num_drawn and feed.communicates:
             draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
         reports = [draw.report] if engine.peers.is_alone else self._gathered(draw, wait())
         draw.raise_error()
@@ -166,10 +167,14 @@ class Planner:
     def windows(self, loader: Any, *, ahead: bool) -> Generator[Window]:
         job = self.job
         reader = self._reader_of(loader)
-        feed = self._feed = Ahead(job, reader, reads_ahead=ahead and not job.accelerated.dispatches(loader))
+        communicates = any(one.communicates(loader) for one in job.adapters)
+        feed = self._feed = Ahead(job, reader, reads_ahead=ahead and not communicates)
+        feed.communicates = communicates
         was_left = False
         try:
-            with job.accelerated.reading(loader):
+            with ExitStack() as stack:
+                for one in job.adapters:
+                    stack.enter_context(one.reading(loader))
                 while True:
                     window = self.plan_from(feed)
                     feed.index = window.index
@@ -201,7 +206,8 @@ class Planner:
                 self._left.remove(one)
                 one.reader.resume(loader)
                 return one.reader
-        tells_state = self.job.accelerated.tells_state(loader)
+        tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
+        tells_state = tells_state and all(one.tells_state(loader) for one in self.job.adapters)
         place, self._place = self._place, None
         if place is not None and not tells_state:
             self.job.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")

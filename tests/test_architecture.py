@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 FLOORS = (
     "law",
     "update cutting private norms scaling gradients sizes batchnorm feeding",
-    "ranks",
+    "ranks adapter",
     "engines",
     "wrappers meshes",
     "options randomness job",

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from torch import Tensor
 
-from ..cutting import Count, Names, cut_batch, map_tensors
+from ..cutting import Count, Names, cut_batch, map_tensors, pick_rows
 from ..law import whole_number
 
 Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
@@ -40,6 +40,34 @@ class ByCost:
         for name, value in (("cost", self.cost), ("trim", self.trim)):
             if not callable(value) and (name, value) != ("trim", None):
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
+
+    def cut(
+        self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, *, in_order: bool
+    ) -> tuple[list[Any], list[int], list[int], str | None]:
+        """Micro-batches of at most `limit`, and at least `parts` where there are as many rows.
+
+        Args:
+            batch: A batch.
+            length: Its rows.
+            limit: The most that a micro-batch may cost; None: no limit.
+            parts: The least number of micro-batches.
+            whole: Names of entries that are never cut.
+            in_order: Keeps rows in their order.
+
+        Returns:
+            Micro-batches, their numbers of rows, their costs, and a warning or None.
+        """
+        costs = _costs_of_rows(self.cost, batch, length, whole)
+        largest = max(costs, default=0)
+        at_once = len(costs) * largest
+        group = group_in_order if in_order else group_by_cost
+        groups = group(costs, min(limit or max(1, at_once), max(1, -(-at_once // parts))))
+        found = list(pick_rows(batch, groups, length, whole)) if groups else []
+        warning = None
+        if self.most != "auto" and largest > self.most:
+            warning = f"a row costs {largest}, more than the {self.most} of ByCost; such rows go alone"
+        trimmed = found if self.trim is None else list(map(self.trim, found))
+        return trimmed, list(map(len, groups)), [cost_of_group(costs, rows) for rows in groups], warning
 
 
 def group_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:
@@ -80,7 +108,7 @@ def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
     return len(rows) * max(costs[row] for row in rows)
 
 
-def costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> list[int]:
+def _costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> list[int]:
     """The cost of each of `length` rows, in whole numbers."""
     found: Any = getattr(cost, "of_rows", cost)(batch)
     if isinstance(found, Tensor):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..cutting import Columns
 from ..drawing import Manner, cut_up
 from ..extension import Extension, hooks_of
-from ..feeding.by_cost import group_in_order
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import Loss, refuse_loss
 from ..norms import HALF, leaves
@@ -51,7 +50,7 @@ def contrast(
         hear = [agreement, *(other for other in extensions if other.in_contrast), one]
         return one.run, Manner(hooks_of(hear), is_sum=True)
 
-    update = retry(planner, cut_up(batch, planner.job, columns, group=group_in_order), begin)
+    update = retry(planner, cut_up(batch, planner.job, columns, in_order=True), begin)
     planner.job.num_contrasts += 1
     return update
 

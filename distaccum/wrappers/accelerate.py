@@ -12,27 +12,32 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..adapter import Adapter, Prepared, RunBackward
 from ..law import DistaccumError
 from .private.accelerate import is_saved_by, note_step
 
 
-class Accelerated:
-    """The caller's optimizers, schedulers and scaler, unwrapped if Accelerate's `prepare` returned them."""
+@final
+class Accelerated(Adapter):
+    """Unwraps optimizers, schedulers and scaler that Accelerate's `prepare` returned."""
 
-    run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] | None = None
-
-    def __init__(self, accelerator: Any, optimizers: list[Any], schedulers: list[Any], scaler: Any) -> None:
+    def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
-        self._wrappers = [one for one in optimizers if _is_of("optimizer", "AcceleratedOptimizer", one)]
-        self.optimizers = [one.optimizer if one in self._wrappers else one for one in optimizers]
-        prepared = [one for one in schedulers if _is_of("scheduler", "AcceleratedScheduler", one)]
-        self.schedulers = [one.scheduler if one in prepared else one for one in schedulers]
+        self._wrappers: list[Any] = []
+        self._steps_by_process = False
+
+    def unwrap(self, given: Prepared) -> None:
+        accelerator = self._accelerator
+        self._wrappers = [one for one in given.optimizers if _is_of("optimizer", "AcceleratedOptimizer", one)]
+        given.optimizers = [one.optimizer if one in self._wrappers else one for one in given.optimizers]
+        prepared = [one for one in given.schedulers if _is_of("scheduler", "AcceleratedScheduler", one)]
+        given.schedulers = [one.scheduler if one in prepared else one for one in given.schedulers]
         self._steps_by_process = any(
             one.step_with_optimizer and not one.split_batches
             for one in prepared
@@ -46,14 +51,16 @@ class Accelerated:
                 )
             theirs += [accelerator.scaler] if getattr(accelerator, "scaler", None) is not None else []
             if str(getattr(accelerator.distributed_type, "value", "")) not in ("DEEPSPEED", "MEGATRON_LM"):
-                self.run_backward = self._run_backward  # under DeepSpeed it would step the engine as well
-        if scaler is not None and any(scaler is not one for one in theirs):
+                self.scales_losses = True  # under DeepSpeed its backward would step the engine as well
+        if given.scaler is not None and any(given.scaler is not one for one in theirs):
             raise ValueError("scaler= beside the Accelerator's own, which scales the loss too; leave scaler= out")
-        self.scaler = theirs[0] if theirs else scaler
-        self.refuse_accumulation()
+        given.scaler = theirs[0] if theirs else given.scaler
+        self.begin()
 
-    def refuse_accumulation(self) -> None:
-        """Raises if Accelerate accumulates by itself, which divides losses and skips steps."""
+    def around(self, run_backward: RunBackward) -> RunBackward:
+        return self._run_backward if self.scales_losses else run_backward
+
+    def begin(self) -> None:
         if self._accelerator is None and not self._wrappers:
             return
         steps = [one.gradient_state.num_steps for one in self._wrappers]
@@ -65,8 +72,9 @@ class Accelerated:
                 "divide the loss a second time; leave it at 1, and do not enter accelerator.accumulate()"
             )
 
-    def longer_schedules(self) -> str | None:
+    def watch(self, place: Callable[[], Any]) -> str | None:
         """Why a schedule that was made for Accelerate is too long here, and the number to give."""
+        self._refuse_to_save_one_place(place)
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if not self._steps_by_process or processes == 1:
             return None
@@ -77,7 +85,7 @@ class Accelerated:
             "say Accelerator(step_scheduler_with_optimizer=False), or leave the schedule out of prepare"
         )
 
-    def refuse_to_save_one_place(self, own: Callable[[], Any]) -> None:
+    def _refuse_to_save_one_place(self, own: Callable[[], Any]) -> None:
         """Makes `save_state`, which saves only the main process's state, raise while each rank's loader has one.
 
         `own` is the Accumulator's method that returns the loader's state.
@@ -111,14 +119,10 @@ class Accelerated:
             if _is_of("data_loader", "DataLoaderStateMixin", loader):
                 loader.end()
 
-    def dispatches(self, loader: Any) -> bool:
-        """Whether drawing from it communicates, which ranks that are at different micro-steps cannot."""
+    def communicates(self, loader: Any) -> bool:
         return _is_of("data_loader", "DataLoaderDispatcher", loader)
 
     def tells_state(self, loader: Any) -> bool:
-        """Whether a loader's state_dict() works; that of Accelerate's may fail."""
-        if not (hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")):
-            return False
         return not _is_of("data_loader", "DataLoaderAdapter", loader) or bool(loader.use_stateful_dataloader)
 
     def _run_backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
@@ -127,12 +131,6 @@ class Accelerated:
             loss = torch.stack([one * weight for one, weight in zip(losses, seeds, strict=True)]).sum()
             seed = torch.ones_like(loss)
         self._accelerator.backward(loss, gradient=seed)
-
-
-def is_dispatching() -> bool:
-    """Whether the loader that is being read is one in which rank 0 draws for all ranks, which wait for it there."""
-    state = getattr(sys.modules.get("accelerate.state"), "GradientState", None)
-    return state is not None and _is_of("data_loader", "DataLoaderDispatcher", state().active_dataloader)
 
 
 def _is_of(module: str, name: str, value: object) -> bool:

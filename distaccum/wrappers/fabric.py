@@ -8,11 +8,12 @@ and is left in its place where there is no scaler, since it calls hooks and coun
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, final
 
 from torch import nn
 
+from ..adapter import Adapter, Prepared, RunBackward
 from .private import fabric as private
 
 # The classes whose own backward and step the library stands in for, by their packages' first names.
@@ -20,10 +21,12 @@ PACKAGES = ("lightning_fabric", "lightning")
 KNOWN = ("Strategy", "Precision", "MixedPrecision", "FSDPPrecision", "DeepSpeedPrecision")
 
 
-class FromFabric:
-    """The caller's models, optimizers and scaler, unwrapped if Fabric or the Trainer made them."""
+@final
+class FromFabric(Adapter):
+    """Unwraps models, optimizers and scaler that Fabric or the Trainer made."""
 
-    def __init__(self, models: Sequence[Any], optimizers: Sequence[Any], scaler: Any) -> None:
+    def unwrap(self, given: Prepared) -> None:
+        models, optimizers, scaler = given.models, given.optimizers, given.scaler
         modules = [module for one in models if isinstance(one, nn.Module) for module in one.modules()]
         self._modules = [module for module in modules if private.is_module(module)]
         self._stepped = [one for one in optimizers if private.is_optimizer(one)]
@@ -39,14 +42,14 @@ class FromFabric:
                 "scaler= beside the precision plugin's own, or plugins with a scaler each; leave scaler= out, and make "
                 "an Accumulator for each plugin"
             )
-        self.scaler = theirs[0] if theirs else scaler
+        given.scaler = theirs[0] if theirs else scaler
         self._counted = [one for one in optimizers if trainers.get(id(one)) is not None]
-        self.models = [private.wrapped_module(one) if private.is_module(one) else one for one in models]
+        given.models = [private.wrapped_module(one) if private.is_module(one) else one for one in models]
         own = {*map(id, self._stepped), *map(id, self._counted)}
-        self.optimizers = [one.optimizer if id(one) in own else one for one in optimizers]
+        given.optimizers = [one.optimizer if id(one) in own else one for one in optimizers]
 
-    def around(self, run_backward: Callable[..., Any]) -> Callable[..., Any]:
-        """`run_backward`, as Fabric's modules let it pass."""
+    def around(self, run_backward: RunBackward) -> RunBackward:
+        """Lets it pass Fabric's modules."""
         return private.during_backward(self._modules[0], run_backward) if self._modules else run_backward
 
     def after_step(self, stepped: bool) -> None:

@@ -1,0 +1,81 @@
+"""Adapter: takes apart what another trainer's library prepared, before an engine is chosen."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+RunBackward = Callable[..., Any]
+# Doors to the adapters, by the packages of which one is imported where something may be prepared.
+DOORS = {
+    ("accelerate",): ("distaccum.wrappers.accelerate", "Accelerated"),
+    ("lightning_fabric", "lightning"): ("distaccum.wrappers.fabric", "FromFabric"),
+}
+
+
+@dataclass
+class Prepared:
+    """The caller's objects, which adapters put their own inside of in the place of."""
+
+    models: list[Any]
+    optimizers: list[Any]
+    schedulers: list[Any]
+    scaler: Any
+
+
+class Adapter:
+    """A library whose wrappers are taken off; every method does nothing."""
+
+    scales_losses = False  # its backward multiplies the loss by the scaler's scale
+
+    def __init__(self, accelerator: Any) -> None:
+        """Takes the Accumulator's `accelerator=`."""
+
+    def unwrap(self, given: Prepared) -> None:
+        """Takes the library's wrappers off."""
+
+    def around(self, run_backward: RunBackward) -> RunBackward:
+        """What runs backward in the place of `run_backward`."""
+        return run_backward
+
+    def begin(self) -> None:
+        """Raises if the library accumulates by itself; called before each window."""
+
+    def after_step(self, stepped: bool) -> None:
+        """Lets the library know of a step, or of one that was skipped."""
+
+    def reading(self, loader: Any) -> AbstractContextManager[None]:
+        """A context in which a loader is read."""
+        return nullcontext()
+
+    def communicates(self, loader: Any) -> bool:
+        """Whether drawing from a loader communicates, which ranks that are at different micro-steps cannot."""
+        return False
+
+    def tells_state(self, loader: Any) -> bool:
+        """Whether a loader's `state_dict()` works."""
+        return True
+
+    def watch(self, place: Callable[[], Any]) -> str | None:
+        """A warning of what the library does otherwise; `place` is the Accumulator's method for its loader's place."""
+        return None
+
+
+def _is_there(module: str) -> bool:
+    """Whether the room of a door was not taken away."""
+    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+
+
+def adapters_for(accelerator: Any) -> list[Adapter]:
+    """The adapters of libraries that the caller has imported."""
+    return [
+        getattr(import_module(module), name)(accelerator)
+        for packages, (module, name) in DOORS.items()
+        if (any(one in sys.modules for one in packages) and _is_there(module))
+        or (accelerator is not None and "accelerate" in packages)
+    ]
