@@ -27,6 +27,7 @@ class Step:
         self._job, self._parameters, self._stepped, self._losses = job, parameters, stepped, losses
         self.record: Record | None = None
         self.norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
+        self.read = math.inf  # it, where the look for what is not finite has read it
         self.has_stepped = False
 
     def __call__(self, numbers: Mapping[str, Tensor], refusal: Callable[[], str | None]) -> str | None:
@@ -43,7 +44,7 @@ class Step:
         if job.max_norm is not None and "norm" not in engine.owns:
             self.norm = engine.norm(stepped)
         self.record = Record(self._losses, numbers, flags, engine.peers)
-        reason, read = None, math.inf
+        reason = None
         if scaler is not None:
             overflows = self.record.overflows(engine.peers)
             note_overflow(scaler, job.optimizers, overflows)
@@ -51,14 +52,14 @@ class Step:
                 reason = "the scaled gradients overflowed"
                 judge_loss(engine, self._losses, self.record, self._parameters, job.config.on_nonfinite)
         elif job.config.on_nonfinite != "ignore" and "norm" not in engine.owns:
-            finite, self.norm, read = look_at(engine, stepped, self.norm)
+            finite, self.norm, self.read = look_at(engine, stepped, self.norm)
             if not finite:
                 reason = judge(engine, self._losses, self._parameters, "gradient", job.config.on_nonfinite)
         if reason is None:
             reason = refusal()
         if reason is None:
             most = None if "clip" in engine.owns else job.max_norm
-            if self.norm is not None and most is not None and read + EPSILON > most and not math.isinf(most):
+            if self.norm is not None and most is not None and self.read + EPSILON > most and not math.isinf(most):
                 clip([p.grad for p in stepped if p.grad is not None], most, self.norm)
             job.is_stepping = True
             try:

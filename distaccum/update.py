@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -39,6 +40,7 @@ class Update:
     _divisor: float = field(default=1, compare=False)
     _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
     _norm: Tensor | None = field(default=None, compare=False)
+    _read: float = field(default=math.inf, compare=False)  # the norm, where the step has read it
     _numbers: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # of extensions, added up as `_terms`
 
     @cached_property
@@ -74,9 +76,9 @@ class Update:
         record = self.notes.get("noise")
         return None if record is None else record.read()
 
-    def norm(self) -> Tensor | None:
-        """The tensor of `grad_norm` on its device, which nobody has read."""
-        return self._norm
+    def norm(self) -> Tensor | float | None:
+        """The gradient's norm where the step took it, to clip or to see whether it is finite; reads nothing."""
+        return self._read if math.isfinite(self._read) else self._norm
 
     def summed(self, key: str) -> Tensor | None:
         """The sum over the ranks of an extension's `numbers`, which it waits for; None if there were none.

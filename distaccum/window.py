@@ -429,6 +429,7 @@ class Window:
             _divisor=self._engine.divisor,
             _reduction=None if record is None else record.sending,
             _norm=None if job.max_norm is None else step.norm,
+            _read=step.read,
             _numbers={} if record is None else record.sums,
         )
         self._end(update)

@@ -125,7 +125,7 @@ class Estimate:
     def __init__(self, before: Tensor, numbers: Callable[[], Tensor | None] | None = None) -> None:
         self._before = before  # sums of |G|^2, tr(S) and weights, in which older updates count less
         self._numbers = numbers  # of all ranks, when they are added up; None leaves the averages as they are
-        self.norm: Tensor | None = None  # of the window, where the numbers do not have it
+        self.norm: Tensor | float | None = None  # of the window, where the numbers do not have it
         self.total, self.divisor = 0.0, 1.0  # the window's count, and that of its gradient
         self.norms: list[Tensor] = []  # small, per_sample and large, as in `split`
 
@@ -137,7 +137,7 @@ class Estimate:
             return self._before
         squares, per_sample, num, large = row.unbind()
         if self.norm is not None:
-            large = self.norm.to(row).square()
+            large = self.norm.to(row).square() if isinstance(self.norm, Tensor) else row.new_full((), self.norm**2)
         small, per_sample, large = self.norms = [squares / num, per_sample / num, large / self.divisor**2]
         new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
         counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
@@ -188,7 +188,8 @@ class NoiseScale(Extension):
         if (why := engine.hides_own(job.stepped())) is not None:
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave NoiseScale out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
-        self._norm_follows = "norm" in engine.owns or job.max_norm is not None  # the step gives it
+        looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
+        self._norm_follows = looks or "norm" in engine.owns or job.max_norm is not None  # the step gives it
         self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None  # to the end of the first micro-batch
         self._small: Tensor | None = None
@@ -251,8 +252,8 @@ class NoiseScale(Extension):
             last.total = next(iter(update.counts.values()))
             last.divisor = last.total if self._reduction == "sum" else 1.0
             if self._norm_follows:
-                norm = update.norm()
-                last.norm = self._engine.norm(self._parameters()) if norm is None else norm
+                norm = self._engine.norm(self._parameters()) if "norm" in self._engine.owns else update.norm()
+                last.norm = math.inf if norm is None else norm
         update.notes[self.key] = last
 
     def state(self) -> list[float]:
