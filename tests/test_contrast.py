@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from counting import Counting
 from engines import KINDS, fully_sharded
-from problems import error, gradient, weights
+from problems import error, gradient, join, weights
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.nn.functional import cross_entropy, log_softmax, logsigmoid, normalize, relu
@@ -51,10 +51,6 @@ def pairs(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Pair:
         "image": torch.randn(size, 6, generator=generator, dtype=torch.float64).to(dtype),
         "text": torch.randn(size, 5, generator=generator, dtype=torch.float64).to(dtype),
     }
-
-
-def joined(batches: list[Pair]) -> Pair:
-    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
 
 
 def whole(parameter: Tensor) -> Tensor:
@@ -94,7 +90,7 @@ def big_batch(loss: str, batches: list[Pair], at: Tensor | None = None) -> tuple
     model = Towers()
     if at is not None:
         nn.utils.vector_to_parameters(at.double(), model.parameters())
-    value = LOSSES[loss](model, *model({key: one.double() for key, one in joined(batches).items()}))
+    value = LOSSES[loss](model, *model({key: one.double() for key, one in join(batches).items()}))
     value.backward()
     return value.item(), gradient(model)
 
@@ -504,7 +500,7 @@ def contrasted_images(name: str) -> list[float]:
         accumulator.contrast(batches[rank], model, likeness)
         nn.utils.vector_to_parameters(before.double(), exact.parameters())
         exact.zero_grad()
-        likeness(exact({key: one.double() for key, one in joined(batches).items()})).backward()
+        likeness(exact({key: one.double() for key, one in join(batches).items()})).backward()
         seen.append(error(before - kind.weights(model), gradient(exact)))
     return seen
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from problems import error
+from problems import error, gradient, weights
 from test_accelerate import accelerators
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -154,12 +154,8 @@ class Expected:
                 sgd.step()
                 schedule.step()
                 sgd.zero_grad()
-            self.weights.append(join(model))
+            self.weights.append(weights(model))
             self.logged.append((loss.item(), norm.item(), rate))
-
-
-def join(model: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).clone()
 
 
 def fit(kind: Any, model: Net, rows: Any, **options: Any) -> Any:
@@ -170,7 +166,7 @@ def fit(kind: Any, model: Net, rows: Any, **options: Any) -> Any:
 
     class Looks(TrainerCallback):
         def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
-            seen.append(join(model))
+            seen.append(weights(model))
 
     resume = options.pop("resume", None)
     with accelerators(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
@@ -362,37 +358,32 @@ def test_loader_is_read_while_a_window_runs():
 def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
     from transformers import TrainerCallback
 
-    heard: list[str] = []
-    recorded: list[int] = []
+    heard: list[Any] = []
     gradients: list[Tensor] = []
 
     class Listens(TrainerCallback):
         def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
-            heard.append("pre")
-            gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]).clone())
+            gradients.append(gradient(model).clone())
 
         def on_substep_end(self, *_: Any, **__: Any) -> None:
             heard.append("sub")
 
         def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-            heard.append("step")
+            heard.append(f"step after {len(gradients)}")
 
-        def on_step_end(self, _: Any, state: Any, *__: Any, **___: Any) -> None:
-            recorded.append(trainer.update.index)
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            heard.append(trainer.update.index)
 
     rows = make_rows([3, 5, 2, 7])
     with accelerators(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(
-            kinds()[1], make_net(), rows, folder, num_train_epochs=1, max_grad_norm=0.0, callbacks=[Listens()]
-        )
+        options = {"num_train_epochs": 1, "max_grad_norm": 0.0, "callbacks": [Listens()]}
+        trainer = make_trainer(kinds()[1], make_net(), rows, folder, **options)
         trainer.train()
-    assert heard == ["sub", "sub", "pre", "step", "pre", "step"]
-    assert recorded == [0, 1]
+    assert heard == ["sub", "sub", "step after 1", 0, "step after 2", 1]
     net = make_net()
     net(**collate(rows[:3]))["loss"].backward()
-    assert error(gradients[0], torch.cat([p.grad.flatten() for p in net.parameters()])) <= 1e-12
-    assert trainer.update.counts == {"count": 7}
-    assert trainer.update.index == 1
+    assert error(gradients[0], gradient(net)) <= 1e-12
+    assert (trainer.update.counts, trainer.update.index) == ({"count": 7}, 1)
 
 
 def collectives() -> list[tuple[str, int]]:
