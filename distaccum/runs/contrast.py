@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, final
 
@@ -15,7 +14,7 @@ from ..cutting import Columns
 from ..drawing import Manner, cut_up
 from ..extension import Extension, hooks_of
 from ..law import DistaccumError, in_short, ranks_where
-from ..losses import Loss, refuse_loss
+from ..losses import refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
 from ..randomness import random_devices, random_state, set_random_state, set_seed
@@ -31,6 +30,7 @@ Encode = Callable[[Any], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]
 # How far representations may be from those of the first time, in parts of the largest.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
+_GOLDEN = 0x9E3779B97F4A7C15  # spreads the windows' seeds
 
 
 def contrast(
@@ -42,21 +42,22 @@ def contrast(
     columns: Columns,
 ) -> Update:
     """One update of a loss over all pairs of a batch."""
-    planner.job.engine.refuse_closure("contrast")
-    verifies = planner.job.num_contrasts < PROOFS
+    job = planner.job
+    job.engine.refuse_closure("contrast")
+    verifies = job.num_contrasts < PROOFS
 
     def begin(agreement: Agreement) -> tuple[Callable[[Window], None], Manner]:
-        one = Contrast(planner, agreement, encode, loss_fn, verifies=verifies)
-        hear = [agreement, *(other for other in extensions if other.in_contrast), one]
-        return one.run, Manner(hooks_of(hear), is_sum=True)
+        hooks = hooks_of([agreement, *(one for one in extensions if one.in_contrast)])
+        run = Contrast(planner, agreement, encode, loss_fn, verifies=verifies).run
+        return run, Manner(hooks, is_sum=True)
 
-    update = retry(planner, cut_up(batch, planner.job, columns, in_order=True), begin)
-    planner.job.num_contrasts += 1
+    update = retry(planner, cut_up(batch, job, columns, in_order=True), begin)
+    job.num_contrasts += 1
     return update
 
 
 @final
-class Contrast(Extension):
+class Contrast:
     """A loss over all representations of a window, carried back a micro-batch at a time.
 
     Equivalent to `loss_fn(*encode(whole_batch)).backward()`, with all ranks' samples in the whole batch: by the chain
@@ -71,99 +72,101 @@ class Contrast(Extension):
         self._engine, self._scaler = planner.job.engine, planner.job.scaler
         self._agreement, self._encode, self._loss_fn = agreement, encode, loss_fn
         self._verifies = verifies
-        self._differences: list[Tensor] = []
-        self._parts: list[_Part] = []  # to come, a micro-batch each
-        self._sharded: list[tuple[nn.Parameter, Tensor]] = []  # used in the loss alone, with their gradients
-        self._random: dict[str, Any] = {}  # as it is after the loss
-        self._loss = torch.zeros((), device="cpu")
 
     def run(self, window: Window) -> None:
+        window.begin()
+        engine = self._engine
+        if window.plan.is_empty:
+            for _ in window:
+                pass
+            return
+        before = Snapshot(engine.models)
+        encoded = self._encode_all(window)
+        before.restore_buffers()  # they move when each micro-batch is encoded again
+        device = window.parameters[0].device
+        everyone, seed, starts = gather(engine.peers, encoded, window.index, device)
+        self._random = random_state(random_devices(engine.models))
+        scale = torch.ones((), device=device)
+        if self._scaler is not None:
+            scale = self._scaler.scale(scale)
+        gradients, of_parameters = self._loss_over(everyone, seed, scale, window)
+        window.losses.of_pairs = self._loss, engine.divisor / engine.peers.num_ranks
+        window.losses.largest = [
+            (micro.number, one.detach().abs().max())
+            for micro, part in zip(window.micros, encoded, strict=True)
+            for one in part
+            if _has_gradient(one) and one.numel()
+        ]
+        total = sum(window.plan.num_counted)
+        carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
+        differences: list[Tensor] = []
+        set_random_state(before.random)
+        i = 0
         for micro_batch in window:
             representations = _tensors_of(self._encode(micro_batch))
             if window.stand_in:
-                window.backward(_of_no_weight(representations))
+                zeros = [torch.zeros_like(_in_float32(one)) for one in representations]
+                window.backward(_carried(representations, zeros, ()))
             else:
-                window.backward(self._carried(self._parts.pop(0), representations))
+                if self._verifies:
+                    differences += _differences(encoded[i], representations)
+                places = zip(gradients, starts, strict=True)
+                rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in places]
+                window.backward(_carried(representations, rows, carried))
+                i += 1
             del representations
-        for parameter, gradient in self._sharded:
-            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
-        if self._random:
-            set_random_state(self._random)
+        for parameter, gradient in of_parameters:
+            if hasattr(parameter, "to_local"):  # sharded, and used in the loss alone
+                whole = gradient * scale.to(gradient.dtype)
+                parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
+        set_random_state(self._random)
         if self._verifies:
-            self._verify(window)
+            self._verify(window, differences)
 
-    def begin(self, window: Window) -> None:
-        """Takes the loss, on all ranks, before the first micro-batch that has a graph."""
-        at = window
-        if at.plan.is_empty:
-            return
-        device = at.parameters[0].device
-        before = Snapshot(self._engine.models)
-        encoded = self._encode_all(at)
-        before.restore_buffers()  # they move when each micro-batch is encoded again
-        everyone, mine = gather(self._engine.peers, encoded, at.index, device)
-        gradients, of_parameters, scale = self._loss_over(everyone, at, device)
-        total = sum(at.plan.num_counted)
-        carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
-        self._sharded = [(p, g * scale.to(g.dtype)) for p, g in of_parameters if hasattr(p, "to_local")]
-        of_all: list[tuple[int, Loss]] = []
-        for i, part in enumerate(encoded):
-            rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in zip(gradients, mine, strict=True)]
-            self._parts.append(_Part(rows, carried, part if self._verifies else None))
-            largest = [one.detach().abs().max() for one in part if _has_gradient(one) and one.numel()]
-            of_all += [(at.micros[i].number, one) for one in largest]
-        at.losses.largest = of_all
-        set_random_state(before.random)
-
-    def _encode_all(self, at: Window) -> list[list[Tensor]]:
+    def _encode_all(self, window: Window) -> list[list[Tensor]]:
         """This rank's representations, by micro-batch; all ranks know then that none has failed."""
         with torch.no_grad():
-            encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in at.to_come()][: len(at)]
+            encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in window.to_come()][: len(window)]
         torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
         self._engine.show_parameters()
-        _refuse_uneven(encoded, [length for one in at.micros for length in one.counts])
+        _refuse_uneven(encoded, [length for one in window.micros for length in one.counts])
         self._agreement.agree()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
     def _loss_over(
-        self, everyone: Everyone, at: Window, device: torch.device
-    ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]], Tensor]:
-        """Its gradient by representation and by parameter, and the scaler's scale; the same on all ranks."""
-        peers, devices = self._engine.peers, random_devices(self._engine.models)
-        self._random = random_state(devices)
-        scale = torch.ones((), device=device)
-        if self._scaler is not None:
-            scale = self._scaler.scale(scale)
-        if peers.num_ranks > 1:
-            set_seed(everyone.seed)
+        self, everyone: Sequence[Tensor], seed: int, scale: Tensor, window: Window
+    ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
+        """Its gradient by representation and by parameter; the same on all ranks."""
+        is_alone = self._engine.peers.num_ranks == 1
+        if not is_alone:
+            set_seed(seed)
         out_of_memory = None
         try:
             with torch.enable_grad():
-                loss = self._loss_fn(*everyone.tensors)
-            gradients, of_parameters = self._differentiate(loss, everyone.tensors, scale, at)
+                loss = self._loss_fn(*everyone)
+            found = self._differentiate(loss, everyone, scale, window)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             out_of_memory = in_short(error)
         if out_of_memory is not None:  # not with its cause: smaller micro-batches would not help
-            shapes = ", ".join(str(list(one.shape)) for one in everyone.tensors)
+            shapes = ", ".join(str(list(one.shape)) for one in everyone)
             raise DistaccumError(
                 f"loss_fn does not fit into memory on all representations ({shapes}; {out_of_memory}); take a smaller "
                 "batch, or a loss that goes over its pairs in blocks"
             )
-        if peers.num_ranks == 1:
-            self._random = random_state(devices)  # what the loss drew is drawn
-        return gradients, of_parameters, scale
+        if is_alone:
+            self._random = random_state(random_devices(self._engine.models))  # what the loss drew is drawn
+        return found
 
     def _differentiate(
-        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor, at: Window
+        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor, window: Window
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """By representation and by parameter; what has none is left out. The window's record gets the loss."""
+        """By representation and by parameter; what has none is left out."""
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
         self._loss = loss.detach().clone()  # before a hook of backward's can change it in place
-        at.losses.of_pairs = self._loss, self._engine.divisor / self._engine.peers.num_ranks
-        parameters = [p for p in at.parameters if p.requires_grad]
+        parameters = [p for p in window.parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
         scaled = torch.autograd.grad(
@@ -180,24 +183,8 @@ class Contrast(Extension):
         of_parameters = zip(parameters, found[len(wanted) :], strict=True)
         return [by_tensor.get(id(one)) for one in representations], [(p, g) for p, g in of_parameters if g is not None]
 
-    def _carried(self, part: _Part, representations: list[Tensor]) -> Tensor:
-        """A scalar whose backward is this micro-batch's part of the loss's."""
-        if part.before is not None:
-            self._differences += _differences(part.before, representations)
-        pairs = [
-            (one, g) for one, g in zip(representations, part.rows, strict=True) if g is not None and one.requires_grad
-        ]
-        if not pairs:
-            raise DistaccumError(
-                "encode() gave no representation with a graph that the loss depends on; compute them with the model, "
-                "without detach() and outside torch.no_grad()"
-            )
-        tensors, gradients = zip(*pairs, *part.of_parameters, strict=True)
-        carried: Tensor = _Carry.apply(gradients, *tensors)
-        return carried
-
-    def _verify(self, window: Window) -> None:
-        off = max((float(one) for one in self._differences), default=0.0)
+    def _verify(self, window: Window, differences: Sequence[Tensor]) -> None:
+        off = max(map(float, differences), default=0.0)
         rows = self._engine.peers.gather([off, float(self._loss)])
         losses = [loss for _, loss in rows]
         if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
@@ -216,13 +203,19 @@ class Contrast(Extension):
             )
 
 
-@dataclass(frozen=True)
-class _Part:
-    """What goes back through one micro-batch."""
-
-    rows: list[Tensor | None]  # the gradient of each representation
-    of_parameters: list[tuple[nn.Parameter, Tensor]]  # used in the loss, and their gradients' part
-    before: list[Tensor] | None  # the representations of the first time
+def _carried(
+    representations: Sequence[Tensor], rows: Sequence[Tensor | None], of_parameters: Sequence[tuple[Tensor, Tensor]]
+) -> Tensor:
+    """A scalar whose backward is a micro-batch's part of the loss's."""
+    pairs = [(one, g) for one, g in zip(representations, rows, strict=True) if g is not None and one.requires_grad]
+    if not pairs:
+        raise DistaccumError(
+            "encode() gave no representation with a graph that the loss depends on; compute them with the model, "
+            "without detach() and outside torch.no_grad()"
+        )
+    tensors, gradients = zip(*pairs, *of_parameters, strict=True)
+    carried: Tensor = _Carry.apply(gradients, *tensors)
+    return carried
 
 
 class _Carry(torch.autograd.Function):
@@ -241,59 +234,35 @@ class _Carry(torch.autograd.Function):
         return None, *given
 
 
-@dataclass(frozen=True)
-class Everyone:
-    """Representations of all ranks, in their order, and a seed that they have in common."""
-
-    tensors: list[Tensor]
-    seed: int
-
-
 def gather(
     peers: Peers, encoded: Sequence[Sequence[Tensor]], index: int, device: torch.device
-) -> tuple[Everyone, list[list[int]]]:
-    """All ranks' representations, ready for a loss; and where this rank's micro-batches begin in each."""
+) -> tuple[list[Tensor], int, list[list[int]]]:
+    """All ranks' representations, ready for a loss; a common seed; where this rank's micro-batches begin in each."""
     number = len(encoded[0]) if encoded else 0
     starts = [[0, *accumulate(len(part[j]) for part in encoded)] for j in range(number)]
     joined = [torch.cat([part[j] for part in encoded]) for j in range(number)]
     seed = 0
     if peers.num_ranks > 1:
         everyone = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
-        kinds = [kinds for kinds, _ in everyone]
+        kinds = [kind for kind, _ in everyone]
         _refuse_unlike(kinds)
         seed = (everyone[0][1] + _GOLDEN * (index + 1)) % 2**63
-        packed = peers.gather_bytes(_pack(joined, device), [_size(kind) for kind in kinds])
-        by_rank = [_unpack(one, kind) for one, kind in zip(packed, kinds, strict=True) if kind]
         before = [sum(kind[j][1][0] for kind in kinds[: peers.rank] if kind) for j in range(number)]
         starts = [[first + place for place in places] for first, places in zip(before, starts, strict=True)]
+        owns = [one.contiguous().reshape(-1).view(torch.uint8) for one in joined]  # bytes, for one collective
+        sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in kind] for kind in kinds]
+        nothing = torch.empty(0, dtype=torch.uint8, device=device)
+        packed = peers.gather_bytes(torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
+        by_rank = [
+            [
+                piece.clone().view(dtype).view(shape)
+                for piece, (dtype, shape) in zip(torch.split(one, of_rank), kind, strict=True)
+            ]
+            for one, of_rank, kind in zip(packed, sizes, kinds, strict=True)
+            if kind
+        ]
         joined = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
-    return Everyone([one.requires_grad_(_has_gradient(one)) for one in joined], seed), starts
-
-
-Kind = tuple[torch.dtype, tuple[int, ...]]
-_GOLDEN = 0x9E3779B97F4A7C15  # spreads the windows' seeds
-_ALIGNED = 16  # bytes: a multiple of every dtype's
-
-
-def _pack(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """All of them as bytes, so that they go round in one collective."""
-    pieces = [torch.empty(0, dtype=torch.uint8, device=device)]
-    for one in tensors:
-        pieces.append(one.detach().contiguous().reshape(-1).view(torch.uint8))
-        pieces.append(pieces[0].new_empty(-pieces[-1].numel() % _ALIGNED))
-    return torch.cat(pieces)
-
-
-def _unpack(packed: Tensor, kinds: Sequence[Kind]) -> list[Tensor]:
-    found, start = [], 0
-    for dtype, shape in kinds:
-        found.append(packed[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape))
-        start += _size([(dtype, shape)])
-    return found
-
-
-def _size(kinds: Sequence[Kind]) -> int:
-    return sum(-(-math.prod(shape) * dtype.itemsize // _ALIGNED) * _ALIGNED for dtype, shape in kinds)
+    return [one.requires_grad_(_has_gradient(one)) for one in joined], seed, starts
 
 
 def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:
@@ -309,7 +278,7 @@ def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]
                 )
 
 
-def _refuse_unlike(kinds: Sequence[Sequence[Kind]]) -> None:
+def _refuse_unlike(kinds: Sequence[Sequence[tuple[torch.dtype, tuple[int, ...]]]]) -> None:
     seen = {rank: [(dtype, shape[1:]) for dtype, shape in kind] for rank, kind in enumerate(kinds) if kind}
     first, *others = seen.values()
     if any(other != first for other in others):
@@ -344,12 +313,6 @@ def _tensors_of(value: Any) -> list[Tensor]:
                 "no representation (a temperature) is used in loss_fn"
             )
     return listed
-
-
-def _of_no_weight(representations: Sequence[Tensor]) -> Tensor:
-    tensors = [one for one in representations if one.requires_grad]
-    nothing: Tensor = _Carry.apply([torch.zeros_like(_in_float32(one)) for one in tensors], *tensors)
-    return nothing
 
 
 def _differences(before: Sequence[Tensor], now: Sequence[Tensor]) -> Iterator[Tensor]:

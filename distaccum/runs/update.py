@@ -33,7 +33,7 @@ class Vote(IntEnum):
 
 
 class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
-    """Another rank failed."""
+    """Another rank failed; its argument are the votes of all."""
 
 
 @final
@@ -42,9 +42,6 @@ class Agreement(Extension):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.own = Vote.OK
-        self.votes: list[int] = []  # by rank, the last ones
-        self.failed: list[str] = []  # the error of each that has failed
         self.is_reducing = False  # in a backward that other ranks take part in
 
     def before_backward(self, window: Window, reduces: bool) -> None:
@@ -56,45 +53,26 @@ class Agreement(Extension):
         self.is_reducing = False
 
     def finishing(self, window: Window) -> None:
-        if not self._engine.will_reduce(True):
-            self.agree()
-            self.is_reducing = True
+        self.before_backward(window, not self._engine.will_reduce(True))
 
     def agree(self) -> None:
         """Raises where another rank has failed; this one waits for the votes of all."""
-        self.vote(Vote.OK)
-        if any(self.votes):
-            raise FailedElsewhere
+        if any(votes := self.vote(Vote.OK)):
+            raise FailedElsewhere(votes)
 
-    def report(self, error: Exception) -> None:
-        """Reports this rank's error to the others, unless it came from them."""
-        if not isinstance(error, FailedElsewhere):
-            self.vote(Vote.OUT_OF_MEMORY if is_out_of_memory(error) else Vote.FAILED, error)
-
-    def vote(self, vote: Vote, error: Exception | None = None) -> None:
-        self.own, peers = vote, self._engine.peers
-        if error is not None and vote == Vote.FAILED:
-            peers.tell(error)
-        self.votes = [int(row[0]) for row in peers.gather_largest([float(vote)])]
-        if Vote.FAILED in self.votes:
-            why = in_short(error) if error is not None and vote == Vote.FAILED else ""
-            self.failed = peers.gather_objects(why, everyone=True)
-
-    def ranks(self, vote: Vote) -> str:
-        """Those that voted so, as a text."""
-        return ranks_where([found == vote for found in self.votes])
+    def vote(self, own: Vote) -> list[int]:
+        return [int(row[0]) for row in self._engine.peers.gather_largest([float(own)])]
 
 
 def run_all(window: Window, loss_fn: LossFn) -> None:
-    """A loop over the micro-batches."""
     for micro_batch in window:
         loss = loss_fn(micro_batch)
-        if isinstance(loss, Mapping):
-            if not loss:
-                raise ValueError("loss_fn gave a dict without a loss, expected one for each name")
+        if not isinstance(loss, Mapping):
+            window.backward(loss)
+        elif loss:
             window.backward(**loss)
         else:
-            window.backward(loss)
+            raise ValueError("loss_fn gave a dict without a loss, expected one for each name")
 
 
 def update(planner: Planner, extensions: Sequence[Extension], batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
@@ -117,11 +95,10 @@ def retry(
     """
     planner.make_way()
     job = planner.job
-    engine, size = job.engine, job.size
     job.random.put_back()  # now, so that a second attempt has the same numbers
     snapshot = Snapshot(job.models)
     while True:
-        agreement = Agreement(engine)
+        agreement = Agreement(job.engine)
         run, manner = begin(agreement)
         window = planner.plan(draw, replace(manner, agrees=True))
         has_run = False
@@ -129,24 +106,17 @@ def retry(
             run(window)
             has_run = True
             update = window.step()
-        except NonfiniteError:
-            snapshot.restore()
-            raise
-        except Exception as error:
-            if has_run:  # in step(), where no rank waits to hear of it, and weights may have changed
-                window.discard()
-                raise
+        except BaseException as error:
             window.discard()
-            snapshot.restore()
-            _settle(planner, window, agreement, error)
-        except BaseException:
-            window.discard()
-            if window.stage is not Stage.STEPPED:  # else Ctrl-C came after the weights moved
+            if window.stage is not Stage.STEPPED:  # else the weights have moved
                 snapshot.restore()
-            raise
+            # A step raises on all ranks alike, or where none waits to hear of it.
+            if has_run or not isinstance(error, Exception) or isinstance(error, NonfiniteError | LostRanksError):
+                raise
+            _settle(planner, window, agreement, error)
         else:
             plan = window.plan
-            size.succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
+            job.size.succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
             return update
         free()
 
@@ -154,32 +124,33 @@ def retry(
 def _settle(planner: Planner, window: Window, agreement: Agreement, error: Exception) -> None:
     """Ranks exchange their failures; returns where a smaller micro-batch may fit."""
     peers, largest = planner.job.engine.peers, window.plan.largest
-    if isinstance(error, LostRanksError):
-        raise error
+    is_own, is_short = not isinstance(error, FailedElsewhere), is_out_of_memory(error)
     try:
-        if agreement.is_reducing and peers.num_ranks > 1 and not is_out_of_memory(error):
-            raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
+        if is_own and not is_short:
+            if agreement.is_reducing and peers.num_ranks > 1:
+                raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
+            peers.tell(error)
         try:
-            agreement.report(error)
+            votes = agreement.vote(Vote.OUT_OF_MEMORY if is_short else Vote.FAILED) if is_own else error.args[0]
+            why = in_short(error) if is_own and not is_short else ""
+            failed = peers.gather_objects(why, everyone=True) if Vote.FAILED in votes else []
         except DistaccumError as lost:
             raise DistaccumError(
                 f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
                 f"collective of the model's wrapper ({in_short(error)}); start all ranks again, from a checkpoint"
             ) from lost
-        if agreement.own == Vote.FAILED:
-            raise error
         all_or_none(
-            agreement.failed,
-            None,
+            failed,
+            error if why else None,
             f"rank {{ranks}} failed in update {window.index} ({{why}}); the window is undone on all ranks, and nothing "
             "was stepped",
         )
         if not planner.job.size.ran_out(largest):
-            seen = f": {in_short(error)}" if agreement.own == Vote.OUT_OF_MEMORY else ""
+            where = ranks_where([vote == Vote.OUT_OF_MEMORY for vote in votes])
+            seen = f": {in_short(error)}" if is_own else ""
             raise DistaccumError(
-                f"a micro-batch of {largest} sample does not fit into the memory of rank "
-                f"{agreement.ranks(Vote.OUT_OF_MEMORY)}{seen}; nothing was stepped. Use a smaller model or sample, "
-                "activation checkpointing, or a lower precision"
+                f"a micro-batch of {largest} sample does not fit into the memory of rank {where}{seen}; nothing was "
+                "stepped. Use a smaller model or sample, activation checkpointing, or a lower precision"
             )
     finally:
         del error  # or its traceback would keep the failed forward, and itself
