@@ -298,7 +298,7 @@ class Accumulator:
         return state_dict_of(self._planner, self._extensions)
 
     def _loaders_place(self) -> Any:
-        """Of this rank."""
+        """Returns this rank's place in the loader."""
         return self._planner.loaders_place()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

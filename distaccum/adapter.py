@@ -40,7 +40,7 @@ class Adapter:
         """Takes the library's wrappers off."""
 
     def around(self, run_backward: RunBackward) -> RunBackward:
-        """What runs backward in the place of `run_backward`."""
+        """Returns what runs backward in the place of `run_backward`."""
         return run_backward
 
     def begin(self) -> None:
@@ -54,11 +54,11 @@ class Adapter:
         return nullcontext()
 
     def communicates(self, loader: Any) -> bool:
-        """Whether drawing from a loader communicates, which ranks that are at different micro-steps cannot."""
+        """Returns whether drawing from a loader communicates, which ranks that are at different micro-steps cannot."""
         return False
 
     def tells_state(self, loader: Any) -> bool:
-        """Whether a loader's `state_dict()` works."""
+        """Returns whether a loader's `state_dict()` works."""
         return True
 
     def watch(self, place: Callable[[], Any]) -> str | None:
@@ -67,7 +67,7 @@ class Adapter:
 
 
 def _is_there(module: str) -> bool:
-    """Whether the room of a door was not taken away."""
+    """Returns False for a room that was taken away."""
     return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
 
 

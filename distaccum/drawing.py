@@ -51,7 +51,7 @@ class Batches:
 
     @property
     def largest(self) -> int:
-        """Of the micro-batches that could be smaller, in samples or in cost."""
+        """The size of the largest micro-batch that could be smaller, in samples or in cost."""
         if self.costs is None:
             return max(self.lengths or [0])
         return max((cost for cost, rows in zip(self.costs, self.lengths or [], strict=True) if rows > 1), default=1)
@@ -152,7 +152,7 @@ class WouldWait(Exception):  # noqa: N818  # it never leaves this library
 
 
 def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool = False) -> Draw:
-    """What `make` gives for update `index`, counted; an error is kept until the other ranks have the report.
+    """Counts what `make` gives for update `index`; keeps an error until the other ranks have the report.
 
     What counts nothing is left out, but not where other ranks have parts of it. Raises WouldWait if it is `ahead` of
     its time and would have to wait for a device.
@@ -209,7 +209,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
 
 
 def _reduces_by_hand(job: Job, manner: Manner, batches: Batches) -> bool:
-    """Whether no backward may reduce; in update(), until it is known that micro-batches like these fit.
+    """Returns whether no backward may reduce: in update(), until it is known that micro-batches like these fit.
 
     Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
     """

@@ -141,7 +141,7 @@ class Ahead:
             return 0, error
 
     def _is_wanted(self, draw: Draw, index: int, num: int) -> bool:
-        """Whether what was drawn ahead is the window that is asked for: none was left, skipped, or changed in length.
+        """Returns whether the window that was drawn ahead is wanted: none was left, skipped, or changed in length.
 
         The same on all ranks. A window that was skipped leaves no stand-in, which was expected of it.
         """
@@ -202,7 +202,7 @@ class Reader:
         return len(self._drawn) >= num or self._has_ended or self._error is not None
 
     def ends_within(self, num: int) -> bool:
-        """Whether the loader has no more after the first `num` items."""
+        """Returns whether the loader has no more after the first `num` items."""
         return self._has_ended and len(self._drawn) <= num
 
     def peek(self, num: int) -> list[Any]:
@@ -276,7 +276,7 @@ class Left:
 
 
 def all_of(micro_batches: Any) -> list[Any]:
-    """Those of an iterable, drawn at once."""
+    """Draws all micro-batches of an iterable."""
     if isinstance(micro_batches, list | tuple):
         return list(micro_batches)  # made before
     reader = Reader(micro_batches, None, tells_state=False)

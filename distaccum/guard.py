@@ -65,7 +65,7 @@ class Tamper:
         self._versions = _versions_of(self._seen)
 
     def differs(self) -> bool:
-        """Whether a gradient came, went or was written to since; forgets what was seen, which a backward may free."""
+        """Returns whether a gradient came, went or was written to; forgets what was seen, which a backward may free."""
         holders, seen, versions = self._holders, self._seen, self._versions
         self._holders, self._seen = (), []
         scaler = self._job.scaler
@@ -88,7 +88,7 @@ class Tamper:
         self._final = [group for group in self._groups if any(one.grad is not None for one in group)]
 
     def is_cleared(self) -> bool:
-        """Whether an optimizer's gradients are all gone since then."""
+        """Returns whether an optimizer's gradients are all gone since then."""
         return any(all(one.grad is None for one in group) for group in self._final)
 
     def clear(self) -> None:
@@ -131,7 +131,7 @@ def without_backward(what: str, where: str) -> DistaccumError:
 
 
 def refuse_inference_mode() -> None:
-    """What is made in it (a scale, DDP's buckets) could not be written to outside of it."""
+    """Raises inside it: what is made there (a scale, DDP's buckets) could not be written to outside."""
     if torch.is_inference_mode_enabled():
         raise DistaccumError("a window inside torch.inference_mode(), where nothing is trained; leave that mode first")
 

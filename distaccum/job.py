@@ -50,7 +50,7 @@ class Hooks(NamedTuple):
 
 @dataclass
 class Trace:
-    """What a window leaves if it is dropped: its gradients, which nobody may take for those of the next."""
+    """A note of a window that holds gradients: nobody may take them for those of the next if it is dropped."""
 
     update: int  # its index
     lacks_step: bool = False  # its loop is complete
@@ -65,7 +65,7 @@ class Parameters:
 
 @final
 class Job:
-    """What all windows of an Accumulator share."""
+    """Everything that the windows of an Accumulator share."""
 
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
@@ -133,7 +133,7 @@ class Job:
 
     @property
     def forwards_communicate(self) -> bool:
-        """Whether each forward or backward takes part of all ranks."""
+        """True if each forward or backward waits for all ranks."""
         return self.engine.lockstep and self.engine.sync != "gathered"
 
     def parameters(self) -> Parameters:

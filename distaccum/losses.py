@@ -166,7 +166,7 @@ class Losses:
         return None if self.of_pairs is not None else list(totals.values())
 
     def sums(self) -> Tensor:
-        """The same, on the device: what the ranks add up for the record."""
+        """Like `numbers`, on the device: the ranks add them up for the record."""
         if self.of_pairs is not None:
             whole, part = self.of_pairs
             return whole.to(self._device, self._wide).reshape(1) * part

@@ -27,7 +27,7 @@ class Look(NamedTuple):
 
 
 def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
-    """Whether every element is finite, and the norm. Reads one number, after at most one pass in the usual case."""
+    """Takes the norm, and tells whether every element is finite; reads one number, usually after one pass."""
     # On a CPU the largest element takes eighteen times as long as the norm.
     known = _read_norm(engine, parameters) if norm is None else read(norm)
     if math.isfinite(known):

@@ -16,7 +16,7 @@ WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_siz
 
 
 class Cutter(Protocol):
-    """What `ByCost` is: a micro-batch size in other things than samples."""
+    """A micro-batch size in other things than samples, as `ByCost` is."""
 
     @property
     def most(self) -> int | Literal["auto"]: ...
@@ -89,12 +89,12 @@ class Config:
 
     @property
     def counts_whole(self) -> list[bool | None]:
-        """Of each count, whether it is of what is cut over ranks later; None: it is the caller's own."""
+        """For each count, True if it counts what is cut over ranks later; None if it is the caller's own."""
         return [one.over is not None if isinstance(one, TokenCount) else None for one in self.counts.values()]
 
     @property
     def by_cost(self) -> Cutter | None:
-        """What cuts by the cost of rows, where they are not counted."""
+        """The size that cuts by the cost of rows; None if rows are counted."""
         size = self.micro_batch_size
         return None if size is None or isinstance(size, int | str) or not hasattr(size, "cut") else size
 

@@ -76,7 +76,7 @@ def _refuse_nesting(what: str, window: Any, where: str) -> None:
 
 
 def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
-    """The same without their graphs; what had one is noted in `cut`."""
+    """Detaches outputs in any nesting; notes those that had a graph in `cut`."""
     if isinstance(outputs, Tensor):
         if not outputs.requires_grad:
             return outputs
@@ -86,7 +86,7 @@ def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
 
 
 def weigh_chunks(window: Any, found: list[Sequence[Term]]) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:
-    """What a pipeline's schedule calls with each chunk's number, outputs and loss; `found` gets what is noted of it.
+    """Returns the function that a schedule calls with each chunk's number, outputs and loss; fills `found`.
 
     The loss is multiplied by its share, since a schedule gives backward no seed.
     """

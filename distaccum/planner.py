@@ -48,7 +48,7 @@ class Planner:
             guard_steps(one, self, Planner.forbids_steps)
 
     def forbids_steps(self) -> bool:
-        """Whether gradients stand in the optimizers that belong to a window, and it is not the one that steps."""
+        """Returns whether the optimizers hold a window's gradients, and it is not the one that steps."""
         return not self.job.is_stepping and self.has_open_window
 
     @property
@@ -58,12 +58,12 @@ class Planner:
 
     @property
     def has_open_window(self) -> bool:
-        """Whether a window holds gradients."""
+        """True while a window holds gradients."""
         window = self.window
         return window is not None and window.is_open
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of a deep copy, with its model and optimizer in one: `copy.deepcopy((model, optimizer, accumulator))`."""
+        """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
         self.job.engine.peers.refuse_copy()
         if self.window is not None:
             refuse_copy(self.window)

@@ -123,7 +123,7 @@ def _unpack_part(packed: bytes) -> Own:
 
 
 def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
-    """What a state of `saved` ranks holds of this one."""
+    """Reads this rank's part of a state of `saved` ranks."""
     ranks, rank = job.engine.peers.world_size, job.engine.peers.global_rank
     if saved != ranks:
         job.once(

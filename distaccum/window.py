@@ -249,7 +249,7 @@ class Window:
 
     @property
     def _reduces(self) -> bool:
-        """Whether the last backward of the micro-step at work does."""
+        """True if the last backward of the micro-step at work reduces."""
         return self._place == self._turns - 1 or self._place < self._early
 
     def _run(self, reduces: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
