@@ -85,10 +85,7 @@ class Questions:
         try:
             return number, count_samples(micro_batch)
         except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"no number of samples can be seen in a micro-batch that is a {type(micro_batch).__name__} "
-                f"({str(error).split(';')[0]}); give AccumulatingTrainer count=, as count=len for a list of samples"
-            ) from error
+            raise ValueError(self._unseen(str(error).split(";")[0])) from error
 
     def _items(self, micro_batch: Any) -> Any:
         found = self._asked.items(micro_batch)
@@ -122,7 +119,7 @@ class Questions:
         asked, first = self._asked, micro_batches[:1]
         shifts = self._of_all(lambda: map(self._shifts_labels, first))
         self._shifts = next((one for one in shifts if one is not None), self._shifts)
-        halved = self._of_all(lambda: map(self._is_halved, first))  # None: it is told no number
+        halved = self._of_all(lambda: map(self._is_halved, first))
         if asked.count is None and asked.reduction == "mean" and all(halved):
             self._is_open = self._shifts is None
         elif asked.is_overridden and (asked.count is not None or halved.count(None) == len(halved)):
@@ -143,6 +140,7 @@ class Questions:
                 raise _UnseenError("its micro-batches of one row cannot be put together")
 
     def _is_halved(self, micro_batch: Any) -> bool | None:
+        """Whether twice the number of items halves the loss; None: it is told no number."""
         items = self._items(micro_batch)
         if items is None or (self._asked.is_models and self._asked.count is not None):
             return None
@@ -269,7 +267,8 @@ class Questions:
     def _unseen(self, reason: str) -> str:
         return (
             f"over what the loss of {self._asked.name} is a mean cannot be seen: {reason}; give count=count_samples, "
-            "count=count_tokens('labels') or one of your own, and reduction='sum_to_mean' where it is a sum"
+            "count=count_tokens('labels'), count=len for a list of samples or one of your own, and "
+            "reduction='sum_to_mean' where it is a sum"
         )
 
 

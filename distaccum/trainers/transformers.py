@@ -105,8 +105,11 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         """The micro-batches that this rank has in the next window, filled up to the turns that the loop shall make."""
         accumulator, questions = self._accumulator_of(self.model_wrapped)
         if self._pass is None or self._pass.iterator is not epoch_iterator:
+            # Drawing waits for other ranks, which may be at another micro-step, where one deals out to all.
+            deals = isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
+            ahead = self.args.world_size == 1 or not deals
             self._leave()
-            self._pass = _Pass(accumulator, epoch_iterator, self._most, ahead=self._reads_alone())
+            self._pass = _Pass(accumulator, epoch_iterator, self._most, ahead=ahead)
         window, drawn = self._pass.draw(num_batches)
         if window is not None and questions.are_due(window.index) and questions.ask(drawn, window.index):
             self._pass.draw_again(drawn)  # to be counted anew
@@ -191,10 +194,6 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._made = model, accumulator, questions
         return self._made[1:]
 
-    def _reads_alone(self) -> bool:
-        """Whether drawing from the loader waits for no other rank, which may be at another micro-step."""
-        return self.args.world_size == 1 or not isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
-
     def _asked(self, model: nn.Module) -> Asked:
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
         own = self.accelerator.unwrap_model(self.model)
@@ -237,25 +236,17 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             args.average_tokens_across_devices = before
 
     def _refuse(self) -> None:
-        sizes = {
-            "tensor": self.get_tp_size(),
-            "context": self.get_cp_size(),
-            "sequence": self.get_sp_size(),
-        }
-        refused = {
-            "DeepSpeed": self.is_deepspeed_enabled,
-            "DataParallel": self.args.n_gpu > 1,
-            f"optim={self.args.optim}, which steps in backward,": any(
-                word in str(self.args.optim).lower() for word in ("lomo", "layerwise")
-            ),
-            **{f"{name} parallelism over {size} ranks": size > 1 for name, size in sizes.items()},
-        }
-        for what, is_there in refused.items():
-            if is_there:
-                raise ValueError(
-                    f"AccumulatingTrainer with {what} is not supported; use one process per device with DDP or FSDP, "
-                    "or write the loop with Accelerate and an Accumulator"
-                )
+        args = self.args
+        sizes = {"tensor": self.get_tp_size(), "context": self.get_cp_size(), "sequence": self.get_sp_size()}
+        refused = [f"{name} parallelism over {size} ranks" for name, size in sizes.items() if size > 1]
+        if any(word in str(args.optim).lower() for word in ("lomo", "layerwise")):
+            refused.append(f"optim={args.optim}, which steps in backward,")
+        refused += ["DeepSpeed"] * self.is_deepspeed_enabled + ["DataParallel"] * (args.n_gpu > 1)
+        if refused:
+            raise ValueError(
+                f"AccumulatingTrainer with {refused[0]} is not supported; use one process per device with DDP or FSDP, "
+                "or write the loop with Accelerate and an Accumulator"
+            )
 
 
 def _inner(model: nn.Module) -> nn.Module:
