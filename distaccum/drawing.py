@@ -22,7 +22,7 @@ from .cutting import (
     tensors_in,
 )
 from .job import Counts, Hooks, Job, Micro, Seen
-from .law import RankReport, cut_evenly, warn
+from .law import RankReport, cut_evenly
 
 
 @dataclass(frozen=True)
@@ -142,9 +142,7 @@ class Draw:
 
     def warn(self, job: Job) -> None:
         for about, warning in self.warnings.items():
-            if about not in job.once.keys:  # on each rank, of its own data
-                job.once.keys.add(about)
-                warn(warning)
+            job.once.on_each_rank(about, warning)
 
 
 class WouldWait(Exception):  # noqa: N818  # it never leaves this library

@@ -108,13 +108,6 @@ def check_random_state(state: dict[str, Any]) -> None:
         numpy.random.RandomState().set_state(_numpy_state(numpy, state["numpy"]))
 
 
-def same_random(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tells whether nothing was drawn between the two."""
-    tensors = [[state["torch"], *state["devices"].values()] for state in (one, other)]
-    drawn = any(not torch.equal(a, b) for a, b in zip(*tensors, strict=True))
-    return not drawn and all(one[name] == other[name] for name in {"python", "numpy"} & one.keys() & other.keys())
-
-
 def set_seed(seed: int) -> None:
     """Seeds every generator that `random_state` reads."""
     torch.manual_seed(seed)
