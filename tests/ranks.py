@@ -119,15 +119,19 @@ class RankError(AssertionError):
     pass
 
 
-def on_ranks(num: int | None = None, seconds: float = SECONDS) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Runs a test itself on each rank, to which its arguments are sent; its `world` is their number without `num`."""
+def on_ranks(num: int | Callable[..., int] | None = None, seconds: float = SECONDS) -> Callable[[Any], Any]:
+    """Runs a test itself on each of `num` ranks, to which its arguments are sent.
+
+    `num` may be a function of these; without it the argument `world` is the number.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def test(ranks: Callable[[int], Ranks], **arguments: Any) -> None:
             __tracebackhide__ = True
             where = function.__module__, function.__name__
-            ranks(num or arguments["world"]).run(_run_test, *where, arguments, seconds=seconds)
+            world = num(**arguments) if callable(num) else num or arguments["world"]
+            ranks(world).run(_run_test, *where, arguments, seconds=seconds)
 
         signature = inspect.signature(function)
         parameters = [inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY), *signature.parameters.values()]

@@ -6,12 +6,14 @@ and loss, and of policy and fault is tested. sends.py runs the whole grid.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from engines import KINDS, LAYOUTS, Run, laws
 from problems import CASES, error, sample_loss
+from ranks import on_ranks
 
 from distaccum import DistaccumError
 
@@ -31,89 +33,81 @@ def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1) -> list[Any]
     return found
 
 
+def world_of(name: str, **_: Any) -> int:
+    return KINDS[name].world
+
+
 @pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), quick=1, slow=1))
-def test_windows_equal_one_big_batch(ranks, name, sync, case):
-    kind = KINDS[name]
-    for seen in ranks(kind.world).run(laws, name, sync, (case,)):
-        for window in seen[case]:
-            assert window.gradient <= kind.bound, window
-            assert window.loss <= kind.bound, window
+@on_ranks(world_of)
+def test_windows_equal_one_big_batch(name, sync, case):
+    for window in laws(name, sync, (case,))[case]:
+        assert max(window.gradient, window.loss) <= KINDS[name].bound, window
 
 
 EVEN = [[3, 1, 2]] * 4
 
 
-def abandoned(name: str, sync: str, how: str) -> Any:
+def assert_next_are_exact(run: Run) -> None:
+    assert run.window(EVEN, 2).gradient <= run.kind.bound
+    assert run.window([[2], [], [1], [4]], 3).gradient <= run.kind.bound
+
+
+@pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "error", "complete")))
+@on_ranks(world_of)
+def test_abandoned_window_leaves_nothing_behind(name, sync, how):
     run = Run(name, sync=sync)
-    first = run.window(EVEN, 0)
+    assert run.window(EVEN, 0).gradient <= run.kind.bound
     before = run.weights()
     window = run.accumulator.window(run.micro_batches(EVEN, 1))
-    try:
+    with suppress(KeyError):
         for i, micro_batch in enumerate(window):
             window.backward(sample_loss(run.model, micro_batch))
             if i == 1 and how == "break":
                 break
             if i == 1 and how == "error":
                 raise KeyError
-    except KeyError:
-        pass
     if how == "complete":
         window.discard()
-    assert torch.equal(run.weights(), before), "an abandoned window changed weights"
-    return [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
-
-
-@pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "error", "complete")))
-def test_abandoned_window_leaves_nothing_behind(ranks, name, sync, how):
-    kind = KINDS[name]
-    for seen in ranks(kind.world).run(abandoned, name, sync, how):
-        assert max(window.gradient for window in seen) <= kind.bound
-
-
-def clipped(name: str, sync: str, max_norm: float) -> Any:
-    run = Run(name, sync=sync, max_norm=max_norm)
-    return [run.window(layout, i, max_norm=max_norm) for i, layout in enumerate(LAYOUTS if run.world > 1 else [EVEN])]
+    assert torch.equal(run.weights(), before)
+    assert_next_are_exact(run)
 
 
 @pytest.mark.parametrize(("name", "sync", "max_norm"), in_turn((0.01,)))
-def test_clipping_takes_the_norm_of_the_whole_gradient(ranks, name, sync, max_norm):
-    kind = KINDS[name]
-    for seen in ranks(kind.world).run(clipped, name, sync, max_norm):
-        for window in seen:
-            assert window.norm is not None and window.norm <= kind.bound
-            assert window.gradient <= max(1e-4, kind.bound)  # torch adds 1e-6 to the norm before dividing
+@on_ranks(world_of)
+def test_clipping_takes_the_norm_of_the_whole_gradient(name, sync, max_norm):
+    run = Run(name, sync=sync, max_norm=max_norm)
+    for index, layout in enumerate(LAYOUTS if run.world > 1 else [EVEN]):
+        window = run.window(layout, index, max_norm=max_norm)
+        assert window.norm is not None and window.norm <= run.kind.bound
+        assert window.gradient <= max(1e-4, run.kind.bound)  # torch adds 1e-6 to the norm before dividing
 
 
-def not_finite(name: str, sync: str, on_nonfinite: str) -> Any:
+@pytest.mark.parametrize(("name", "sync", "on_nonfinite"), in_turn(("raise", "skip")))
+@on_ranks(world_of)
+def test_ranks_treat_a_nonfinite_gradient_the_same(name, sync, on_nonfinite):
     run = Run(name, sync=sync, on_nonfinite=on_nonfinite)
-    first = run.window(EVEN, 0)
+    assert run.window(EVEN, 0).gradient <= run.kind.bound
     before = run.weights()
     window = run.accumulator.window(run.micro_batches(EVEN, 1))
     for i, micro_batch in enumerate(window):
         loss = sample_loss(run.model, micro_batch)
         window.backward(loss * float("nan") if i == 1 and run.rank == run.world - 1 else loss)
-    try:
+    if on_nonfinite == "raise":
+        with pytest.raises(DistaccumError, match="not finite"):
+            window.step()
+    else:
         update = window.step()
-        outcome = (update.stepped, update.reason)
-    except DistaccumError as error:
-        outcome = (False, str(error))
-    assert torch.equal(run.weights(), before), "a window that is not finite changed weights"
-    return outcome, [first, run.window(EVEN, 2), run.window([[2], [], [1], [4]], 3)]
+        assert not update.stepped and "not finite" in update.reason
+    assert torch.equal(run.weights(), before)
+    assert_next_are_exact(run)
 
 
-@pytest.mark.parametrize(("name", "sync", "on_nonfinite"), in_turn(("raise", "skip")))
-def test_ranks_treat_a_nonfinite_gradient_the_same(ranks, name, sync, on_nonfinite):
-    kind = KINDS[name]
-    for (stepped, reason), seen in ranks(kind.world).run(not_finite, name, sync, on_nonfinite):
-        assert not stepped
-        assert "not finite" in reason
-        assert max(window.gradient for window in seen) <= kind.bound
-
-
-def evaluated(name: str, sync: str) -> Any:
-    """Evaluates in the loop, after its last backward, between the loop and step(), and after step()."""
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
+@on_ranks(world_of)
+def test_evaluation_in_a_window_changes_no_gradient(name, sync):
+    """In the loop, after its last backward, between the loop and step(), and after step()."""
     run = Run(name, sync=sync)
-    seen = []
 
     def evaluate() -> None:
         with torch.no_grad():
@@ -131,13 +125,4 @@ def evaluated(name: str, sync: str) -> Any:
         window.step()
         evaluate()
         exact = run.exact(before, EVEN, index)[1]
-        seen.append(error(before.double() - run.weights().double(), exact))
-    return seen
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
-def test_evaluation_in_a_window_changes_no_gradient(ranks, name, sync):
-    kind = KINDS[name]
-    for seen in ranks(kind.world).run(evaluated, name, sync):
-        assert max(seen) <= kind.bound
+        assert error(before.double() - run.weights().double(), exact) <= run.kind.bound

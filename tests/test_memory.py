@@ -466,10 +466,6 @@ def leaked(model: Any) -> list[str]:
     return found + ["the flag"] * (not getattr(model, "require_backward_grad_sync", True))
 
 
-def all_updates(cases: list[Any], *arguments: Any) -> dict[Any, Any]:
-    return {case: updates(arguments[0], *case, *arguments[1:]) for case in cases}
-
-
 OPTIONS = {
     "DDP": {"micro_batch_size": 3},
     "DDP, auto": {"micro_batch_size": "auto"},
@@ -506,43 +502,36 @@ SCENES = {
 
 
 @pytest.mark.parametrize(("kind", "cases", "sizes"), SCENES.values(), ids=SCENES)
-def test_fault_of_some_ranks_is_undone_on_all_ranks(ranks, kind, cases, sizes):
-    name = kind.partition(",")[0]
-    for rank, seen in enumerate(ranks(2).run(all_updates, cases, name, sizes, OPTIONS[kind])):
-        assert set(seen) == set(cases)
-        for ((text, _), (of_rank, _)), (message, wrong, leaks) in seen.items():
-            assert wrong <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
-            if text == NO_MEMORY:
-                assert not message
-            elif of_rank in (rank, EVERY_RANK):
-                assert message == f"RuntimeError: {text}"
-            else:
-                assert message.startswith(f"DistaccumError: rank {of_rank} failed in update ") and text in message
+@on_ranks(2)
+def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, cases, sizes):
+    for fault, at in cases:
+        message, wrong, leaks = updates(kind.partition(",")[0], fault, at, sizes, OPTIONS[kind])
+        assert wrong <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
+        if fault[0] == NO_MEMORY:
+            assert not message
+        elif at[0] in (dist.get_rank(), EVERY_RANK):
+            assert message == f"RuntimeError: {fault[0]}"
+        else:
+            assert message.startswith(f"DistaccumError: rank {at[0]} failed in update ") and fault[0] in message
 
 
-def counted() -> Any:
+@on_ranks(2)
+def test_update_adds_one_small_collective():
+    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
     model, accumulator = make(DistributedDataParallel(make_net_without_router()), 0.1, micro_batch_size=2)
-    seen = []
-    for i in range(4):
+    for i, reductions in enumerate([3, 3, 2, 2]):
         with Counting() as counting:
             accumulator.update(make_batch(8, seed=i), partial(loss_of, model)).loss  # noqa: B018
             names = [name for name, _ in counting.take()]
-        seen.append((names.count("allgather_"), sum("allreduce" in name for name in names)))
-    return seen
-
-
-def test_update_adds_one_small_collective(ranks):
-    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
-    assert ranks(2).run(counted) == [[(2, 3), (2, 3), (2, 2), (2, 2)]] * 2
+        assert (names.count("allgather_"), sum("allreduce" in name for name in names)) == (2, reductions)
 
 
 @on_ranks(2)
 def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
-    which = 1
     rank = dist.get_rank()
     model, accumulator = make(DistributedDataParallel(make_net_without_router()), micro_batch_size="auto")
     before = weights(model)
-    said = refused(accumulator.update, make_batch(4, seed=rank), Limited(model, 0 if rank == which else 9))
+    said = refused(accumulator.update, make_batch(4, seed=rank), Limited(model, 0 if rank == 1 else 9))
     assert torch.equal(weights(model), before)
     batches = [make_batch(4, seed=10 + r) for r in range(2)]
     accumulator.update(batches[rank], Limited(model, 9))
@@ -554,7 +543,6 @@ def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
 @on_ranks(2)
 def test_update_equals_its_documented_loop(static):
     """Also for buffers: DDP broadcasts them before the window, not in a forward that some rank may not run."""
-    # Trains on the same batches with split() and a loop, and with update().
     ends = []
     for closure in (False, True):
         torch.manual_seed(5)
@@ -571,8 +559,10 @@ def test_update_equals_its_documented_loop(static):
     assert error(*ends) <= 1e-12
 
 
-def under_a_real_limit() -> Any:
-    """The host's allocator refuses because of a limit on the address space."""
+@pytest.mark.slow
+@on_ranks(1)
+def test_update_survives_a_real_allocator_that_refuses():
+    """Because of a limit on the address space."""
     import resource
     from pathlib import Path
 
@@ -600,14 +590,8 @@ def under_a_real_limit() -> Any:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, found)
     wrong = max(error(mine, p.grad) for mine, p in zip(gradients, plain.parameters(), strict=True))
-    return sizes, update.counts, wrong
-
-
-@pytest.mark.slow
-def test_update_survives_a_real_allocator_that_refuses(ranks):
-    ((sizes, counts, wrong),) = ranks(1).run(under_a_real_limit)
     assert sizes[0] == 10_000 and sizes[-1] < 6_000 and len(sizes) > 2
-    assert counts == {"samples": 10_000} and wrong <= 1e-12
+    assert update.counts == {"samples": 10_000} and wrong <= 1e-12
 
 
 def one_rank_fails_to_step() -> list[str]:
