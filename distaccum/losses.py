@@ -9,6 +9,7 @@ from typing import Any, NoReturn, final
 import torch
 from torch import Tensor
 
+from .engines.shards import whole_loss
 from .job import Counts, Job
 from .law import Reduction, share_of
 from .norms import HALF, number_of
@@ -102,7 +103,7 @@ class Losses:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = self._engine.whole_loss(loss)
+            loss = whole_loss(loss, self._engine.group)
         if loss.dtype is not torch.float32:
             if loss.is_complex():
                 refuse_loss(loss)

@@ -21,7 +21,7 @@ from ..law import DistaccumError, Plan, ranks_where, shorten
 from ..ranks import Peers
 from .averaging import average_by_hand, unlike
 from .private.autograd import run_backward
-from .shards import Groups, lies_over, norm_over_shards
+from .shards import Groups, norm_over_shards
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "clip", "norm", "finite", "scale"]
@@ -197,17 +197,6 @@ class Engine:
             self.pipeline.refuse_closure(call)
         if call != "update":  # which needs no samples in whole
             self.peers.refuse_parts(call)
-
-    def whole_loss(self, loss: Any) -> Tensor:
-        """The plain tensor of a loss that is a DTensor, the same on each of its ranks."""
-        ranks, placements = ([], ()) if self.group is None else lies_over(loss, self.group)
-        if ranks:
-            raise ValueError(
-                f"backward() got a loss that is a DTensor over the data-parallel ranks {ranks}, placed as "
-                f"{placements}, expected one of this rank's samples alone; take the loss of local outputs (to_local())"
-            )
-        whole: Tensor = loss.full_tensor()
-        return whole
 
     def stand_in(self) -> None:
         """The rest of this rank's micro-steps only keep step with other ranks: what they use does not count."""

@@ -35,6 +35,18 @@ def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tupl
     return ranks_along(mesh, meeting) if meeting else [], tuple(parameter.placements[i] for i in meeting)
 
 
+def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """The plain tensor of a loss that is a DTensor, the same on each of its ranks; `group`: the data-parallel ranks."""
+    ranks, placements = ([], ()) if group is None else lies_over(loss, group)
+    if ranks:
+        raise ValueError(
+            f"backward() got a loss that is a DTensor over the data-parallel ranks {ranks}, placed as "
+            f"{placements}, expected one of this rank's samples alone; take the loss of local outputs (to_local())"
+        )
+    whole: Tensor = loss.full_tensor()
+    return whole
+
+
 def shard_of(parameter: Any) -> tuple[Groups, Tensor]:
     """This rank's part of a gradient, and the groups that hold the others, tensor-parallel ones included."""
     # DTensor keeps the results of earlier calls, and may place a gradient on another mesh that equals the parameter's.
