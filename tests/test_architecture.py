@@ -41,8 +41,8 @@ FOREIGN_ROOMS = (
     "meshes/private.py",
     "scaling.py",
 )
-# Public in spite of the underscore: a named tuple's, and what this library notes on a user's object.
-PUBLIC = {"_fields", "_make", "_replace", "_asdict", "_distaccum_takers"}
+# Public in spite of the underscore: a named tuple's.
+PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
 
 Source = Mapping[str, str]  # by path in the package
 
