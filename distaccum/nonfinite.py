@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from .engines import Engine
-from .law import DistaccumError, shorten
+from .law import DistaccumError
 from .losses import Losses
 from .norms import local, names_of, norm_on_host, read
 from .options import OnNonfinite
 from .record import Record
 
-SHOWN = 3  # parameters that each rank names; of the others it gives the number
+SHOWN = 3  # parameters by name; of the others the number
 
 
 class Look(NamedTuple):
@@ -50,19 +49,64 @@ class NonfiniteError(DistaccumError):
     """A window was given up, and nothing was stepped."""
 
 
+class _View(NamedTuple):
+    """The view of one rank."""
+
+    place: int  # of the first micro-batch with a loss that is not finite; -1: none
+    value: float
+    gradients: list[str]  # parameters whose gradient is not finite
+    weights: list[str]  # parameters that are not finite themselves
+
+
 def judge(
     engine: Engine, losses: Losses, parameters: Sequence[nn.Parameter], what: str, on_nonfinite: OnNonfinite
 ) -> str:
-    """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip."""
-    # Ranks that share samples may hold different parameters, as stages do, and only one of them the losses.
-    own = find_nonfinite(engine, losses, parameters)
-    found = min(engine.peers.gather_objects(own, everyone=True), key=lambda one: one.vagueness)
-    if on_nonfinite != "raise":
-        return f"a {what} is not finite ({found.message})"
-    raise NonfiniteError(
-        f"the {what} of this window is not finite ({found.message}), on all ranks alike; nothing was stepped and the "
-        f"window is discarded. {found.cure}; on_nonfinite='skip' skips such updates"
+    """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip.
+
+    Reads every gradient, and costs a small collective.
+    """
+    names = names_of(engine.models)
+    own = _View(
+        *(losses.first_nonfinite() or (-1, 0.0)),
+        [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters) if not _is_finite(p.grad)],
+        [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters) if not _is_finite(p)],
     )
+    seen: list[_View] = engine.peers.gather_objects(own, everyone=True)
+    cure = "Look for it in the data or lower the learning rate"
+    # Nothing was stepped since, so weights were not finite before the first backward.
+    if weights := _first([one.weights for one in seen]):
+        message = f"before its first backward there were weights that are not finite already, first in {weights}"
+        cure = "Go back to a checkpoint, or look at how they were initialised or loaded"
+    else:
+        gradients = _first([one.gradients for one in seen])
+        message = _origin(engine, losses, seen) + (f"; first in {gradients}" if gradients else "")
+    if on_nonfinite != "raise":
+        return f"a {what} is not finite ({message})"
+    raise NonfiniteError(
+        f"the {what} of this window is not finite ({message}), on all ranks alike; nothing was stepped and the "
+        f"window is discarded. {cure}; on_nonfinite='skip' skips such updates"
+    )
+
+
+def _origin(engine: Engine, losses: Losses, seen: list[Any]) -> str:
+    noun = "loss" if losses.of_pairs is None else "largest representation"
+    # Ranks that share samples may hold different stages, and only one of them the losses.
+    by_rank = [max(shared, key=lambda one: one.place) for shared in engine.peers.by_samples(seen)]
+    places = [
+        f"the {noun} of micro-batch {one.place} on rank {rank} is {one.value}"
+        for rank, one in enumerate(by_rank)
+        if one.place >= 0
+    ]
+    if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
+        places = [f"the loss over all pairs is {float(losses.of_pairs[0])}, of representations that are all finite"]
+    return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
+
+
+def _first(names: Sequence[Sequence[str]]) -> str:
+    """The first names of all ranks' lists, and how many more the longest has."""
+    first = list(dict.fromkeys(name for one in names for name in one[:SHOWN]))[:SHOWN]
+    more = max(map(len, names)) - len(first)
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def judge_loss(
@@ -77,61 +121,9 @@ def judge_loss(
         judge(engine, losses, parameters, "loss", "raise")
 
 
-@dataclass(frozen=True)
-class Found:
-    message: str  # the same on all ranks
-    is_placed: bool  # in a micro-batch; else every loss is finite
-    names_some: bool = True  # parameters
-    cure: str = "Look for it in the data or lower the learning rate"
-
-    @property
-    def vagueness(self) -> tuple[bool, bool]:
-        return not self.is_placed, not self.names_some
-
-
-def find_nonfinite(engine: Engine, losses: Losses, parameters: Sequence[nn.Parameter]) -> Found:
-    """The finding of all ranks; each must call it. Reads every gradient, and costs a small collective."""
-    names, of_pairs = names_of(engine.models), losses.of_pairs
-    noun = "loss" if of_pairs is None else "largest representation"
-    bad = [i for i, p in enumerate(parameters) if p.grad is not None and not _is_finite(p.grad)]
-    # Nothing was stepped since, so these were not finite before the first backward.
-    weights = [i for i, p in enumerate(parameters) if not _is_finite(p)]
-    place, value = losses.first_nonfinite() or (-1, 0.0)
-    rows = engine.peers.gather([float(place), value, *_listing(bad), *_listing(weights)])
-    if first := _named([row[3 + SHOWN :] for row in rows], parameters, names):
-        message = f"before its first backward there were weights that are not finite already, first in {first}"
-        return Found(message, True, cure="Go back to a checkpoint, or look at how they were initialised or loaded")
-
-    places = [
-        f"the {noun} of micro-batch {place:g} on rank {rank} is {value}"
-        for rank, (place, value, *_) in enumerate(rows)
-        if place >= 0
-    ]
-    if not places and of_pairs is not None and not _is_finite(of_pairs[0]):
-        places.append(f"the loss over all pairs is {float(of_pairs[0])}, of representations that are all finite")
-    parts = [*places] or ["every loss is finite, so it came up in a backward or in the reduction"]
-    if listing := _named([row[2 : 3 + SHOWN] for row in rows], parameters, names):
-        parts.append(f"first in {listing}")
-    return Found("; ".join(parts), bool(places), bool(listing))
-
-
-def _listing(places: Sequence[int]) -> list[float]:
-    """How many there are, and the first of them, as a row of fixed length."""
-    shown = places[:SHOWN]
-    return [float(len(places)), *map(float, shown), *[-1.0] * (SHOWN - len(shown))]
-
-
-def _named(rows: Sequence[Sequence[float]], parameters: Sequence[nn.Parameter], names: Mapping[int, str]) -> str:
-    """The parameters of all ranks' listings."""
-    first = sorted({int(i) for row in rows for i in row[1:] if i >= 0})
-    if not first:
-        return ""
-    more = max(int(row[0]) for row in rows) - len(first)
-    listing = shorten([names.get(id(parameters[i]), f"parameter {i}") for i in first])
-    return listing + (f" and {more} more" if more > 0 and "more" not in listing else "")
-
-
-def _is_finite(gradient: Tensor) -> bool:
-    here = local(gradient.detach())
+def _is_finite(tensor: Tensor | None) -> bool:
+    if tensor is None:
+        return True
+    here = local(tensor.detach())
     values = here.coalesce().values() if here.is_sparse else here
     return bool(torch.isfinite(values).all())

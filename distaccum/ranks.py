@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,7 @@ LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed
 logger = logging.getLogger("distaccum")  # by default to stderr
 PATIENCE = timedelta(seconds=10)  # at the end of a process, with a sum that other ranks have not joined
 
+Row = TypeVar("Row")
 Rows = list[list[float]]
 ABANDONED = -1.0  # in the place of an update's index: this rank has nothing to report of it
 
@@ -172,8 +173,8 @@ class Peers:
         if standing is not None:
             self.settle(standing)
 
-    def by_samples(self, rows: Rows) -> list[Rows]:
-        """For each rank the rows of those that share its samples, of what `post` waits for."""
+    def by_samples(self, rows: Sequence[Row]) -> list[list[Row]]:
+        """For each rank the rows (or other values) of those that share its samples, of all that take part."""
         if self._everyone is None or not self.shares_samples:
             return [[row] for row in rows]
         by_rank = dict(zip(dist.get_process_group_ranks(self._everyone), rows, strict=True))
