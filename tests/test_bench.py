@@ -68,7 +68,7 @@ def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs,
 
 
 def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
-    smallest = "--rounds", 1, "--steps", 1, "--models", "transformer", "--parts", "rates", "auto"
+    smallest = "--rounds", 1, "--steps", 1, "--parts", "rates", "auto"
     done = run(programs, "gpu.py", "--device", "cpu", "--small", *smallest, "--out", tmp_path / "gpu")
     assert done.status == 0, done.errors
     assert "| " in (tmp_path / "gpu.md").read_text()
