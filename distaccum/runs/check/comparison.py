@@ -143,8 +143,7 @@ class Comparison:
         return found
 
     def _refuse_nonfinite(self, exact: Measured) -> None:
-        names = names_of(self.models)
-        pairs = zip(self.parameters, exact.gradients, strict=True)
+        names, pairs = names_of(self.models), zip(self.parameters, exact.gradients, strict=True)
         bad = [names.get(id(p), "a parameter") for p, g in pairs if g is not None and not bool(g.isfinite().all())]
         if any(bad for (bad,) in self.engine.peers.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
             where = f", its gradient not finite in {shorten(bad)}" if bad else ""
@@ -155,13 +154,12 @@ class Comparison:
             )
 
     def _big_batch(self) -> Measured:
-        found = []
-        for name, reduction in self.reductions.items():
-            if count := self.count(name, self.batch, self.length):
-                found.append((self.bare(name, self.batch), 1 / count if reduction == "sum_to_mean" else 1.0))
-        if not found:
-            raise ValueError(f"count gave 0 {' and 0 '.join(self.reductions)} for the whole batch; check with another")
-        return weighted_sum(*zip(*found, strict=True))
+        counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}
+        if not any(counts.values()):
+            raise ValueError(f"count gave 0 {' and 0 '.join(counts)} for the whole batch; check with another")
+        counted = [name for name in counts if counts[name]]
+        weights = [1 / counts[name] if self.reductions[name] == "sum_to_mean" else 1.0 for name in counted]
+        return weighted_sum([self.bare(name, self.batch) for name in counted], weights)
 
     def bare(self, name: str, batch: Any, *, seed: int | None = None, restore: bool = True) -> Measured:
         """The gradient of one call of the criterion of this name, unweighted."""
@@ -198,7 +196,7 @@ class Comparison:
             if (reduction := engine.peers.sum(sums)) is not None:
                 reduction.wait()
             scale = 1.0 if scaler is None else 1 / scaler.get_scale()
-            gradients = [None if p.grad is None else _dense(local(p.grad)) * scale for p in self.parameters]
+            gradients = [None if p.grad is None else local(p.grad).detach().to_dense() * scale for p in self.parameters]
             return Measured(gradients, float(sums.sum()) / engine.divisor, window.plan.num_counted)
         finally:
             window.discard()
@@ -315,10 +313,6 @@ def _widened(tensor: Tensor) -> Tensor:
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _dense(gradient: Tensor) -> Tensor:
-    return gradient.to_dense() if gradient.is_sparse else gradient.detach()
 
 
 def _square(gradient: Tensor | None) -> float:

@@ -84,12 +84,11 @@ class Report:
             f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})",
             columns,
         )
-        with64 = any(one.error64 is not None for one in self.parameters)
-        header = f"{'norm':>10} {'error':>9}" + (f" {'float64':>9}" if with64 else "")
-        longest = max((len(one.name) for one in self.parameters[:12]), default=0)
-        room = max(16, min(columns - len(header) - 2, longest))
+        shown = self.parameters[:12]
+        header = f"{'norm':>10} {'error':>9}" + (f" {'float64':>9}" if shown[0].error64 is not None else "")
+        room = max(16, min(columns - len(header) - 2, max(len(one.name) for one in shown)))
         lines += ["", f"{'gradient of':<{room}} {header}"]
-        for one in self.parameters[:12]:
+        for one in shown:
             name = one.name if len(one.name) <= room else "..." + one.name[3 - room :]
             more = f" {one.error64:>9.1e}" if one.error64 is not None else ""
             lines.append(f"{name:<{room}} {one.norm:>10.3e} {one.error:>9.1e}{more}")
