@@ -431,6 +431,16 @@ def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
     assert trainer.update.counts == {"count": 3}
 
 
+def test_loss_of_ones_own_with_labels_that_is_no_mean_over_them_is_refused():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            rows = zip(inputs["input_ids"].split(1), inputs["labels"].split(1), strict=True)
+            return torch.stack([model(*row)["loss"] for row in rows]).mean()
+
+    with pytest.raises(ValueError, match=r"compute_loss is not a mean.*count=count_samples fits here"):
+        fit(Own, make_net(), make_rows([3, 5, 2, 7]), per_device_train_batch_size=2)
+
+
 class Drawing(Net):
     """Draws random numbers and changes a buffer in each forward, and keeps to its mode."""
 
