@@ -1,4 +1,4 @@
-"""What the scripts of transformers import: `from distaccum.transformers import AccumulatingTrainer`."""
+"""The public name for scripts: `from distaccum.transformers import AccumulatingTrainer`."""
 
 try:
     from .trainers.transformers import AccumulatingTrainer

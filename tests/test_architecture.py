@@ -209,6 +209,20 @@ def names_twice(source: Source) -> Counter[str]:
     return Counter({name: len(paths) for name, paths in where.items() if len(paths) > 1 and name not in ours})
 
 
+# 5. English: a docstring begins with a noun or a verb, which says something in a hover
+
+EMPTY = ("Those", "The same", "What", "Whether", "As ", "Of ", "That ")
+
+
+def empty_beginnings(source: Source) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path, text in source.items():
+        tree = ast.parse(text)
+        for node in [tree, *(node for _, node in definitions(tree))]:
+            found[path] += (ast.get_docstring(node) or "").startswith(EMPTY)
+    return +found
+
+
 def imports_of_tests(source: Source, modules: set[str]) -> Counter[str]:
     found: Counter[str] = Counter()
     for path, text in source.items():
@@ -234,6 +248,7 @@ def breaches() -> dict[str, Counter[str]]:
         "private names of ours": ours,
         "private names of others": foreign,
         "names defined twice": names_twice(library),
+        "docstrings that begin with nothing": empty_beginnings(library),
         "imports of tests": imports_of_tests({**library, **sources("launch")}, modules_of_tests()),
     }
 
@@ -263,6 +278,7 @@ def test_rules_can_fail():
     assert private_reaches({"a.py": "getattr(a, '_y')\n"})[1] == {"a.py": 1}
     assert private_reaches({"engines/private/a.py": "a._y\n"})[1] == {}
     assert names_twice({"a.py": "def f(): pass\n", "b.py": "def f(): pass\n"}) == {"f": 2}
+    assert empty_beginnings({"a.py": "def f():\n    '''Those of it.'''\n"}) == {"a.py": 1}
     assert imports_of_tests({"a.py": "from ranks import Ranks\n"}, {"ranks"}) == {"a.py": 1}
 
 

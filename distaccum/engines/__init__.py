@@ -1,4 +1,4 @@
-"""What differs between the wrappers of a model: an engine each, chosen once by type."""
+"""Engines: the differences between wrappers of a model, chosen once by type."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Engine:
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
-        """Whether `module`, of the models or inside one, is the wrapper that this engine is for; imports nothing."""
+        """True if `module`, of the models or inside one, is the wrapper that this engine is for; imports nothing."""
         return False
 
     def __init__(
@@ -166,7 +166,7 @@ class Engine:
         return 0
 
     def will_reduce(self, reduce: bool) -> bool:
-        """Whether a backward with this `reduce` communicates: a failure inside it cannot be undone."""
+        """Returns whether a backward with this `reduce` communicates: a failure inside it cannot be undone."""
         return False
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
@@ -220,7 +220,7 @@ class Engine:
             parameter.grad = None
 
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
-        """Whether there are gradients that `clear` did not leave; `in_window`: before a window's first backward."""
+        """True if there are gradients that `clear` did not leave; `in_window`: before a window's first backward."""
         for parameter in parameters:  # noqa: SIM110  # any() of a generator costs three times as much
             if parameter.grad is not None:
                 return True

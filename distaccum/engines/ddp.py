@@ -259,7 +259,7 @@ class DDPEngine(Engine):
 
 
 def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter]) -> None:
-    """Of the wrapper, or of the model in it, since DDP wrapped it."""
+    """Refuses what changed in the wrapper, or in the model in it, since DDP wrapped it."""
     if private.is_joining(wrapper):
         raise DistaccumError(
             "a window inside DDP's join(), whose collectives would meet the window's; remove join(): ranks may "

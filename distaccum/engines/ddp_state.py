@@ -42,7 +42,7 @@ _FLAGS: weakref.WeakKeyDictionary[DistributedDataParallel, Flags] = weakref.Weak
 
 
 def flags_of(wrapper: DistributedDataParallel) -> Flags:
-    """The same for all Accumulators of a wrapper."""
+    """State that all Accumulators of a wrapper share."""
     return _FLAGS.setdefault(wrapper, Flags())
 
 
@@ -84,12 +84,12 @@ class ZeroedViews:
         self.stamps = {of: GradientStamp(parameter) for of, parameter in views.items()}
 
     def holds(self, parameter: Any) -> bool:
-        """Whether the gradient is zero because `clear` zeroed it, and stands for none."""
+        """Returns whether the gradient is zero because `clear` zeroed it, and stands for none."""
         stamp = self.stamps.get(id(parameter))
         return stamp is not None and stamp.is_current()
 
     def was_moved(self, parameter: nn.Parameter) -> bool:
-        """Whether a forward has replaced a zeroed view by one of rebuilt buckets, zero too; the old bucket is freed."""
+        """True if a forward has replaced a zeroed view by one of rebuilt buckets, zero too; the old bucket is freed."""
         stamp = self.stamps.get(id(parameter))
         if stamp is None or stamp.gradient is parameter.grad:
             return False

@@ -329,13 +329,13 @@ def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
 
 
 def _data_ranks(group: Any) -> tuple[int, ...]:
-    """Those over which fully_shard reduces."""
+    """The ranks over which fully_shard reduces."""
     info = group.mesh_info
     return tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))
 
 
 def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]) -> bool:
-    """Whether `parameter` is cut over the data ranks that fully_shard does not reduce over (it does over `reduced`).
+    """True if `parameter` is cut over the data ranks that fully_shard does not reduce over (it does over `reduced`).
 
     Its gradient then holds the samples of all data ranks.
     """

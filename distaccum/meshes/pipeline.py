@@ -22,7 +22,7 @@ from . import private
 
 
 class PipelineSchedule(Protocol):
-    """What `torch.distributed.pipelining` calls a schedule."""
+    """A schedule of `torch.distributed.pipelining`."""
 
     scale_grads: bool
 
@@ -40,7 +40,7 @@ def pipeline_of(models: Sequence[Any]) -> Pipeline:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether it is under fully_shard; imports nothing."""
+    """Returns whether it is under fully_shard; imports nothing."""
     return hasattr(module, "set_requires_gradient_sync")
 
 

@@ -18,7 +18,7 @@ WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor]  # its number, its 
 
 
 def stages_of(schedule: Any) -> list[Any]:
-    """Those on this rank."""
+    """The stages on this rank."""
     stages = getattr(schedule, "_stages", None)
     if stages is None:
         require("torch", schedule, "_stage")
@@ -37,18 +37,18 @@ def has_loss(schedule: Any) -> bool:
 
 
 def postpones_reduction(schedule: Any) -> bool:
-    """Whether step() can leave the gradients of fully_shard unreduced, from torch 2.15 on."""
+    """Returns whether step() can leave the gradients of fully_shard unreduced, from torch 2.15 on."""
     return "finalize_gradients" in inspect.signature(schedule.step).parameters
 
 
 def knows_shapes(schedule: Any) -> bool:
-    """Whether a call has fixed the shapes of what stages exchange; a change between training and eval() frees them."""
+    """True if a call has fixed the shapes of what stages exchange; a change between training and eval() frees them."""
     names = ("_stage_backward_initialized", "_stages_backward_initialized", "_stage_initialized", "_stages_initialized")
     return any(getattr(schedule, name, False) for name in names)
 
 
 def splits_backward(schedule: Any) -> bool:
-    """Whether it runs a stage's backward in two: for its inputs, and later for its weights (zero bubble)."""
+    """Returns whether it runs a stage's backward in two: for its inputs, and later for its weights (zero bubble)."""
     rows = {**(getattr(schedule, "pipeline_order", None) or {}), **(getattr(schedule, "pipeline_order_with_comms", {}))}
     actions = [one for row in rows.values() for one in row if one is not None]
     return any(action.computation_type.value == "W" for action in actions)

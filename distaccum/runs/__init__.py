@@ -1,1 +1,1 @@
-"""What runs a whole batch for the caller: update, contrast, check."""
+"""Runs of a whole batch for the caller: update, contrast, check."""

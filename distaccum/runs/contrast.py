@@ -266,7 +266,7 @@ def gather(
 
 
 def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:
-    """Of this rank's micro-batches."""
+    """The representations of this rank's micro-batches."""
     if len({len(part) for part in encoded}) > 1:
         raise ValueError(f"encode() gave {[len(part) for part in encoded]} representations, expected as many each time")
     for part, length in zip(encoded, lengths, strict=True):

@@ -140,7 +140,7 @@ class Questions:
                 raise _UnseenError("its micro-batches of one row cannot be put together")
 
     def _is_halved(self, micro_batch: Any) -> bool | None:
-        """Whether twice the number of items halves the loss; None: it is told no number."""
+        """Returns whether twice the number of items halves the loss; None: it is told no number."""
         items = self._items(micro_batch)
         if items is None or (self._asked.is_models and self._asked.count is not None):
             return None
@@ -148,7 +148,7 @@ class Questions:
         return abs(2 * self._loss(micro_batch, 2 * items) - own) <= max(SAME, 8 * self._precision) * abs(own)
 
     def _shifts_labels(self, micro_batch: Any) -> bool | None:
-        """Whether the first label of each row plays no part, seen by changing it; None: not to be seen here."""
+        """Returns whether the first label of each row plays no part, seen by changing it; None: not to be seen here."""
         number = self._asked.items(micro_batch)
         if number is None or (self._asked.is_models and self._asked.count is not None):
             return False
@@ -224,7 +224,7 @@ class Questions:
         return float(loss)
 
     def _of_all(self, own: Callable[[], Any]) -> list[Any]:
-        """What the ranks found, one after the other; raises on all of them if one could not."""
+        """Lists what the ranks found; raises on all of them if one could not."""
         found, failed = [], None
         try:
             found = list(own())

@@ -88,7 +88,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     # What the loop calls
 
     def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
-        """Those of the longest loader, so that each rank's loop makes as many updates."""
+        """The steps of the longest loader, so that each rank's loop makes as many updates."""
         own, error = None, None
         try:
             own = super().set_initial_training_values(*args, **kwargs)

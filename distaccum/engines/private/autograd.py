@@ -37,7 +37,7 @@ def zero_all(tensors: list[Tensor]) -> None:
 
 
 def is_reached(parameter: Tensor) -> bool:
-    """Whether the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
+    """True if the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
     will_execute = getattr(torch._C, "_will_engine_execute_node", None)
     if will_execute is None:
         return True
@@ -59,6 +59,6 @@ class GradientStamp:
         self.version = -1 if gradient is None else gradient._version
 
     def is_current(self) -> bool:
-        """Whether `.grad` is the same tensor, and nobody wrote into it."""
+        """Returns whether `.grad` is the same tensor, and nobody wrote into it."""
         gradient: Any = self.holder.grad
         return gradient is self.gradient and self.version == (-1 if gradient is None else gradient._version)

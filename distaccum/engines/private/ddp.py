@@ -29,12 +29,12 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
 
 
 def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Whether DDP's join() is on, which has no getter; without the name a window inside it is not refused."""
+    """Returns whether DDP's join() is on, which has no getter; without the name a window inside it is not refused."""
     return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
 
 
 def was_tensor_parallel(parameter: nn.Parameter) -> bool:
-    """Whether DDP shows a part of a DTensor as a plain parameter; without `_st_info` nobody can know."""
+    """Returns whether DDP shows a part of a DTensor as a plain parameter; without `_st_info` nobody can know."""
     return hasattr(parameter, "_st_info")
 
 
@@ -54,7 +54,7 @@ def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
 
 
 def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:
-    """Whether buckets have their final places."""
+    """Returns whether buckets have their final places."""
     return bool(wrapper._has_rebuilt_buckets)
 
 

@@ -56,7 +56,7 @@ def name_of(parameter: Any) -> str:
 
 
 def has_all_reduce_hook(group: Any) -> bool:
-    """Whether set_all_reduce_hook was called; without the name, no."""
+    """Returns whether set_all_reduce_hook was called; without the name, no."""
     return getattr(group, "_all_reduce_hook", None) is not None
 
 
@@ -73,7 +73,7 @@ def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
 
 
 def reshards_after_forward(state: Any, group: Any, *, is_root: bool) -> bool:
-    """Whether its parameters are parts again between a forward and its backward."""
+    """Returns whether its parameters are parts again between a forward and its backward."""
     stays = is_root and state._is_root is None and state._auto_reshard_after_forward
     return group.post_forward_mesh_info is not None and not stays  # which the root's first forward does
 
@@ -143,7 +143,7 @@ def standing_gradient(parameter: Any) -> Tensor | None:
 
 
 def holds_gradients(group: Any) -> bool:
-    """Whether any of its gradients is not fully reduced."""
+    """Returns whether any of its gradients is not fully reduced."""
     return group._partial_reduce_output is not None or any(
         unsharded_gradient(parameter) is not None for parameter in group.fsdp_params
     )

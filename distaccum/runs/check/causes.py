@@ -50,7 +50,7 @@ def causes_of(comparison: Comparison) -> list[str]:
 
 
 def _differs(comparison: Comparison, seed: int, *, restore: bool = True) -> bool:
-    """Whether a second call on the whole batch gives another gradient, after this seed in place of 1."""
+    """Returns whether a second call on the whole batch gives another gradient, after this seed in place of 1."""
     name, batch = next(iter(comparison.reductions)), comparison.batch
     first = comparison.bare(name, batch, seed=1)
     return comparison.differ(first, comparison.bare(name, batch, seed=seed, restore=restore))
@@ -84,7 +84,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
     exact = comparison.bare(name, batch)
 
     def fits(numbers: Sequence[float] | None) -> bool:
-        """Whether the whole is the mean of its parts by these numbers; None: their sum."""
+        """Returns whether the whole is the mean of its parts by these numbers; None: their sum."""
         numbers = [numbers[i] for i in counted] if numbers else None
         weights = [1.0] * len(counted) if numbers is None else [one / (sum(numbers) or math.nan) for one in numbers]
         made = weighted_sum(measured, weights)
@@ -113,7 +113,7 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
 
 
 def _denominators(parts: Sequence[Any], sizes: Sequence[int]) -> Iterator[tuple[str, str, list[float]]]:
-    """What a criterion may average over, the cure, and the number in each part; the likely ones first."""
+    """Lists what a criterion may average over, with the cure and the number in each part; the likely ones first."""
     yield "samples", "leave count at count_samples", [float(size) for size in sizes]
     for ignored in (-100, 0):  # padding is often 0 where a label is -100
         for column in zip(*map(tensors_in, parts), strict=True):

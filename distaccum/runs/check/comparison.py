@@ -98,7 +98,7 @@ class Comparison:
         return BOUNDS.get(self.narrowest, BOUND_OF_HALF)
 
     def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
-        """Whether rounding explains what `compare` gave."""
+        """Returns whether rounding explains what `compare` gave."""
         return max(error for _, error in errors) <= self.bound() and not self.not_finite
 
     def differ(self, one: Measured, other: Measured) -> bool:

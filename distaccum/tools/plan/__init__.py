@@ -1,1 +1,1 @@
-"""What a run will do, before it is started; everything here but `measure.py` works without torch."""
+"""Forecasts of a run before it is started; everything here but `measure.py` works without torch."""

@@ -6,7 +6,7 @@ from typing import Any
 
 
 def is_saved_by(accelerator: Any, one: object) -> bool:
-    """Whether `register_for_checkpointing` was given `one`. Without the list, never: only loading fails then."""
+    """True if `register_for_checkpointing` was given `one`. Without the list, never: only loading fails then."""
     return any(saved is one for saved in getattr(accelerator, "_custom_objects", ()))
 
 

@@ -19,7 +19,7 @@ FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer,
 
 
 def knows_norm(optimizer: Any) -> bool:
-    """Whether the optimizer computes the gradient's norm itself; without the name only fp16 is known to."""
+    """Returns whether the optimizer computes the gradient's norm itself; without the name only fp16 is known to."""
     return hasattr(optimizer, "_global_grad_norm")
 
 
@@ -37,7 +37,7 @@ def why_blind(optimizer: Any) -> str | None:
 
 
 def can_coalesce(optimizer: Any) -> bool:
-    """Whether engine.coalesce_grad_reduction() (0.19.2) works with this optimizer, which only raises otherwise."""
+    """True if engine.coalesce_grad_reduction() (0.19.2) works with this optimizer, which only raises otherwise."""
     return hasattr(optimizer, "_coalesce_grad_reduction")
 
 

@@ -28,7 +28,7 @@ def is_trainers_optimizer(value: object) -> bool:
 
 
 def wrapped_module(wrapper: Any) -> nn.Module:
-    """What the strategy made of the module, such as a DistributedDataParallel; `wrapper.module` is the one in it."""
+    """The module as the strategy wrapped it, such as a DistributedDataParallel; `wrapper.module` is the one in it."""
     module: nn.Module = wrapper._forward_module
     return module
 

@@ -40,7 +40,7 @@ def flattened(handle: Any) -> list[Any]:
 
 
 def flattens_parts(handle: Any) -> bool:
-    """Whether it was cut from tensor-parallel parameters; without the name nobody can know."""
+    """Returns whether it was cut from tensor-parallel parameters; without the name nobody can know."""
     return any(cut is not None for cut in getattr(handle.flat_param, "_param_extensions", None) or ())
 
 
