@@ -24,7 +24,7 @@ from distaccum import Accumulator
 
 # Micro-steps of a window, workers, milliseconds of a micro-batch from all workers together, and of its compute.
 CASES = [(1, 2, 8, 10), (8, 2, 8, 10), (32, 2, 8, 10), (32, 4, 4, 10), (32, 2, 12, 10), (128, 4, 8, 10), (8, 0, 4, 4)]
-WINDOWS = 6  # of an epoch; the first, in which workers start, is not timed
+WINDOWS, MICRO_STEPS = 6, 80  # of an epoch, at least; its first window, in which workers start, is not timed
 Way = Callable[["Job"], Iterator[float | None]]  # an epoch, which yields after each update, or then yields its time
 
 
@@ -51,7 +51,10 @@ class Job:
         multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # ranks have workers
         item = self.load * max(self.workers, 1) / 1000
         return DataLoader(
-            Slow(self.steps * WINDOWS, item), batch_size=None, collate_fn=collate, num_workers=self.workers
+            Slow(max(self.steps * WINDOWS, MICRO_STEPS), item),
+            batch_size=None,
+            collate_fn=collate,
+            num_workers=self.workers,
         )
 
     def loss(self, inputs: Any, model: nn.Module | None = None) -> torch.Tensor:
@@ -212,8 +215,9 @@ def main() -> int:
     alone = measure(cases, options.rounds)
     on_ranks = in_ranks(2, measure, cases, options.rounds, seconds=900)[0]
     notes = (
-        f"Time of a window, the first of {WINDOWS} left out: the dataset sleeps so that all workers together give a "
-        "micro-batch each so often, and each micro-step sleeps for its compute. The ratio to the loop "
+        f"Time of a window of an epoch of at least {WINDOWS} windows and {MICRO_STEPS} micro-steps, the first left "
+        "out: the dataset sleeps so that all workers together give a micro-batch each so often, and each micro-step "
+        "sleeps for its compute. The ratio to the loop "
         f"by hand in the same round: the median, the least and the most of {options.rounds}.",
     )
     about = circumstances(CPU)
