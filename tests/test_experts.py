@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import step_off
-from problems import IGNORED, join, make_batch, refused
+from oracle import everything, own, step_off
+from problems import IGNORED, refused
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -148,17 +148,12 @@ def losses(net: nn.Module, batch: Any, router: bool) -> dict[str, Tensor]:
     return {**found, "samples": 0.1 * usage.mean()} if router else found
 
 
-def batches_of(layout: Any, index: int, rank: int) -> list[Any]:
-    return [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(layout[rank])]
-
-
 def law_of_experts(how: str, sync: str, router: bool) -> None:
-    net, rank, ranks = on_a_mesh(how), dist.get_rank(), dist.get_world_size()
+    net = on_a_mesh(how)
     counts = {"tokens": count_tokens("labels"), **({"samples": count_samples} if router else {})}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=counts, max_norm=1e9)
     for index, layout in enumerate(WINDOWS):
-        window = accumulator.window(batches_of(layout, index, rank))
-        everyone = join([b for r in range(ranks) for b in batches_of(layout, index, r)])
+        window, everyone = accumulator.window(own(layout, index)), everything(layout, index)
 
         def run(batch: Any, window: Any = window) -> None:
             window.backward(**losses(net, batch, router))
@@ -225,15 +220,15 @@ def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
 
         def loop(accumulator: Accumulator = accumulator) -> None:
             for index in range(2):
-                window = accumulator.window(batches_of(WINDOWS[0], index, dist.get_rank()))
+                window = accumulator.window(own(WINDOWS[0], index))
                 for batch in window:
                     window.backward(losses(model, batch, False)["tokens"])
                 window.step()
 
         found.append(refused(loop))
-    copies, rounded, own = found
+    copies, rounded, differing = found
     assert copies == rounded == "nothing"
-    assert "weight differs between the data-parallel ranks" in own and "[Shard(0)]" in own
+    assert "weight differs between the data-parallel ranks" in differing and "[Shard(0)]" in differing
 
 
 def test_gathered_parameters_are_refused_with_experts(ranks):

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from oracle import flat, step_off
-from problems import join, make_batch, refused
+from oracle import everything, flat, step_off
+from problems import make_batch, micro_batches_of, refused
 from ranks import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -109,10 +109,6 @@ def criterion(model: nn.Module, batch: Any) -> Tensor:
     return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
 
 
-def batches_of(layout: Any, index: int, rank: int) -> list[Any]:
-    return [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(layout[rank])]
-
-
 PLANS = ["tensor", "sequence", "loss"]
 
 
@@ -134,10 +130,9 @@ def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
     accumulator = Accumulator(net, optimizer, sync=sync, count=count_tokens("labels"), max_norm=clip)
     for index, pair in enumerate(WINDOWS):
         layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
-        window = accumulator.window(batches_of(layout, index, rank))
-        everyone = join([b for r in range(num) for b in batches_of(layout, index, r)])
+        window = accumulator.window(micro_batches_of(layout, index, rank))
         with loss_parallel():
-            assert max(step_off(net, window, make_text(), everyone, criterion, clip=clip)) <= 1e-10
+            assert max(step_off(net, window, make_text(), everything(layout, index), criterion, clip=clip)) <= 1e-10
 
 
 # Ranks of one tensor-parallel group whose plans differ
