@@ -21,9 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -175,26 +173,20 @@ def killer(mutant: Mutant, words: Sequence[str], tree: Path) -> str | None:
         path.write_text(whole)
 
 
-def run(mutants: Sequence[Mutant], jobs: int) -> int:
+def run(mutants: Sequence[Mutant]) -> int:
     """Prints a row for each mutant; returns the number that survived."""
-    own = threading.local()  # the tree of each worker
     survived = 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
-
-        def start() -> None:
-            own.tree = copied_tree(Path(tempfile.mkdtemp(dir=folder)))
-
-        with ThreadPoolExecutor(jobs, initializer=start) as pool:
-            files = sorted({file for mutant in mutants for file in files_of(mutant)})
-            found = pool.map(lambda file: failed_tests([file], [], own.tree), files)
-            broken = [test for tests in found for test in tests]
-            print(f"Left out, since they fail without a mutant: {', '.join(broken) or 'none'}\n")
-            print("| mutant | change | killed by |\n| --- | --- | --- |", flush=True)
-            words = [f"--deselect={test}" for test in broken]
-            for mutant, test in zip(mutants, pool.map(lambda one: killer(one, words, own.tree), mutants), strict=True):
-                survived += test is None
-                by = "**SURVIVED**" if test is None else f"`{test.removeprefix('tests/')}`"
-                print(f"| {mutant.place} | {mutant.change} | {by} |", flush=True)
+        tree = copied_tree(Path(folder))
+        files = sorted({file for mutant in mutants for file in files_of(mutant)})
+        broken = [test for file in files for test in failed_tests([file], [], tree)]
+        print(f"Left out, since they fail without a mutant: {', '.join(broken) or 'none'}\n")
+        print("| mutant | change | killed by |\n| --- | --- | --- |", flush=True)
+        for mutant in mutants:
+            test = killer(mutant, [f"--deselect={test}" for test in broken], tree)
+            survived += test is None
+            by = "**SURVIVED**" if test is None else f"`{test.removeprefix('tests/')}`"
+            print(f"| {mutant.place} | {mutant.change} | {by} |", flush=True)
     print(f"\n{len(mutants) - survived} of {len(mutants)} killed")
     return survived
 
@@ -205,7 +197,6 @@ def main() -> int:
     parser.add_argument("--num", type=int, default=60, help="mutants (60)")
     parser.add_argument("--only", default="", metavar="TEXT", help="only files whose path contains this")
     parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
-    parser.add_argument("--jobs", type=int, default=2, metavar="N", help="mutants that run at a time (2)")
     arguments = parser.parse_args()
     mutants = chosen(arguments.seed, arguments.num, arguments.only)
     if not mutants:
@@ -213,7 +204,7 @@ def main() -> int:
     if arguments.list:
         print("\n".join(f"{one.place}: {one.change}" for one in mutants))
         return 0
-    return 1 if run(mutants, arguments.jobs) else 0
+    return 1 if run(mutants) else 0
 
 
 if __name__ == "__main__":

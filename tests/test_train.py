@@ -86,41 +86,28 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
     proven(programs, tmp_path / "run", 1e-10)
 
 
-def hugging_face(programs: Programs, folder: Path, words: int = 200, **options: Any) -> Path:
-    """A small GPT-2 with dropout, and a tokenizer of `words` words of the guide (0: no tokenizer)."""
-    pytest.importorskip("tokenizers")
-    code = (
-        f"import json, test_train; test_train.save_gpt2({str(folder)!r}, {words}, json.loads({json.dumps(options)!r}))"
-    )
-    done = programs.run("-c", code)
-    assert done.status == 0, done.text
-    return folder
-
-
-def save_gpt2(folder: str, words: int, options: dict[str, Any]) -> None:
-    """Runs in a process that has imported transformers."""
+def save_gpt2(folder: str) -> None:
+    """A small GPT-2 and a tokenizer of words of the guide; runs in a process that has imported transformers."""
     import tokenizers
     import transformers
 
     sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **options})).save_pretrained(folder)
-    if words:
-        text = "\n".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")))
-        known = dict.fromkeys(["[UNK]", *re.findall(r"\w+", text)])
-        numbered = {word: i for i, word in enumerate(list(known)[:words])}
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="[UNK]"))
-        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-        transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-
-
-TEXT = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batch-size", 8)
-NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    sizes |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+    words = re.findall(r"\w+", "".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))))
+    numbered = {word: i for i, word in enumerate(list(dict.fromkeys(["[UNK]", *words]))[:200])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
 
 
 def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
-    model = hugging_face(programs, tmp_path / "model", **NO_DROPOUT)
-    text = trained(programs, tmp_path / "run", *TEXT, "--model", model, "--updates", 3)
-    assert f"{model} on docs: 0.05 million parameters" in text, "the model in that folder"
+    pytest.importorskip("tokenizers")
+    done = programs.run("-c", f"import test_train; test_train.save_gpt2({str(tmp_path / 'model')!r})")
+    assert done.status == 0, done.text
+    options = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batch-size", 8, "--updates", 3)
+    text = trained(programs, tmp_path / "run", *options, "--model", tmp_path / "model")
+    assert f"{tmp_path / 'model'} on docs: 0.05 million parameters" in text, "the model in that folder"
     assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
     proven(programs, tmp_path / "run")
 
@@ -148,38 +135,12 @@ def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
         trained(programs, tmp_path / out, *SMALL, *data, "--precision", "float64", *more, ranks=ranks)
         proven(programs, tmp_path / out, 1e-10)
     assert same(tmp_path / "one", tmp_path / "workers")
-
-
-def test_image_that_cannot_be_read_is_named(programs, tmp_path):
-    broken = images(tmp_path, 10) / "cats" / "3.png"
+    broken = tmp_path / "images" / "cats" / "3.png"
     broken.write_bytes(broken.read_bytes()[:200])
-    options = (*SMALL, "--data", tmp_path / "images", "--batch-size", 8, "--micro-batch-size", 2)
-    done = programs.run("train", *options, "--workers", 1, "--out", tmp_path / "workers")
-    assert done.status == 1
-    assert f"{broken} is no image that can be read" in only_line(done.text)
-    ended = wait_for(programs.start_ranks(2, "train", *options, "--out", tmp_path / "two"))
+    ended = wait_for(programs.start_ranks(2, "train", *SMALL, *data, "--workers", 1, "--out", tmp_path / "broken"))
     assert [done.status for done in ended] == [1, 1]
     text = "".join(done.text for done in ended)
-    assert "Traceback" not in text
-    assert text.count(f"{broken} is no image") == 3, "logged at once, raised, and quoted on the other rank"
-
-
-@pytest.mark.parametrize(
-    ("model", "size"),
-    [("inception_v3", 80), ("maxvit_t", 224), ("shufflenet_v2_x0_5", 32)],
-)
-def test_torchvision_models_of_all_shapes_take_data(tmp_path, monkeypatch, model, size):
-    """Models with auxiliary outputs, with a fixed image size, and with odd numbers of channels."""
-    monkeypatch.syspath_prepend(ROOT / "launch")
-    from training.config import Config
-    from training.tasks import make_task, try_model
-
-    task = make_task(Config(model=model, data="digits", image_size=size))
-    before = {name: tensor.clone() for name, tensor in task.model.state_dict().items()}
-    numbers = torch.get_rng_state()
-    try_model(task, torch.device("cpu"))
-    assert torch.equal(numbers, torch.get_rng_state())
-    assert all(torch.equal(before[name], tensor) for name, tensor in task.model.state_dict().items())
+    assert f"{broken} is no image that can be read" in text and "Traceback" not in text
 
 
 def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
@@ -191,17 +152,10 @@ def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
     assert "NOT EQUAL" in done.text and "--norm group is exact" in done.text
 
 
-@pytest.mark.parametrize(
-    ("engine", "precision"),
-    [
-        ("plain", "fp16"),
-        ("ddp", "bf16"),
-        ("fsdp2", "bf16"),
-        ("fsdp2", "fp16"),
-        ("accelerate", "fp16"),
-        ("deepspeed", "bf16"),
-    ],
-)
+PRECISIONS = [("plain", "fp16"), ("ddp", "bf16"), ("fsdp2", "fp16"), ("accelerate", "fp16"), ("deepspeed", "bf16")]
+
+
+@pytest.mark.parametrize(("engine", "precision"), PRECISIONS)
 def test_mixed_precision_trains(programs, tmp_path, engine, precision):
     ranks = 1 if engine == "plain" else 2
     options = ("--engine", engine, "--precision", precision, "--updates", 23, "--lr", 0.1)
@@ -228,37 +182,26 @@ def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
 MISTAKES = {
     ("--batchsize", "3"): "'--batchsize' is not known (did you mean --batch-size?)",
     ("--batch-size", "many"): "argument --batch-size: invalid int value: 'many'",
-    ("--engine", "fsdp3"): "invalid choice: 'fsdp3'",
     ("--config", "not/there.toml"): "not/there.toml cannot be read (No such file or directory), expected a TOML file",
     ("--config", "unknown.toml"): "unknown.toml: '--batch' is not known (did you mean",
-    ("--config", "choice.toml"): "choice.toml: argument --engine: invalid choice: 'magic'",
+    ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
     ("--batch-size", "0"): "batch_size = 0, expected a number above 0",
     ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
-    ("--batch-size", "1", "--plan", "2"): "gives some rank fewer than 1 micro-batches",
     ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
     ("--stage", "3"): "stage does nothing unless engine is 'deepspeed'",
-    ("--lr-scaling", "linear"): "one needs the other",
     ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
+    ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
     ("--data", "CIFAR11"): "no folder here and no torchvision dataset",
+    ("--data", "one"): "has one of train and val, expected both",
     ("--task", "language", "--data", "not/there.txt"): "cannot be read as text",
     ("--task", "language", "--model", "./not-there"): "no language model that transformers finds",
     ("--device", "cuda"): "torch sees no GPU here",
     ("--sync", "gathered"): "sync='gathered'",
-    ("--engine", "deepspeed", "--deepspeed-config", "not.json"): "not.json cannot be read",
     ("--engine", "deepspeed", "--precision", "float64"): "float32 at most",
-    ("--config", "idle.toml"): "context does nothing unless task is 'language'",
-    ("--epochs", "2", "--updates", "3"): "both epochs and updates are given",
-    ("--seed", "9999999999"): "seed = 9999999999, expected a number below 2147483648",
-    ("--task", "language", "--context", "1"): "context = 1, expected at least 2 tokens",
-    ("--engine", "deepspeed", "--deepspeed-config", "list.json"): "list.json is no config of DeepSpeed",
     ("--engine", "deepspeed", "--deepspeed-config", "bf16.json"): "precision is 'float32'; leave it out",
-    ("--data", "one"): "has one of train and val, expected both",
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
-    ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
-    ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
-    ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
-    ("--task", "language", "--data", "texts"): "texts/b.md cannot be read as text ('utf-8' codec can't decode",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
+    ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
 }
 
 
@@ -267,13 +210,7 @@ def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, argu
     if arguments == ("--device", "cuda") and torch.cuda.is_available():
         pytest.skip("there is a GPU")
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
-    (tmp_path / "choice.toml").write_text('engine = "magic"\n')
-    (tmp_path / "idle.toml").write_text("context = 3\n")
     (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "a.md").write_text("\n\n".join(["a paragraph"] * 20))
-    (tmp_path / "texts" / "b.md").write_bytes(b"\xff\xff")
-    (tmp_path / "list.json").write_text("[]")
     (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
     (tmp_path / "used").mkdir()
     (tmp_path / "used" / "log.jsonl").write_text('{"index": 0}\n')
@@ -315,14 +252,11 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
 
 
 def test_progress_is_printed_without_a_terminal_unless_quiet(programs, tmp_path):
-    options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every")
-    text = trained(programs, tmp_path / "often", *options, 1e-9)
-    done = re.findall(r"^(\d) of 3 updates and (\d) micro-batch", text, re.MULTILINE)
-    assert done == [(str(update), str(step)) for update in range(3) for step in (1, 2)]
-    lines = re.findall(r"^[12] of 3 .*: loss \d\.\d{4}, \d+ samples/s, 0:\d\d:\d\d left$", text, re.MULTILINE)
-    assert len(lines) == 4
-    assert " of 3 updates" not in trained(programs, tmp_path / "seldom", *options, 1000)
-    assert trained(programs, tmp_path / "quiet", *options, 1e-9, "--quiet") == ""
+    options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every", 1e-9)
+    text = trained(programs, tmp_path / "often", *options)
+    lines = re.findall(r"^(\d) of 3 updates and (\d) micro-batch.*0:\d\d:\d\d left$", text, re.MULTILINE)
+    assert ("1", "1") in lines and ("2", "1") in lines
+    assert trained(programs, tmp_path / "quiet", *options, "--quiet") == ""
     assert same(tmp_path / "often", tmp_path / "quiet")
 
 
@@ -335,7 +269,6 @@ KEPT = {
     "adamw on ddp": (2, (*WITH_DROPOUT, "--optimizer", "adamw", "--lr", 0.001)),
     "fsdp2": (2, (*WITH_DROPOUT, "--engine", "fsdp2")),
     "fp16": (1, (*SMALL, "--precision", "fp16")),
-    "without momentum": (1, (*SMALL, "--momentum", 0)),
     "accelerate": (2, (*SMALL, "--engine", "accelerate")),
     "zero 3": (2, (*SMALL, "--engine", "deepspeed", "--stage", 3, "--optimizer", "adamw", "--lr", 0.001)),
 }
@@ -353,9 +286,6 @@ def test_resumed_run_has_the_same_bits(programs, tmp_path, ranks, options):
     assert same(tmp_path / "whole", tmp_path / "again")
     logs = [[(one["index"], one["loss"]) for one in log_of(tmp_path / name)] for name in ("whole", "again")]
     assert logs[0] == logs[1]
-    if ranks == 1 and options[:2] == WITH_DROPOUT[:2]:
-        done = programs.run("prove", tmp_path / "whole")
-        assert done.status == 1 and "the model draws random numbers, as dropout does" in done.text
 
 
 def test_resumed_run_may_change_engine_and_ranks(programs, tmp_path):
@@ -365,16 +295,6 @@ def test_resumed_run_may_change_engine_and_ranks(programs, tmp_path):
     text = trained(programs, tmp_path / "run", *options, "--updates", 12, "--resume", ranks=1)
     assert "the state is of 2 ranks and this job has 1" in text
     trained(programs, tmp_path / "run", *options, "--updates", 16, "--resume", ranks=3)
-    proven(programs, tmp_path / "run", 1e-10)
-
-
-def test_resumed_run_has_the_schedule_of_its_own_options(programs, tmp_path):
-    options = (*SMALL, "--precision", "float64")
-    trained(programs, tmp_path / "run", *options, "--epochs", 1)
-    trained(programs, tmp_path / "run", *options, "--epochs", 2, "--lr", 0.01, "--resume")
-    rates = [update["lr"] for update in log_of(tmp_path / "run")]
-    assert rates[22] < 1e-4, "the end of the first schedule"
-    assert rates[23] == pytest.approx(0.005), "the middle of the second"
     proven(programs, tmp_path / "run", 1e-10)
 
 
@@ -438,19 +358,12 @@ def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_p
         assert folder.with_name(f"damaged-{folder.name}").is_dir(), "it is kept but no longer used"
     assert "goes on with update 1" in text and "Traceback" not in text
     assert same(whole, run)
-
-
-def test_run_stops_where_each_checkpoint_is_damaged(programs, tmp_path):
-    run = tmp_path / "run"
-    trained(programs, run, *SMALL, "--updates", 2, "--checkpoint-every", 1)
-    (run / "weights.pt").unlink()
-    for name, content in (("1", b""), ("2", b"PK another kind of file")):
-        (run / "checkpoints" / f"update-0000000{name}" / "state.pt").write_bytes(content)
-    done = programs.run("train", *SMALL, "--updates", 4, "--out", run, "--resume")
-    assert done.status == 2
-    assert "update-00000002 is damaged: state.pt has another checksum" in only_line(done.text)
-    assert "and so are the 1 before it" in only_line(done.text)
-    assert len(list(run.glob("checkpoints/update-*"))) == 2
+    for folder in (run / "checkpoints").glob("update-*"):
+        flip(folder / "state.pt")
+    ended = wait_for(programs.start_ranks(ranks, "train", *options, "--updates", 9, "--out", run, "--resume"))
+    assert [done.status for done in ended] == [2, 2]
+    text = "".join(done.text for done in ended)
+    assert "update-00000004 is damaged: state.pt has another checksum" in text and "before it" in text
 
 
 def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
@@ -462,17 +375,6 @@ def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
     assert ".update-00000001 cannot be written: " in line and "File too large" in line and "--resume goes on" in line
     assert not list((run / "checkpoints").iterdir()), "no partial checkpoint is left"
     assert programs.run("train", *options, "--resume").status == 0
-
-
-def test_prove_refuses_in_one_line_a_folder_that_is_no_run(programs, tmp_path):
-    trained(programs, tmp_path / "run", *SMALL, "--updates", 1)
-    for file in ("config.json", "log.jsonl", "weights.pt"):
-        for i, content in enumerate((b"", b"half", b"[1]\n", b'{"index": 0}\n')):
-            other = shutil.copytree(tmp_path / "run", tmp_path / f"{file} {i}")
-            (other / file).write_bytes(content)
-            done = programs.run("prove", other)
-            assert done.status == 2, done.text
-            only_line(done.text)
 
 
 def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
