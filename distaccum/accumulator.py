@@ -133,7 +133,7 @@ class Accumulator:
         job.hooks = hooks_of(self._extensions)
         self._planner = Planner(job)
         for one in job.adapters:
-            if warning := one.watch(self._loaders_place):
+            if warning := one.warning():
                 job.once(type(one).__name__, warning)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -296,10 +296,6 @@ class Accumulator:
                 window's loop and its `step()`, where you may have stepped.
         """
         return state_dict_of(self._planner, self._extensions)
-
-    def _loaders_place(self) -> Any:
-        """Returns this rank's place in the loader."""
-        return self._planner.loaders_place()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with the window that was at work when `state_dict()` was taken, or with the next.

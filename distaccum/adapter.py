@@ -61,8 +61,8 @@ class Adapter:
         """Returns whether a loader's `state_dict()` works."""
         return True
 
-    def watch(self, place: Callable[[], Any]) -> str | None:
-        """A warning of what the library does otherwise; `place` is the Accumulator's method for its loader's place."""
+    def warning(self) -> str | None:
+        """Returns what the library does otherwise, for a warning."""
         return None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ from problems import (
     micro_batches_of,
     refused,
     run_window,
-    trunk,
     weights,
 )
 from ranks import RankError, on_ranks
@@ -257,57 +255,6 @@ def test_error_of_a_loader_that_dispatches_is_raised_where_it_draws(ranks):
     """Not after the other rank's report, which waits there for its batch."""
     with pytest.raises(RankError, match=r"^rank 0 Traceback(.|\n)*OSError: the disk is gone"):
         ranks(2).run(draws_for_all_ranks, seconds=20)
-
-
-class Loader(list):
-    """With a state."""
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": 0}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        pass
-
-
-def saved_by_accelerate(folder: str) -> Any:
-    with accelerators() as make:
-        accelerator = make()
-        net = trunk()
-        net, optimizer = accelerator.prepare(net, SGD(net.parameters(), lr=0.0))
-        accumulator = Accumulator(net, optimizer, steps=2, accelerator=accelerator)
-        accelerator.register_for_checkpointing(accumulator)
-        messages = [refused(accelerator.save_state, folder)]  # no rank has a part of its own
-        plain = trunk()
-        loss_of(plain, everything([[1, 2]] * 2)).backward()
-        for loader in (own([[1, 2, 3, 4]] * 2), Loader(own([[1, 2]] * 2))):
-            for window in accumulator.windows(loader):
-                for i, batch in enumerate(window):
-                    window.backward(loss_of(net, batch))
-                    if i == 0:
-                        messages.append(refused(accelerator.save_state, folder))
-                wrong = error(gradient(net), gradient(plain))
-                window.step()
-                messages.append(refused(accelerator.save_state, folder))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            accelerator.load_state(folder)
-        is_told = any("no part for rank 1: its random numbers are left out" in str(one.message) for one in caught)
-        assert is_told == (dist.get_rank() == 1)  # Accelerate itself restores them
-        index = accumulator.index
-        del window, accumulator, loader
-        accelerator._custom_objects.clear()
-        return messages, wrong, index, len(accelerator._save_model_state_pre_hook)
-
-
-def test_save_state_is_refused_where_each_ranks_loader_has_a_state(ranks):
-    with tempfile.TemporaryDirectory() as folder:
-        for messages, wrong, index, hooks in ranks(2).run(saved_by_accelerate, folder):
-            alone = "save accumulator.state_dict() on each rank, to a file of its own"
-            # Before all; in each of two windows and after it; the same with a stateful loader.
-            assert messages[:5] == ["nothing"] * 5 and [alone in one for one in messages[5:]] == [True, True]
-            assert wrong <= 1e-10, "the window continued"
-            assert index == 2, "the state saved last"
-            assert hooks == 0, "no hook of a deleted Accumulator is left"
 
 
 @on_ranks(2)

@@ -9,8 +9,7 @@ those of another window too.
 from __future__ import annotations
 
 import sys
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -20,7 +19,7 @@ from torch import Tensor
 
 from ..adapter import Adapter, Prepared, RunBackward
 from ..law import DistaccumError
-from .private.accelerate import is_saved_by, note_step
+from .private.accelerate import note_step
 
 
 @final
@@ -72,9 +71,8 @@ class Accelerated(Adapter):
                 "divide the loss a second time; leave it at 1, and do not enter accelerator.accumulate()"
             )
 
-    def watch(self, place: Callable[[], Any]) -> str | None:
+    def warning(self) -> str | None:
         """Why a schedule that was made for Accelerate is too long here, and the number to give."""
-        self._refuse_to_save_one_place(place)
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if not self._steps_by_process or processes == 1:
             return None
@@ -84,27 +82,6 @@ class Accelerated(Adapter):
             f"lengths that were meant for Accelerate (warm-up, total) by {processes}. If they are in updates already, "
             "say Accelerator(step_scheduler_with_optimizer=False), or leave the schedule out of prepare"
         )
-
-    def _refuse_to_save_one_place(self, own: Callable[[], Any]) -> None:
-        """Makes `save_state`, which saves only the main process's state, raise while each rank's loader has one.
-
-        `own` is the Accumulator's method that returns the loader's state.
-        """
-        if self._accelerator is None or not dist.is_initialized() or dist.get_world_size() == 1:
-            return
-        accelerator, method = weakref.ref(self._accelerator), weakref.WeakMethod(own)
-
-        def refuse(*_: object) -> None:
-            state: Any = method()
-            if state is not None and is_saved_by(accelerator(), state.__self__) and state() is not None:
-                raise DistaccumError(
-                    "accelerator.save_state() saves the Accumulator's state of the main process alone, and each rank's "
-                    "loader has a state of its own; leave the Accumulator out of register_for_checkpointing, and save "
-                    "accumulator.state_dict() on each rank, to a file of its own"
-                )
-
-        hook = self._accelerator.register_save_state_pre_hook(refuse)
-        weakref.finalize(own.__self__, hook.remove)  # type: ignore[attr-defined]  # of a method
 
     def after_step(self, stepped: bool) -> None:
         for wrapper in self._wrappers:

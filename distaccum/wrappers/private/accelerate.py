@@ -5,11 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 
-def is_saved_by(accelerator: Any, one: object) -> bool:
-    """True if `register_for_checkpointing` was given `one`. Without the list, never: only loading fails then."""
-    return any(saved is one for saved in getattr(accelerator, "_custom_objects", ()))
-
-
 def note_step(wrapper: Any, stepped: bool) -> None:
     """Lets an AcceleratedOptimizer know of a step that it did not take itself.
 
