@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from distaccum import Accumulator, Update
 from distaccum.extensions.noise import Estimate
-from distaccum.sizes import MicroBatchSize
 from distaccum.window import Window
 
 
@@ -26,11 +25,6 @@ def norms_of(update: Update) -> Norms | None:
     estimate.read()
     norms = [float(one) for one in estimate.norms]
     return Norms(*norms, estimate.total) if norms and not math.isnan(norms[0]) else None
-
-
-def fit_of(accumulator: Accumulator) -> MicroBatchSize:
-    """Shows that a refused state changed no attribute, including those that no state holds."""
-    return accumulator._planner.job.size
 
 
 def storages_kept(accumulator: Accumulator) -> set[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import itertools
 import random
 import weakref
@@ -20,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 from tqdm import tqdm
 
-from distaccum import Accumulator, DistaccumError, count_tokens
+from distaccum import Accumulator, DistaccumError
 
 
 def one_weight(**options: Any) -> tuple[nn.Module, Accumulator]:
@@ -83,16 +82,6 @@ def test_windows_of_a_ramp_are_drawn_at_an_even_pace():
     assert paced[:11] == [5, 5, 5, 5, 11, 12, 13, 13, 14, 15, 15]
 
 
-def test_ramp_counts_updates_made_outside_of_its_loop():
-    model, accumulator = one_weight(steps=lambda index: index + 1)
-    lengths = []
-    for window in accumulator.windows(noting(10, [])):
-        lengths.append((accumulator.index, len(run(window, model))))
-        if accumulator.index == 1:
-            run(accumulator.window([torch.ones(1, 1)]), model)
-    assert lengths == [(0, 1), (2, 3), (3, 4), (4, 2)]
-
-
 def test_length_that_changes_between_two_windows_takes_effect_at_once():
     length = [2]
     model, accumulator = one_weight(steps=lambda _: length[0])
@@ -151,28 +140,6 @@ def test_error_is_raised_where_its_window_is_requested(loader, options, kind, wo
     assert accumulator.index == 1
 
 
-def test_items_before_an_error_of_an_iterator_are_not_lost():
-    class Flaky:
-        items: Any = iter([*range(5), OSError("once"), *range(5, 8)])
-
-        def __iter__(self) -> Flaky:
-            return self
-
-        def __next__(self) -> Tensor:
-            if isinstance(item := next(self.items), OSError):
-                raise item
-            return torch.full((1, 1), float(item))
-
-    model, accumulator = one_weight(steps=3)
-    loader, seen = Flaky(), []
-    with pytest.raises(OSError, match="once"):
-        for window in accumulator.windows(loader):
-            seen += run(window, model)
-    for window in accumulator.windows(loader):
-        seen += run(window, model)
-    assert seen == list(range(8))
-
-
 @pytest.mark.parametrize("is_weak", [True, False])
 def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak):
     model, accumulator = one_weight(steps=2)
@@ -193,21 +160,6 @@ def test_items_drawn_ahead_of_an_iterator_come_first_in_its_next_loop(is_weak):
     for window in accumulator.windows(iterator):
         seen += run(window, model)
     assert seen == [0, 1, 2, 3, 6, 7, 8, 9, 10]
-
-
-def test_iterator_that_was_left_is_freed_with_the_callers():
-    model, accumulator = one_weight(steps=2)
-    gc.disable()
-    try:
-        iterator = noting(20, [])
-        found = weakref.ref(iterator)
-        for window in accumulator.windows(iterator):
-            run(window, model)
-            break
-        del iterator, window
-        assert found() is None
-    finally:
-        gc.enable()
 
 
 def test_windows_have_the_length_of_their_loader():
@@ -416,22 +368,3 @@ def test_error_of_one_ranks_loader_is_raised_on_all_with_its_window(ranks):
     assert first[0] == second[0] == "complete" and first[2:] == second[2:] == ["complete"] * 2
     assert "rank 1 could not plan this window" in first[1] and "the disk is gone" in first[1]
     assert second[1] == "OSError: the disk is gone"
-
-
-def text_of(lengths: list[int]) -> dict[str, Tensor]:
-    labels = torch.full((len(lengths), max(lengths)), -100)
-    for row, length in zip(labels, lengths, strict=True):
-        row[:length] = 1
-    return {"labels": labels}
-
-
-def test_micro_batches_without_a_count_are_left_out_of_windows_that_are_drawn_ahead():
-    model = nn.Linear(1, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, count=count_tokens("labels"))
-    loader = [text_of([3]), text_of([1])] * 2 + [{"labels": torch.full((1, 2), -100)}, text_of([2])]
-    found = []
-    for window in accumulator.windows(loader):
-        for batch in window:
-            window.backward(model(batch["labels"].ne(-100).sum().reshape(1, 1).float()).sum())
-        found.append(window.step().counts["tokens"])
-    assert found == [4, 4, 2]

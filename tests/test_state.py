@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import io
 import random
@@ -17,8 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from engines import fsdp1, fully_sharded, zero
-from inside import fit_of
-from problems import error, gradient, make_batch, make_net_without_router, trunk
+from problems import make_batch, make_net_without_router, trunk
 from test_accelerate import accelerators
 from torch import nn
 from torch.amp import GradScaler
@@ -28,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
-from distaccum.extensions import NoiseScale, WideSums
+from distaccum.extensions import NoiseScale
 
 
 class Noisy(nn.Module):
@@ -254,20 +252,6 @@ def test_running_statistics_within_a_window_are_those_of_now_unless_they_were_co
     assert torch.equal(model[0].running_mean, again[0].running_mean) == copies
 
 
-def test_numbers_of_numpy_that_changed_are_read_again():
-    from distaccum.randomness import random_state
-
-    numpy.random.seed(1)
-    draws = [lambda: None, numpy.random.rand, numpy.random.randn, numpy.random.randn, lambda: numpy.random.rand(700)]
-    known = random_state([])
-    for draw in draws:
-        draw()
-        now = random_state([])
-        assert random_state([], known)["numpy"] == now["numpy"]
-        assert (random_state([], known)["numpy"] is known["numpy"]) == (draw is draws[0])
-        known = now
-
-
 # Uses of a state
 
 
@@ -306,15 +290,6 @@ def test_state_in_mid_window_loads_on_another_number_of_ranks(ranks):
         assert f"the state is of {sizes}: the positions of loaders and the random numbers are left out" in message
 
 
-def test_state_without_this_ranks_part_loads_without_its_random_numbers():
-    state = half_a_window()
-    state["rank 1"] = state.pop("rank 0")
-    made = make()
-    with pytest.warns(UserWarning, match="no part for rank 0: its random numbers are left out; save and load"):
-        made[2].load_state_dict(state)
-    assert made[2].index == 1
-
-
 def test_state_without_the_place_of_this_ranks_loader_is_refused():
     _, accumulator = one_weight()
     next(accumulator.windows(Numbered()))
@@ -323,23 +298,12 @@ def test_state_without_the_place_of_this_ranks_loader_is_refused():
         accumulator.load_state_dict({**{k: v for k, v in state.items() if k != "rank 0"}, "rank 1": state["rank 0"]})
 
 
-def test_state_of_an_earlier_version_is_refused():
-    made = make()
-    with pytest.raises(ValueError, match="of an earlier version of distaccum, which this one does not read; go on"):
-        made[2].load_state_dict({**made[2].state_dict(), "in_window": False, "rank 0": None})
-
-
 def test_state_is_loaded_without_running_code():
     for state in (half_a_window(), make()[2].state_dict()):
         box = io.BytesIO()
         torch.save(state, box)
         box.seek(0)
         assert torch.load(box, weights_only=True)["rank 0"] == state["rank 0"]
-
-
-class RunsCode:
-    def __reduce__(self) -> Any:
-        return exec, ("raise SystemExit('code of the state ran')",)
 
 
 def measured() -> Accumulator:
@@ -354,14 +318,7 @@ def a_state(**change: Any) -> dict[str, Any]:
     return {name: value for name, value in state.items() if value is not KeyError}
 
 
-def packed(random: Any, loader: Any = None) -> bytes:
-    box = io.BytesIO()
-    torch.save({"random": random, "loader": loader}, box)
-    return box.getvalue()
-
-
 FIT = {"size": 4, "good": 2, "too_large": 8, "since": 0, "wait": 16}
-SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
 
 
 @pytest.mark.parametrize(
@@ -369,46 +326,21 @@ SCALER = GradScaler("cpu", init_scale=2.0).state_dict()
     [
         ({"skipped": KeyError}, "has no skipped; give what"),
         ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
-        ({"index": -5}, "index=-5, expected a whole number of at least 0"),
-        ({"index": True}, "index=True, expected a whole number"),
-        ({"skipped": "3"}, "skipped='3', expected"),
-        ({"ranks": None}, "ranks=None, expected"),
         ({"fit": None}, "fit=None, expected a dict"),
-        ({"fit": {"too_large": None, "is_proven": 3, "__class__": 1}}, "good=None, expected a whole number"),
         ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),
-        ({"fit": {**FIT, "wait": 1.5}}, "wait=1.5, expected a whole number of at least 1"),
-        ({"fit": {name: value for name, value in FIT.items() if name != "too_large"}}, "too_large=None, expected"),
         ({"noise": [1.0, 2.0]}, "expected three numbers"),
-        ({"noise": "abc"}, "expected three numbers"),
         ({"scaler": {}}, "the state's scaler has scale=None"),
-        ({"scaler": {**SCALER, "_growth_tracker": "x"}}, "scaler has _growth_tracker='x', expected numbers"),
-        ({"scaler": [1]}, "expected a dict"),
         ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
-        ({"rank 0": packed(None)[:-40]}, "cannot be read"),
-        ({"rank 0": packed(RunsCode())}, "cannot be read"),
-        ({"rank 0": packed({"torch": torch.zeros(3), "python": [], "devices": {}})}, "cannot be read"),
-        ({"rank 0": 3}, "cannot be read"),
     ],
     ids=str,
 )
 def test_broken_state_is_refused_and_nothing_is_loaded(change, message):
     accumulator = measured()
-    before = accumulator.state_dict(), vars(fit_of(accumulator)).copy()
+    before = accumulator.state_dict()
     with pytest.raises(ValueError, match=message) as caught:
         accumulator.load_state_dict(a_state(**change))
     assert len(str(caught.value)) < 300 and "weights_only" not in str(caught.value)
-    assert (accumulator.state_dict(), vars(fit_of(accumulator))) == before
-
-
-def test_state_sets_no_unknown_attribute():
-    accumulator = measured()
-    accumulator.load_state_dict(a_state(fit={**FIT, "is_proven": 3, "most": 1}, foreign=1))
-    fit = fit_of(accumulator)
-    assert accumulator.index == 7 and fit.most is None and callable(fit.is_proven)
-    assert accumulator.state_dict()["fit"] == FIT and accumulator.state_dict()["noise"] == [1.0, 2.0, 3.0]
-    for foreign in (None, [1], "state"):
-        with pytest.raises(TypeError, match=r"expected what state_dict\(\) gave"):
-            accumulator.load_state_dict(foreign)
+    assert accumulator.state_dict() == before
 
 
 def test_state_is_not_loaded_in_a_loop_and_is_refused_where_the_caller_may_have_stepped():
@@ -423,32 +355,6 @@ def test_state_is_not_loaded_in_a_loop_and_is_refused_where_the_caller_may_have_
         accumulator.state_dict()
     window.step()
     assert accumulator.state_dict()["index"] == 1
-
-
-def test_deep_copy_with_wide_sums_is_whole_between_windows_and_refused_within():
-    model = nn.Linear(3, 1)
-    sgd = SGD(model.parameters(), lr=0.1)
-    made = model, sgd, Accumulator(model, sgd, steps=2, extensions=[WideSums(torch.float64)])
-    batches = [torch.randn(2, 3) for _ in range(3)]
-    for x in (window := made[2].window(batches)):
-        with pytest.raises(
-            DistaccumError, match="copying or pickling an Accumulator with a window that is in its loop"
-        ):
-            copy.deepcopy(made)
-        window.backward(model(x).square().mean())
-    with pytest.raises(DistaccumError, match="a window that is complete but not stepped"):
-        copy.deepcopy(made)
-    assert window.step().stepped
-    before = copy.deepcopy(model)
-    before(torch.cat(batches)).square().mean().backward()
-    twin, optimizer, other = copy.deepcopy(made)
-    for x in (window := other.window(batches)):
-        window.backward(twin(x).square().mean())
-        with pytest.raises(DistaccumError, match="before the window's own"):
-            optimizer.step()
-    assert error(gradient(twin), gradient(before)) <= 1e-6
-    window.step()
-    assert torch.equal(model.weight, before.weight) and not torch.equal(twin.weight, before.weight)
 
 
 # Stateful loaders
@@ -502,23 +408,12 @@ def rest_after(state: Any) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize(
-    ("held", "message"),
-    [
-        (numpy.arange(3), r"the loader's state_dict\(\) holds numpy\.\S+, and a state is loaded without.*tolist\(\)"),
-        (RunsCode(), r"the loader's state_dict\(\) holds exec,"),
-        (lambda: 1, r"the loader's state_dict\(\) cannot be saved"),
-    ],
-    ids=["numpy", "code", "lambda"],
-)
-def test_loader_state_that_cannot_be_loaded_is_refused_on_saving(held, message):
+def test_loader_state_that_cannot_be_loaded_is_refused_on_saving():
     _, accumulator = one_weight()
-    window = next(accumulator.windows(Numbered(held=held)))
-    next(iterator := iter(window))
-    with pytest.raises(DistaccumError, match=message) as caught:
+    next(accumulator.windows(Numbered(held=numpy.arange(3))))
+    message = r"the loader's state_dict\(\) holds numpy\.\S+, and a state is loaded without.*tolist\(\)"
+    with pytest.raises(DistaccumError, match=message):
         accumulator.state_dict()
-    assert "\n" not in str(caught.value)
-    iterator.close()
 
 
 class Rows:
@@ -553,22 +448,19 @@ def test_stateful_loader_begins_again_where_the_window_did(workers):
     assert list(saved) == points
 
 
-@pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "by an error", "not begun"])
+@pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "not begun"])
 def test_state_after_a_left_loop_has_the_loaders_position(leave: str) -> None:
     model, accumulator = one_weight()
     loader = Numbered()
-    with contextlib.suppress(KeyError):
-        for window in accumulator.windows(loader):
-            if accumulator.index == 1 and leave == "not begun":
-                break
-            consume(window, model, 1 if accumulator.index == 1 and leave in ("in the window", "by an error") else 9)
-            if accumulator.index == 1 and leave == "by an error":
-                raise KeyError
-            if accumulator.index == 1 and leave in ("in the window", "before its step"):
-                break
-            window.step()
-            if accumulator.index == 2 and leave == "at its edge":
-                break
+    for window in accumulator.windows(loader):
+        if accumulator.index == 1 and leave == "not begun":
+            break
+        consume(window, model, 1 if accumulator.index == 1 and leave == "in the window" else 9)
+        if accumulator.index == 1 and leave in ("in the window", "before its step"):
+            break
+        window.step()
+        if accumulator.index == 2 and leave == "at its edge":
+            break
     if leave == "before its step":
         window.step()
     next(iter(loader))  # moves the loader, not the saved position
@@ -589,66 +481,3 @@ def test_loader_that_cannot_take_the_state_raises_a_warning():
     _, accumulator = one_weight(accumulator.state_dict())
     with pytest.warns(UserWarning, match="which a list cannot load"):
         next(accumulator.windows([torch.ones(1, 1)]))
-
-
-def test_state_before_a_window_begins_keeps_the_windows_data():
-    model, accumulator = one_weight()
-    windows = accumulator.windows(Numbered())
-    window = next(windows)
-    consume(window, model)
-    window.step()
-    window = next(windows)  # drawn but not begun
-    assert rest_after(accumulator.state_dict()) == [3, 4, 5, 6]
-
-
-def test_loaded_state_can_be_saved_again_at_once():
-    _, accumulator = one_weight()
-    window = next(accumulator.windows(Numbered()))
-    next(iterator := iter(window))  # kept: else the window is left
-    state = accumulator.state_dict()
-    iterator.close()
-    for goes_to in ("load", "draw", "begin"):
-        _, accumulator = one_weight(state)
-        torch.rand(3)
-        if goes_to != "load":
-            window = next(accumulator.windows(Numbered()))
-        if goes_to == "begin":
-            next(iterator := iter(window))
-        assert accumulator.state_dict() == state
-    assert rest_after(state) == [1, 2, 3, 4, 5, 6]
-
-
-def test_state_within_a_window_of_another_kind_has_the_loaders_place():
-    model, accumulator = one_weight()
-    for window in accumulator.windows(Numbered()):
-        consume(window, model)
-        window.step()
-        between = accumulator.window([torch.ones(1, 1)])  # while the loop goes on
-        for x in between:
-            between.backward(model(x).mean())
-            state = accumulator.state_dict()
-        between.step()
-        break
-    assert rest_after(state) == [3, 4, 5, 6]
-
-
-def test_update_begins_again_also_where_it_runs_out_of_memory():
-    batch = {"x": torch.cat([one["x"] for one in micro_batches(0, 0)])}
-    ends = []
-    for fails in (False, True):
-        seed(5)
-        made = make(steps=None, micro_batch_size="auto")
-        states: list[Any] = []
-
-        def loss_fn(one: Any, made: Any = made, states: list[Any] = states, fails: bool = fails) -> torch.Tensor:
-            states.append(Files().save(made))
-            if fails and len(one["x"]) > 4:
-                raise torch.OutOfMemoryError
-            return loss_of(made[0], one)
-
-        if fails:
-            Files().load(made, ends[0][1])
-            seed(99)
-        made[2].update({"x": batch["x"][:4]} if not fails else batch, loss_fn)
-        ends.append((local(made[0]), states[0], torch.load(io.BytesIO(states[-1]), weights_only=False)[2]["rank 0"]))
-    assert ends[0][2] == ends[1][2]  # the numbers of the window's start, in the last attempt too

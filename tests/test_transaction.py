@@ -10,7 +10,6 @@ import logging
 import math
 import pickle
 import sys
-import time
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -147,19 +146,6 @@ def test_extension_that_raises_discards_the_window_and_all_hear_of_the_end(where
     next_is_exact(accumulator, model)
 
 
-def test_end_that_raises_comes_after_the_step_and_hides_no_other():
-    first, last = Recorder("stepped"), Rekeyed("")
-    model = trunk()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    schedule = StepLR(optimizer, 1)
-    accumulator = Accumulator(model, optimizer, scheduler=schedule, extensions=[first, last])
-    before = weights(model)
-    with pytest.raises(ArithmeticError, match="stepped"):
-        run_window(accumulator.window(BATCHES), model).step()
-    assert last.heard[-1] == "stepped" and accumulator.index == schedule.last_epoch == 1
-    assert not torch.equal(before, weights(model))
-
-
 @pytest.mark.parametrize(
     ("given", "owner", "kind", "message"),
     [
@@ -216,14 +202,6 @@ def leave_by_failing_backward(accumulator, model):
             window.backward(outputs.square().mean())
 
 
-def leave_by_closing(accumulator, model):
-    window = accumulator.window(BATCHES)
-    iterator = iter(window)
-    next(iterator)
-    window.backward(loss_of(model, BATCHES[0]))
-    iterator.close()
-
-
 def leave_in_the_epoch(accumulator, model):
     with contextlib.suppress(ValueError):
         for window in accumulator.windows(BATCHES):
@@ -231,22 +209,11 @@ def leave_in_the_epoch(accumulator, model):
             raise ValueError("in the caller's code, between the loop and step()")
 
 
-def leave_parts(accumulator, model):
-    window = accumulator.window(BATCHES)
-    with contextlib.suppress(DistaccumError):
-        for micro_batch in window:
-            for _ in window.parts([1, 2]):
-                window.backward(loss_of(model, micro_batch))
-                break
-
-
 LEAVINGS = [
     leave_by_break,
     leave_by_exception,
     leave_by_failing_backward,
-    leave_by_closing,
     leave_in_the_epoch,
-    leave_parts,
 ]
 
 
@@ -387,12 +354,6 @@ MISUSES = {
         TypeError,
         "got a tuple of 2, expected",
     ),
-    "nothing": (in_the_loop(lambda w, *_: w.backward()), TypeError, "got None"),
-    "complex": (
-        in_the_loop(lambda w, m, b, o: w.backward(loss_of(m, b) * 1j)),
-        TypeError,
-        "complex128, expected a real number",
-    ),
     "no scalar": (
         in_the_loop(lambda w, m, b, o: w.backward(m(b["x"]))),
         ValueError,
@@ -404,7 +365,6 @@ MISUSES = {
         ValueError,
         r"\['tokens'\], expected losses by name, of \['samples'\]",
     ),
-    "parts of nothing": (in_the_loop(lambda w, *_: list(w.parts([]))), ValueError, r"parts\(\) got nothing"),
     "part without backward": (
         in_the_loop(lambda w, *_: list(w.parts([1, 2]))),
         ERROR,
@@ -456,31 +416,6 @@ def test_change_of_any_gradient_in_any_micro_batch_is_refused(change):
         next_is_exact(accumulator, model)
 
 
-def test_layer_may_be_left_out_of_an_update_by_clearing_its_gradient():
-    model, _, accumulator = make()
-    before, frozen = weights(model[0]), weights(model[-1])
-    window = run_window(accumulator.window(BATCHES), model)
-    model[-1].zero_grad()
-    assert window.step().stepped
-    assert torch.equal(weights(model[-1]), frozen) and not torch.equal(weights(model[0]), before)
-
-
-def test_open_and_complete_windows_survive_a_request_for_another():
-    model, _, accumulator = make(steps=3)
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        with contextlib.suppress(DistaccumError):
-            if micro_batch is BATCHES[0]:
-                accumulator.window(BATCHES)
-        window.backward(loss_of(model, micro_batch))
-    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
-    window.step()
-    window = run_window(accumulator.window(BATCHES), model)
-    with pytest.raises(DistaccumError, match="complete but not stepped"):
-        accumulator.window(BATCHES)
-    assert window.step().stepped
-
-
 def test_second_request_discards_the_open_window():
     model, _, accumulator = make(steps=3)
     window = accumulator.window(BATCHES)
@@ -520,8 +455,6 @@ def test_named_losses_must_all_be_given():
         ({"steps": 0}, ValueError, "steps=0, expected at least 1"),
         ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
         ({"batch_size": 4}, ValueError, "without micro_batch_size"),
-        ({"batch_size": 4.5, "micro_batch_size": 2}, TypeError, "batch_size=4.5 is a float"),
-        ({"micro_batch_size": "all"}, TypeError, "micro_batch_size='all' is a str, expected a whole number"),
         ({"reduction": "avg"}, ValueError, "reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'"),
         ({"reduction": {"a": "mean"}, "count": {"b": count_samples}}, ValueError, "the same losses in both"),
         ({"count": 5}, TypeError, "count=5.*expected a callable"),
@@ -529,14 +462,10 @@ def test_named_losses_must_all_be_given():
         ({"batchnorm": "fix"}, ValueError, "batchnorm='fix'"),
         ({"sync": "gathered"}, ValueError, "sync='gathered', expected one of 'last', 'every'"),
         ({"scheduler": ReduceLROnPlateau}, TypeError, "ReduceLROnPlateau needs a metric"),
-        ({"optimizer": []}, ValueError, "optimizer=\\[\\], expected"),
         ({"optimizer": SGD}, TypeError, "expected a optimizer"),
         ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
         ({"optimizer": LBFGS}, TypeError, "LBFGS needs a closure"),
-        ({"optimizer": None, "scaler": GradScaler("cpu"), "scheduler": StepLR}, ValueError, "cannot be seen"),
         ({"model": nn.Tanh()}, ValueError, "no parameters"),
-        ({"model": []}, ValueError, "model=\\[\\], expected"),
-        ({"model": "net"}, TypeError, "model='net' is a str"),
     ],
 )
 def test_wrong_argument_is_refused_at_once(options, kind, message):
@@ -544,7 +473,7 @@ def test_wrong_argument_is_refused_at_once(options, kind, message):
     optimizer = SGD(model.parameters(), lr=0.1)
     options = {"model": model, "optimizer": optimizer, **options}
     if "scheduler" in options:
-        options["scheduler"] = options["scheduler"](optimizer, *[1] * (options["scheduler"] is StepLR))
+        options["scheduler"] = options["scheduler"](optimizer)
     if options["optimizer"] is LBFGS:
         options["optimizer"] = LBFGS(model.parameters())
     with pytest.raises(kind, match=message):
@@ -580,13 +509,11 @@ def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
 PLANS = {
     "loader": ("OSError: the disk is gone", "rank 1 could not plan this window (OSError: the disk is gone)"),
     "count": ("KeyError: 'gone'", "rank 1 could not plan this window (KeyError: 'gone')"),
-    "ramp": ("TypeError: steps(0)=None is a NoneType", "rank 1 could not plan"),
     "steps": ("DistaccumError: ranks disagree on steps", "ranks disagree on steps (rank 0: 2, rank 1: 3)"),
 }
 
 
 def planning_fails(what):
-    """The error, and what was logged, with the seconds before the error was raised."""
     is_bad = dist.get_rank() == 1
     ddp = DistributedDataParallel(trunk())
 
@@ -597,43 +524,33 @@ def planning_fails(what):
         yield BATCHES[0]
         if what == "loader" and is_bad:
             raise OSError("the disk is gone")
-        if what == "loader":
-            time.sleep(0.3)  # the other rank waits for this one's report
         yield BATCHES[1]
 
-    steps = {"steps": 2 + is_bad, "ramp": lambda index: None if is_bad else 2}.get(what, 2)
+    steps = 2 + (is_bad and what == "steps")
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=steps, count=count)
-    logged = []
-    handler = logging.Handler()
-    handler.emit = lambda record: logged.append((record.created, record.getMessage()))
+    logged, handler = [], logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("distaccum").addHandler(handler)
     try:
         next(accumulator.windows(loader()))
     except Exception as caught:
         message = f"{type(caught).__name__}: {caught}"
-        logged = [(text, time.time() - at) for at, text in logged]
-    finally:
-        logging.getLogger("distaccum").removeHandler(handler)
     next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
     return message, logged
 
 
 @pytest.mark.parametrize("what", PLANS)
 def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what):
-    (zero, of_zero), (one, of_one) = ranks(2).run(planning_fails, what)
+    (zero, _), (one, logged) = ranks(2).run(planning_fails, what)
     mine, others = PLANS[what]
     assert one.startswith(mine) and zero.startswith("DistaccumError: " + others)
-    assert of_zero == []
-    assert len(of_one) == (what != "steps") and all(mine in text for text, _ in of_one)
-    assert what != "loader" or of_one[0][1] > 0.2, "it was shown while the other rank could not hear of it"
+    assert len(logged) == (what != "steps") and all(mine in text for text in logged)
 
 
 DISAGREEMENTS = {
     "steps": (1, "steps (rank 0: 2, rank 1: 3)"),
-    "batch_size": (1, "steps (rank 0: 2, rank 1: 4)"),
     "index": (0, "the update's index (rank 0: 0, rank 1: 3)"),
     "kind": (0, "who runs the window (rank 0: a loop, rank 1: update())"),
-    "any": (0, "steps (rank 0: 1, rank 1: any)"),
 }
 
 
@@ -641,20 +558,14 @@ def ranks_disagree(what):
     """One rank's ramp differs from some update on; the updates before are unaffected."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk())
-    sizes = {
-        "steps": {"steps": lambda index: 2 + rank * index},
-        "batch_size": {"batch_size": lambda index: 4 + 4 * rank * index, "micro_batch_size": 1},
-        "any": {"steps": 1},
-    }.get(what, {"steps": 2})
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), **sizes)
+    steps = (lambda index: 2 + rank * index) if what == "steps" else 2
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=steps)
     batches = [make_batch(1, seed=i) for i in range(20)]
     if what == "index" and rank:
         accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
     with pytest.raises(DistaccumError) as caught:
         if what == "kind" and rank:
             accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
-        if what == "any" and rank:
-            run_window(accumulator.window(batches[:1]), ddp)
         for window in accumulator.windows(batches):
             run_window(window, ddp).step()
     assert all(p.grad is None for p in ddp.parameters())
@@ -733,7 +644,7 @@ def interrupted(at: int, how: str, fused: bool, anew: bool) -> tuple[str, float,
         "micro_batch_size": 2,
         "scheduler": StepLR(optimizer, 1, 0.5),
         "max_norm": 1.0,
-        "scaler": (scaler := GradScaler("cpu", init_scale=1024.0)),
+        "scaler": GradScaler("cpu", init_scale=1024.0),
     }
     accumulator = Accumulator(model, optimizer, **options)
     before, batch = weights(model), torch.tensor([[1.0, -2, 3], [4, 5, 6], [0, 1, 2]])
@@ -761,12 +672,7 @@ def interrupted(at: int, how: str, fused: bool, anew: bool) -> tuple[str, float,
             window = accumulator.split(batch)
             for x in window:
                 window.backward(model(x).square().mean())
-            if how == "unscaled":
-                scaler.unscale_(optimizer)
-            if how == "discarded":
-                window.discard()
-            else:
-                window.step()
+            window.step()
         return None
     except KeyboardInterrupt:
         pass
@@ -789,10 +695,7 @@ def interrupted(at: int, how: str, fused: bool, anew: bool) -> tuple[str, float,
 
 
 @pytest.mark.filterwarnings("ignore:gradients that stood before", "ignore:the window of update")
-@pytest.mark.parametrize(
-    ("how", "fused", "anew"),
-    [("loop", False, True), ("unscaled", False, False), ("discarded", True, True), ("update", True, False)],
-)
+@pytest.mark.parametrize(("how", "fused", "anew"), [("loop", False, True), ("update", True, False)])
 def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
     found, at = [], 1
     while (end := interrupted(at, how, fused, anew)) is not None:
@@ -805,19 +708,6 @@ def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
     assert len(torn) <= 3 and all("base.py" in line or "has_stepped = reason is None" in line for line in torn)
 
 
-def test_failing_schedule_does_not_step_the_weights_twice():
-    model = trunk()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(model, optimizer, scheduler=LambdaLR(optimizer, lambda n: 1.0 if n == 0 else 1 / 0))
-    before = weights(model)
-    window = run_window(accumulator.window(BATCHES), model)
-    with pytest.raises(ZeroDivisionError):
-        window.step()
-    with pytest.raises(DistaccumError, match="stepped already"):
-        window.step()
-    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
-
-
 def test_parameters_added_later_are_cleared():
     model, optimizer, accumulator = make()
     run_window(accumulator.window(BATCHES), model).step()
@@ -826,20 +716,6 @@ def test_parameters_added_later_are_cleared():
     for _ in range(2):
         run_window(accumulator.window(BATCHES), model).step()
         assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_planning_error_keeps_no_batch_alive():
-    _, _, accumulator = make(count=lambda batch: -1)
-    batch = torch.zeros(2, 3)
-    alive = weakref.ref(batch)
-    gc.disable()
-    try:
-        with contextlib.suppress(ValueError):
-            accumulator.window([batch])
-        del batch
-        assert alive() is None
-    finally:
-        gc.enable()
 
 
 def test_finished_micro_batches_and_losses_are_freed():
@@ -880,25 +756,6 @@ def test_large_counts_stay_exact():
     assert accumulator.window(BATCHES[:2]).counts == {"count": 16777218}
 
 
-def test_ended_loader_is_not_asked_again():
-    """Some loaders restart then."""
-    asked = []
-
-    class Loader:
-        def __iter__(self):
-            return self
-
-        def __next__(self):
-            asked.append(len(asked))
-            if len(asked) == 2:
-                raise StopIteration
-            return BATCHES[0]
-
-    model, _, accumulator = make(steps=3)
-    assert [len(run_window(window, model).step().counts) for window in accumulator.windows(Loader())] == [1]
-    assert len(asked) == 2
-
-
 def test_step_forgotten_on_the_last_window_is_an_error():
     model, _, accumulator = make(steps=2)
     windows = accumulator.windows(BATCHES)
@@ -908,24 +765,13 @@ def test_step_forgotten_on_the_last_window_is_an_error():
         next(windows)
 
 
-def test_load_state_dict_forgives_a_forgotten_step():
-    model, _, accumulator = make(steps=2)
-    state = accumulator.state_dict()
-    run_window(accumulator.window(BATCHES), model)
-    gc.collect()
-    accumulator.load_state_dict(state)
-    assert run_window(accumulator.window(BATCHES), model).step().stepped
-
-
-@pytest.mark.parametrize("again", ["window", "update", "windows"])
+@pytest.mark.parametrize("again", ["window", "windows"])
 def test_next_window_warns_of_a_forgotten_step(again):
     model, _, accumulator = make(steps=2)
     run_window(accumulator.window(BATCHES), model)
     with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
         if again == "window":
             run_window(accumulator.window(BATCHES), model)
-        elif again == "update":
-            accumulator.update(BATCHES[0], lambda batch: loss_of(model, batch))
         else:
             next(accumulator.windows(BATCHES))
     run_window(accumulator.window(BATCHES), model)  # one warning per forgotten step
@@ -945,15 +791,6 @@ def test_discarded_window_is_not_reported_as_a_forgotten_step():
     with pytest.raises(DistaccumError, match="complete but not stepped"):
         accumulator.window(BATCHES)
     del open_window  # it has raised its error already
-    failing = run_window(accumulator.window(BATCHES), model)
-    model.zero_grad()
-    with pytest.raises(DistaccumError, match="gradients were cleared"):
-        failing.step()
-    del failing  # so has this one
-    _, _, nothing = make(count=lambda batch: 0)
-    for _ in nothing.window(BATCHES):
-        pass
-    nothing.window(BATCHES)
     next_is_exact(accumulator, model)
 
 
@@ -962,21 +799,9 @@ def test_in_place_change_of_a_loss_stays_out_of_the_record():
     exact = run_window(accumulator.window(BATCHES), model).step().loss
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
     model.load_state_dict(trunk().state_dict())
-    for how in ("total", "view", "hook"):
-        window, total = accumulator.window(BATCHES), None
-        for micro_batch in window:
-            loss = loss_of(model, micro_batch)
-            seen = loss.detach()
-            if how == "view":
-                losses = torch.stack([loss, loss])
-                loss, seen = losses[0], losses.detach()
-            if how == "hook":  # runs within backward
-
-                def wipe(_, seen=seen):
-                    seen.zero_()
-
-                model[0][0].weight.register_hook(wipe)
-            window.backward(loss)
-            total = seen if total is None else total.add_(seen)
-            seen.mul_(3)
-        assert window.step().loss == pytest.approx(exact, rel=1e-12)
+    window, total = accumulator.window(BATCHES), None
+    for micro_batch in window:
+        loss = loss_of(model, micro_batch)
+        window.backward(loss)
+        total = loss.detach() if total is None else total.add_(loss.detach())
+    assert window.step().loss == pytest.approx(exact, rel=1e-12)
