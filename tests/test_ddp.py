@@ -118,24 +118,17 @@ def with_options(**options):
     return lambda module: DistributedDataParallel(module, **options)
 
 
-def reentrant():
-    return Checkpointed(reentrant=True)
-
-
 WRAPPINGS = {
     "plain": (trunk, with_options()),
     "find_unused_parameters": (trunk, with_options(find_unused_parameters=True)),
     "gradient_as_bucket_view": (trunk, with_options(gradient_as_bucket_view=True)),
-    "both": (trunk, with_options(find_unused_parameters=True, gradient_as_bucket_view=True)),
     "static_graph": (trunk, with_options(static_graph=True)),
-    "static_graph and bucket view": (trunk, with_options(static_graph=True, gradient_as_bucket_view=True)),
     "static_graph and buffers": (Buffered, with_options(static_graph=True)),
     "many buckets": (trunk, with_options(bucket_cap_mb=0.0005)),
     "buffers": (Buffered, with_options()),
     "allreduce_hook": (trunk, hooked),
     "checkpoint": (lambda: Checkpointed(reentrant=False), with_options()),
-    "checkpoint reentrant": (reentrant, with_options()),
-    "checkpoint reentrant, static_graph": (reentrant, with_options(static_graph=True)),
+    "checkpoint reentrant": (lambda: Checkpointed(reentrant=True), with_options()),
     "nested": (lambda: nn.Sequential(*trunk(), Scale()), nested),
 }
 UNEVEN = [[[2, 3], [1, 4, 2]], [[1], [3, 2]], [[2, 2], []], [[2, 2], [1, 1]]]
@@ -438,9 +431,7 @@ REFUSED = {
     "frozen early": "wrapped 6 trainable parameters and the model has 5 now",
     "frozen late": "0.0.weight was frozen after DDP wrapped the model",
     "thawed late": "0.0.weight is trained but was frozen or absent when DDP wrapped",
-    "delay": "delay_all_reduce_named_params",
     "in backward": "steps inside backward",
-    "fused": "steps inside backward",
 }
 
 
@@ -448,19 +439,14 @@ REFUSED = {
 def test_models_that_cannot_accumulate_are_refused():
     found = {}
     for what in REFUSED:
-        module, options = trunk(), {}
+        module = trunk()
         module[0][0].weight.requires_grad_(what != "thawed late")
-        if what == "delay":
-            named = [(name, parameter) for name, parameter in module.named_parameters() if "bias" in name]
-            options = {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": module[1].weight}
-        elif what == "in backward":
+        if what == "in backward":
             from torch.distributed.optim import _apply_optimizer_in_backward
 
             _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.1})
-        ddp = DistributedDataParallel(module, **options)
-        if what == "fused":
-            ddp._register_fused_optim(SGD, lr=0.1)
-        elif what == "frozen early":
+        ddp = DistributedDataParallel(module)
+        if what == "frozen early":
             module[0][0].weight.requires_grad_(False)
         if "late" not in what:
             found[what] = refused(Accumulator, ddp, SGD(ddp.parameters(), lr=0.1))

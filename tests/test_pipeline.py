@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, count_samples, count_tokens
+from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, WideSums
 
 pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
@@ -221,17 +221,6 @@ def test_law_holds_over_stages_beside_tensor_parallel_ranks(world):
     assert max(window_off(window, mine, exact, exact[here].parameters(), batch)) <= 1e-10
 
 
-@on_ranks(1)
-def test_law_holds_over_one_stage_in_one_process():
-    """All layers are one stage."""
-    every, exact = (nn.Sequential(*make_layers()) for _ in range(2))
-    stage = pipelining.PipelineStage(every, 0, 1, torch.device("cpu"))
-    schedule = pipelining.ScheduleGPipe(stage, CHUNKS, loss_fn=criterion, scale_grads=False)
-    accumulator = Accumulator(schedule, SGD(every.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
-    window = accumulator.window(batches_of(0, 0, 2))
-    assert max(window_off(window, list(every.parameters()), exact, exact.parameters(), whole(0, [2]))) <= 1e-10
-
-
 # Misuse, and windows that are left
 
 
@@ -279,15 +268,6 @@ def test_misuse_of_a_pipeline_is_refused_on_all_stages():
     ):
         said.append(refused(call))
     assert [one for one in zip(said, SAID, strict=True) if one[1] not in one[0]] == []
-
-
-def test_run_is_refused_without_a_pipeline():
-    net = nn.Linear(2, 1)
-    window = Accumulator(net, SGD(net.parameters(), lr=0.1)).window([torch.ones(1, 2)])
-    for x in window:
-        with pytest.raises(DistaccumError, match=r"window.run\(\) with a plain module"):
-            window.run(x)
-        break
 
 
 def evaluated(pipe: Pipe, index: int, **options: Any) -> None:
