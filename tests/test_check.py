@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -46,17 +45,15 @@ class Centred(nn.Module):
 
 
 class Counting(nn.Module):
-    """Its output depends on the number of calls so far, kept in a buffer or an attribute."""
+    """Its output depends on the number of calls so far."""
 
-    def __init__(self, by_buffer: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.by_buffer, self.calls = by_buffer, 0
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
         self.seen += 1
-        return x * (self.seen if self.by_buffer else self.calls)
+        return x * self.seen
 
 
 class Noise(nn.Module):
@@ -101,7 +98,6 @@ def check(model: nn.Module, loss: Callable[[nn.Module, Batch], Any], **options: 
     return accumulator.check(make_batch(), lambda batch: loss(model, batch))
 
 
-GENERATOR = torch.Generator()
 TOKENS = count_tokens("labels")
 SHIFTED = count_tokens("labels", shift=True)
 
@@ -142,21 +138,13 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
         (net(Noise()), of_samples, {}, ["random: random numbers are drawn by the model or the loss, and"]),
         (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: "]),
-        (net(), lambda m, b: of_samples(m, b) * (1 + float(numpy.random.rand())), {}, ["random: "]),
         (
             net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
             lambda m, b: of_samples(m, b) * (1 + torch.rand(())),
             {},
             ["dropout: .* 3 .Dropout", "random: .*outside of dropout layers", "batchnorm: .* 2 .BatchNorm1d"],
         ),
-        (
-            net(),
-            lambda m, b: of_samples(m, b) * (1 + torch.rand((), generator=GENERATOR)),
-            {},
-            ["state: .*or drawn by a generator of the loss's own"],
-        ),
-        (net(Counting(True)), of_samples, {}, ["state: .*something is kept between calls"]),
-        (net(Counting(False)), of_samples, {}, ["state: .*something is kept between calls"]),
+        (net(Counting()), of_samples, {}, ["state: .*something is kept between calls"]),
         (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
         (net(), of_samples, {"reduction": "sum"}, ["reduction: the criterion averages over samples .* say 'mean'"]),
@@ -172,7 +160,6 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7, 7. for"]),
         (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": "auto"}, ["reduction: the criterion sums"]),
-        (net(), of_samples, {"count": lambda b: 1, "micro_batch_size": 1}, ["count: it gave 1 for the whole batch"]),
         (
             net(),
             lambda m, b: {"a": of_samples(m, b), "b": of_samples(m, b, "sum")},
@@ -226,22 +213,6 @@ def test_wrong_count_shows_in_few_samples_and_where_even_parts_keep_as_many_labe
     assert checked(TOKENS).equivalent
     if len(labels) > 2:  # parts of 2 samples hide it
         assert not checked(lambda part: 1).equivalent
-
-
-@pytest.mark.parametrize("size", [4, 5])
-def test_check_of_few_samples_leaves_batch_normalisation_two(size):
-    model = net(nn.BatchNorm1d(8))
-    report = Accumulator(model, steps=2).check(make_batch(size), lambda part: of_samples(model, part))
-    assert [cause.split(":")[0] for cause in report.causes] == ["batchnorm"], report
-
-
-def test_cause_that_is_not_found_is_unknown():
-    def loss(model: nn.Module, batch: Batch) -> Tensor:
-        return of_samples(model, batch) * (2.0 if len(batch["x"]) == 3 else 1.0)  # none that looks for the cause is
-
-    assert check(net(), loss, micro_batch_size=11).causes == (
-        "unknown: no cause was found; the error is beyond rounding",
-    )
 
 
 def labels_of_three_parts(*ignored: int) -> Batch:
@@ -327,11 +298,6 @@ def test_report_lists_the_worst_parameters_first(monkeypatch):
     errors = [float(line.split()[-1]) for line in lines[start + 1 : start + 7]]
     assert errors == sorted(errors, reverse=True)
     assert "to_groupnorm" in text
-    report = check(
-        nn.Sequential(*(nn.Linear(15 if not i else 4, 4) for i in range(8)), nn.Unflatten(1, (4,))),
-        lambda m, b: m(b["x"].flatten(1)).square().mean(),
-    )
-    assert "and 4 more with smaller errors" in str(report)
 
 
 def test_loss_that_cannot_be_cast_is_checked_in_its_own_dtype():

@@ -16,8 +16,6 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.job import MOST_SKIPS
@@ -58,19 +56,6 @@ def test_step_is_refused_after_the_scale_was_set_in_mid_window():
     steps_exactly(accumulator, model, before)
 
 
-def test_discarded_window_leaves_another_of_its_scaler_alone():
-    scaler = GradScaler("cpu", init_scale=8.0)
-    nets = [trunk() for _ in range(2)]
-    one, two = (Accumulator(net, SGD(net.parameters(), lr=0.1), scaler=scaler) for net in nets)
-    before, first, second = weights(nets[0]), one.window(BATCHES), two.window(BATCHES)
-    for batch, same in zip(first, second, strict=True):
-        first.backward(loss_of(nets[0], batch))
-        second.backward(loss_of(nets[1], same))
-    second.discard()
-    assert first.step().stepped
-    assert error(before - weights(nets[0]), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
-
-
 def test_window_after_a_load_has_the_loaded_scale():
     model, scaler, accumulator = scaled(on_nonfinite="skip")
     before, state = weights(model), accumulator.state_dict()
@@ -81,19 +66,6 @@ def test_window_after_a_load_has_the_loaded_scale():
     steps_exactly(accumulator, model, before)
     with pytest.raises(ValueError, match="the state holds a scaler and this accumulator has none"):
         make()[1].load_state_dict(accumulator.state_dict())
-
-
-@on_ranks(2)
-def test_dry_rank_also_refuses_a_scale_that_was_updated():
-    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=1)
-    one, two = (DistributedDataParallel(trunk()) for _ in range(2))
-    first, second = (Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler) for ddp in (one, two))
-    for accumulator, ddp in ((first, one), (second, two)):
-        assert run_window(accumulator.window(BATCHES), ddp).step().stepped
-    window = run_window(first.window(BATCHES), one)
-    other = run_window(second.window(BATCHES if dist.get_rank() == 0 else []), two)
-    assert window.step().stepped
-    assert "scale was updated while this" in refused(other.step)
 
 
 def test_scaler_changes_no_gradient():
@@ -280,34 +252,6 @@ def test_norms_of_half_precision_are_taken_in_float32():
     assert window.step().grad_norm == pytest.approx(exact, rel=1e-5)
 
 
-def test_norms_need_no_private_kernel(monkeypatch):
-    def clipped():
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, dtype=torch.bfloat16))
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0, foreach=False), max_norm=0.01)
-        window = accumulator.window([torch.ones(2, 3)])
-        for x in window:
-            window.backward(model[1](model[0](x).bfloat16()).float().square().mean())
-        return window.step().grad_norm, weights(model)
-
-    expected = clipped()
-    monkeypatch.delattr(torch, "_foreach_norm")
-    norm, found = clipped()
-    assert norm == pytest.approx(expected[0], rel=1e-6) and torch.equal(found, expected[1])
-
-
-class Multiplications(TorchDispatchMode):
-    """Counts those of gradients in place."""
-
-    def __init__(self):
-        super().__init__()
-        self.num = 0
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        self.num += operation.overloadpacket.__name__ in ("_foreach_mul_", "mul_")
-        return operation(*args, **(kwargs or {}))
-
-
 def fused_sgd(parameters):
     return SGD(parameters, lr=0.5, momentum=0.9, fused=True)
 
@@ -318,15 +262,6 @@ def foreach_sgd(parameters):
 
 def fused_adam(parameters):
     return AdamW(parameters, lr=0.01, fused=True)
-
-
-@pytest.mark.parametrize(("max_norm", "clips"), [(0.01, True), (100.0, False)])
-def test_gradient_within_the_norm_is_not_multiplied_by_one(max_norm, clips):
-    model, accumulator = make(max_norm=max_norm)
-    window = run_window(accumulator.window(BATCHES), model)
-    with Multiplications() as seen:
-        window.step()
-    assert (seen.num > 0) == clips
 
 
 @pytest.mark.parametrize("optimizer", [fused_sgd, fused_adam, foreach_sgd])
@@ -356,21 +291,6 @@ def test_gradient_unscaled_by_the_caller_is_not_unscaled_again():
                 scaler.unscale_(optimizer)
             window.step()
     assert error(weights(one), weights(two)) <= 1e-6
-
-
-def test_overflow_of_another_user_of_the_scaler_counts():
-    model, other = trunk().float(), trunk().float()
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    own = SGD(other.parameters(), lr=0.1)
-    accumulator = Accumulator(model, fused_sgd(model.parameters()), scaler=scaler)
-    for i in range(3):
-        scaler.scale(loss_of(other, NARROW[0])).backward()
-        if i == 2:
-            next(other.parameters()).grad[0] = math.inf
-        scaler.step(own)
-        run_window(accumulator.window(NARROW), model).step()
-        own.zero_grad()
-    assert scaler.get_scale() == 2.0**9
 
 
 # Not finite
@@ -490,47 +410,6 @@ def test_share_that_float16_cannot_hold_is_refused(count):
     assert model.weight.grad.item() == pytest.approx(3 / count, rel=1e-6)
 
 
-def test_scaler_lifts_a_share_that_float16_cannot_hold():
-    model = nn.Linear(1, 1, bias=False)
-    scaler = GradScaler("cpu", init_scale=2.0**20)
-    accumulator = Accumulator(
-        model, SGD(model.parameters(), lr=1.0), reduction="sum_to_mean", count=lambda _: 2.0**26, scaler=scaler
-    )
-    before = model.weight.item()
-    window = accumulator.window([torch.ones(1, 1)])
-    with pytest.warns(UserWarning, match="rounds its share"):
-        for x in window:
-            window.backward(model(x).sum().half())
-    assert window.step().stepped
-    assert before - model.weight.item() == pytest.approx(2.0**-26, abs=2.0**-24)
-
-
-def test_search_for_a_scaled_loss_runs_no_checkpointed_forward():
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.gain, self.calls = nn.BatchNorm1d(4), nn.Parameter(torch.ones(4)), 0
-
-        def forward(self, x):
-            self.calls += 1
-            return x + self.norm(x) * self.gain
-
-    def trained(scaler):
-        torch.manual_seed(0)
-        block, first = Block(), nn.Linear(4, 4)
-        model = nn.Sequential(first, block)
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, scaler=scaler, batchnorm="ignore")
-        for window in accumulator.windows([torch.randn(3, 4) for _ in range(4)]):
-            for x in window:
-                window.backward(checkpoint(block, first(x), use_reentrant=False).mean())
-            window.step()
-        return block
-
-    plain, scaled = trained(None), trained(GradScaler("cpu", init_scale=8.0))
-    assert plain.calls == scaled.calls == 8
-    assert torch.equal(plain.norm.running_mean, scaled.norm.running_mean)
-
-
 @pytest.mark.parametrize(
     "scale",
     [
@@ -546,14 +425,3 @@ def test_loss_scaled_by_the_caller_is_refused(scale):
     with pytest.raises(ValueError, match=r"scaler.scale\(\) has multiplied"):
         for micro_batch in window:
             window.backward(scale(scaler, loss_of(model, micro_batch)))
-
-
-def test_loss_multiplied_by_another_number_is_accepted():
-    model, scaler, accumulator = scaled()
-    other = GradScaler("cpu", init_scale=2.0**10)
-    window = accumulator.window(BATCHES)
-    for micro_batch in window:
-        loss = loss_of(model, micro_batch)
-        window.backward(loss * torch.tensor(2.0**10) / 2.0**10 + other.scale(loss) / 2.0**10 - loss)
-    window.step()
-    assert scaler.get_scale() == 2.0**10
