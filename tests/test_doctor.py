@@ -11,7 +11,7 @@ import torch
 from programs import Done, Program, Programs, free_port
 
 from distaccum.tools.cli import main
-from distaccum.tools.doctor import Finding, examine_launcher, examine_packages
+from distaccum.tools.doctor import examine_launcher
 
 
 def ended(programs: list[Program], *statuses: int) -> list[Done]:
@@ -44,7 +44,7 @@ def test_doctor_tries_each_engine_of_one_process(programs):
     found = json.loads(done.text)
     assert found["healthy"]
     seen = {one["name"]: one for one in found["findings"]}
-    assert seen["torch"]["seen"].startswith(torch.__version__) and "or later" in seen["torch"]["seen"]
+    assert seen["torch"]["seen"].startswith(torch.__version__)
     assert seen["variables"]["seen"] == "none: one process"
     assert seen["a plain module"]["seen"] == "sync='last', 'every'"
     fsdp2 = seen["FSDP2 (fully_shard)"]
@@ -91,33 +91,10 @@ def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
     assert "this is rank 1 of 2" in lost.errors and lost.errors.splitlines()[-1].startswith("distaccum doctor: Dist")
 
 
-@pytest.mark.parametrize(
-    ("environment", "message"),
-    [
-        ({"RANK": "0"}, "RANK=0 without WORLD_SIZE"),
-        ({"LOCAL_RANK": "1"}, "LOCAL_RANK=1 without RANK"),
-        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, "WORLD_SIZE=2, MASTER_ADDR=a without MASTER_PORT"),
-        ({"RANK": "2", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}, "expected a RANK from 0 to"),
-        ({"SLURM_STEP_NUM_TASKS": "4"}, "SLURM_STEP_NUM_TASKS=4 and no RANK"),
-    ],
-)
-def test_contradictions_of_the_launcher_are_named(environment, message):
-    finding = examine_launcher(environment)
-    assert finding.state == "wrong" and finding.cure and message in finding.seen
+def test_launcher_whose_processes_would_train_alone_is_named():
+    finding = examine_launcher({"SLURM_STEP_NUM_TASKS": "4"})
+    assert finding.state == "wrong" and finding.cure and "SLURM_STEP_NUM_TASKS=4 and no RANK" in finding.seen
     assert examine_launcher({"SLURM_NTASKS": "4"}).state == "ok", "a batch script of Slurm"
-
-
-def test_optional_packages_that_are_missing_are_not_wrong(monkeypatch):
-    def missing(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    found = {one.name: one for one in examine_packages()}
-    assert found["torch"].seen == f"{torch.__version__} (2.9 or later)"
-    assert found["accelerate"] == Finding(
-        "software", "accelerate", "not installed", "absent", "pip install 'distaccum[accelerate]'"
-    )
-    assert {one.state for one in found.values()} == {"ok", "absent"} and "tqdm" not in found
 
 
 def test_wrong_timeout_prints_one_line(capsys):

@@ -7,7 +7,6 @@ import importlib.metadata
 import math
 import os
 import platform
-import re
 import socket
 import warnings
 from collections import Counter
@@ -29,9 +28,8 @@ from ..engines import Sync
 from ..law import DistaccumError
 from .terminal import fitted
 
-DEVELOPERS = ("bench", "docs", "launch", "test")  # extras that training with the library never needs
 OPTIONAL = ("accelerate", "deepspeed")  # packages of engines
-VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
 TOLERANCE = 1e-4  # relative, of a gradient's norm in float32
 State = Literal["ok", "absent", "wrong"]
 
@@ -74,10 +72,8 @@ class Examination:
 
 def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
     """Examines this process and, under a launcher, the job; every rank calls it."""
-    findings = [*examine_packages(), *_examine_devices(), examine_launcher(os.environ)]
-    is_job = "RANK" in os.environ and findings[-1].state == "ok"
-    rank, world = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE")) if is_job else (0, 1)
-    job = Trials(rank, world, timeout)
+    findings = [*_examine_packages(), *_examine_devices(), examine_launcher(os.environ)]
+    job = Trials(timeout)
     findings += job.differences()
     findings += _try_engines(job, all_engines)
     dist.destroy_process_group()
@@ -87,38 +83,16 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
 # This process
 
 
-def examine_packages() -> Iterator[Finding]:
-    """Python, torch and the optional packages, beside the versions that the installed distaccum declares."""
-    about = "software"
-    try:
-        least_python = importlib.metadata.metadata("distaccum")["Requires-Python"].removeprefix(">=")
-        wanted = importlib.metadata.requires("distaccum") or []
-    except importlib.metadata.PackageNotFoundError:
-        seen = "runs from a folder, so the versions that it supports are unknown"
-        yield Finding(about, "distaccum", seen, "absent", "pip install it")
-        return
-    yield _judged(about, "Python", platform.python_version(), least_python, "use a later Python")
-    done = set()
-    for text in wanted:
-        found, extra = re.match(r"([\w.-]+)>=([\d.]+)", text), re.search(r"extra == ['\"]([\w-]+)['\"]", text)
-        if found is None or found[1] in done or (extra and extra[1] in DEVELOPERS):
-            continue
-        done.add(found[1])
-        cure = f"pip install --upgrade 'distaccum[{extra[1]}]'" if extra else f"pip install '{found[0]}'"
-        try:  # torch's own version names the device that it is built for
-            version = torch.__version__ if found[1] == "torch" else importlib.metadata.version(found[1])
-        except importlib.metadata.PackageNotFoundError:
-            yield Finding(about, found[1], "not installed", "absent", cure.replace("--upgrade ", ""))
-        else:
-            yield _judged(about, found[1], version, found[2], cure)
+def _examine_packages() -> Iterator[Finding]:
+    for name, version in _versions().items():
+        cure = "" if version else f"pip install 'distaccum[{name}]'"
+        yield Finding("software", name, version or "not installed", "ok" if version else "absent", cure)
 
 
-def _judged(about: str, name: str, version: str, bound: str, cure: str) -> Finding:
-    release = re.match(r"[\d.]*\d", version)
-    numbers, least = ([int(part) for part in text.split(".")] for text in (release[0] if release else "0", bound))
-    if numbers + [0] * (len(least) - len(numbers)) < least:
-        return Finding(about, name, f"{version}, expected {bound} or later", "wrong", cure)
-    return Finding(about, name, f"{version} ({bound} or later)")
+def _versions() -> dict[str, str]:
+    """Versions by package, empty if it is not installed."""
+    found = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
+    return found | {name: importlib.metadata.version(name) if find_spec(name) else "" for name in OPTIONAL}
 
 
 def _examine_devices() -> Iterator[Finding]:
@@ -143,22 +117,15 @@ def _device_kind() -> str:
 
 
 def examine_launcher(environment: Mapping[str, str]) -> Finding:
-    """The variables that a launcher sets, and how they contradict each other."""
-    given = {name: environment[name] for name in (*VARIABLES, "LOCAL_RANK") if name in environment}
-    missing = [name for name in VARIABLES if name not in given]
-    shown = ", ".join(f"{name}={text}" for name, text in given.items())
-    wrong, cure = "", "start with torchrun, or unset the variables of another launcher"
-    if given.keys() & {"RANK", "WORLD_SIZE", "LOCAL_RANK"} and missing:
-        wrong = f"{shown} without {' and '.join(missing)}"
-    elif not missing and given["RANK"] not in map(str, range(int(given["WORLD_SIZE"]))):
-        wrong = f"{shown}, expected a RANK from 0 to below WORLD_SIZE"
-    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
-        if "RANK" not in given and environment.get(name, "1") != "1":
-            wrong = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
-            cure = "let each node's task start torchrun"
-    if wrong:
-        return Finding("launcher", "variables", wrong, "wrong", cure)
-    return Finding("launcher", "variables", "none: one process" if missing else shown)
+    """The variables that a launcher sets, or a launcher that sets none that torch reads."""
+    shown = ", ".join(f"{name}={environment[name]}" for name in VARIABLES if name in environment)
+    if "RANK" not in environment:
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
+            if environment.get(name, "1") != "1":
+                seen = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
+                return Finding("launcher", "variables", seen, "wrong", "let each node's task start torchrun")
+        shown = "none: one process"
+    return Finding("launcher", "variables", shown)
 
 
 # The job
@@ -167,8 +134,9 @@ def examine_launcher(environment: Mapping[str, str]) -> Finding:
 class Trials:
     """The ranks of the job, in a process group."""
 
-    def __init__(self, rank: int, world: int, timeout: float) -> None:
-        self.rank, self.world = rank, world
+    def __init__(self, timeout: float) -> None:
+        self.rank = rank = int(os.environ.get("RANK", "0"))
+        self.world = world = int(os.environ.get("WORLD_SIZE", "1"))
         kind, local_rank = _device_kind(), int(os.environ.get("LOCAL_RANK", "0"))
         backend = dist.get_default_backend_for_device(kind)
         if (
@@ -192,9 +160,7 @@ class Trials:
                 f"rank {rank} of {world} on {socket.gethostname()}: check that all were started and reach that "
                 "address, or wait longer with --timeout"
             ) from None
-        versions = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
-        versions |= {name: importlib.metadata.version(name) if find_spec(name) else "none" for name in OPTIONAL}
-        about = {"host": socket.gethostname(), "kind": kind, "versions": versions}
+        about = {"host": socket.gethostname(), "kind": kind, "versions": _versions()}
         self.ranks: list[dict[str, Any]] = self.gather(about)
         self.kind = kind if all(one["kind"] == kind for one in self.ranks) else "cpu"
         self.device = torch.device(self.kind, *([local_rank] if self.kind != "cpu" else []))
@@ -223,7 +189,9 @@ class Trials:
             for rank, one in enumerate(self.ranks):
                 of_ranks.setdefault(one["versions"][name], []).append(str(rank))
             if len(of_ranks) > 1:
-                seen = "; ".join(f"{version} on rank {', '.join(ranks)}" for version, ranks in of_ranks.items())
+                seen = "; ".join(
+                    f"{version or 'none'} on rank {', '.join(ranks)}" for version, ranks in of_ranks.items()
+                )
                 yield Finding("ranks", name, seen, "wrong", "install the same on all nodes")
 
 
@@ -302,7 +270,7 @@ def _try_engines(job: Trials, all_engines: bool) -> Iterator[Finding]:
     about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
     failed = ""
     for name, (package, wrap) in ENGINES.items():
-        lacking = [str(rank) for rank, one in enumerate(job.ranks) if one["versions"].get(package) == "none"]
+        lacking = [str(rank) for rank, one in enumerate(job.ranks) if one["versions"].get(package) == ""]
         if name == "a plain module" and job.world > 1:
             cure = "wrap the model in DistributedDataParallel"
             yield Finding(about, name, "for one process", "absent", cure)
