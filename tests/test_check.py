@@ -136,7 +136,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (net(nn.BatchNorm1d(8)), of_samples, {}, ["batchnorm: .* 2 .BatchNorm1d"]),
         (net(Centred()), of_samples, {}, ["loss: .*samples depend on each other"]),
         (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
-        (net(Noise()), of_samples, {}, ["random: random numbers are drawn by the model or the loss, and"]),
+        (net(Noise()), of_samples, {}, ["random: .*random numbers are drawn, or"]),
         (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: "]),
         (
             net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
@@ -144,7 +144,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
             {},
             ["dropout: .* 3 .Dropout", "random: .*outside of dropout layers", "batchnorm: .* 2 .BatchNorm1d"],
         ),
-        (net(Counting()), of_samples, {}, ["state: .*something is kept between calls"]),
+        (net(Counting()), of_samples, {}, ["random: .*something is kept between calls"]),
         (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
         (net(), of_samples, {"reduction": "sum"}, ["reduction: the criterion averages over samples .* say 'mean'"]),
@@ -318,9 +318,7 @@ def test_misuse_of_check_raises_a_clear_error():
         accumulator.check(make_batch(1), lambda batch: of_samples(model, batch))
     bad = make_batch()
     bad["x"][3] = float("nan")
-    with pytest.raises(
-        DistaccumError, match=r"the loss of the whole batch is nan, its gradient not finite in 1.weight"
-    ):
+    with pytest.raises(DistaccumError, match="the loss of the whole batch is nan: it or its gradient is not finite"):
         accumulator.check(bad, lambda batch: of_samples(model, batch))
     with pytest.raises(ValueError, match=r"loss_fn gave losses \['b'\], expected one for each of \['samples'\]"):
         accumulator.check(make_batch(), lambda batch: {"b": of_samples(model, batch)})

@@ -18,22 +18,18 @@ DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDro
 
 def causes_of(comparison: Comparison) -> list[str]:
     """The causes that are found; the modules that are named are left in eval mode, where other causes show."""
-    if _differs(comparison, 1, restore=False):
-        return [
-            "state: the same batch gives another gradient the second time: something is kept between calls (a buffer, "
-            "an attribute), or drawn by a generator of the loss's own"
-        ]
     found = []
     training = [(name, module) for name, module in comparison.modules if module.training]
-    if _differs(comparison, 2):
+    if _differs(comparison):
         dropping = [(name, module) for name, module in training if _drops(module)]
         if dropping:
             found.append(f"dropout: random numbers are drawn by {_kinds(dropping)}, and micro-batches draw others")
             _into_eval(module for _, module in dropping)
-        if not dropping or _differs(comparison, 2):
+        if not dropping or _differs(comparison):
             where = ", outside of dropout layers" if dropping else ""
             found.append(
-                f"random: random numbers are drawn by the model or the loss{where}, and micro-batches draw others"
+                "random: the model or the loss gives the same batch another gradient the second time: random numbers "
+                f"are drawn{where}, or something is kept between calls (a buffer, an attribute)"
             )
             _into_eval(comparison.models)
     if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
@@ -42,18 +38,17 @@ def causes_of(comparison: Comparison) -> list[str]:
             "and a micro-batch has fewer of them"
         )
         _into_eval(module for _, module in normalising)
-    if found and (_differs(comparison, 2) or comparison.agrees(comparison.compare())):
+    if found and (_differs(comparison) or comparison.agrees(comparison.compare())):
         return found
     in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
     found += dict.fromkeys(cause for cause in in_losses if cause is not None)
     return found or ["unknown: no cause was found; the error is beyond rounding"]
 
 
-def _differs(comparison: Comparison, seed: int, *, restore: bool = True) -> bool:
-    """Returns whether a second call on the whole batch gives another gradient, after this seed in place of 1."""
+def _differs(comparison: Comparison) -> bool:
+    """Returns whether a second call on the whole batch gives another gradient, as random numbers go on."""
     name, batch = next(iter(comparison.reductions)), comparison.batch
-    first = comparison.bare(name, batch, seed=1)
-    return comparison.differ(first, comparison.bare(name, batch, seed=seed, restore=restore))
+    return comparison.differ(comparison.bare(name, batch), comparison.bare(name, batch, restore=False))
 
 
 def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:

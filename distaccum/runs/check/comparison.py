@@ -18,10 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...batchnorm import KINDS
 from ...cutting import Columns, Names, count_samples, cut_batch, join_batches, map_tensors, tensors_in
 from ...drawing import Batches, Make, Manner, cut_up
-from ...law import DistaccumError, all_or_none, in_short, shorten
-from ...norms import local, names_of
+from ...law import DistaccumError, all_or_none, in_short
+from ...norms import local
 from ...planner import Planner
-from ...randomness import set_seed
 from ..snapshot import Snapshot
 from ..update import LossFn, run_all
 
@@ -143,14 +142,12 @@ class Comparison:
         return found
 
     def _refuse_nonfinite(self, exact: Measured) -> None:
-        names, pairs = names_of(self.models), zip(self.parameters, exact.gradients, strict=True)
-        bad = [names.get(id(p), "a parameter") for p, g in pairs if g is not None and not bool(g.isfinite().all())]
-        if any(bad for (bad,) in self.engine.peers.gather([float(bool(bad) or not math.isfinite(exact.loss))])):
-            where = f", its gradient not finite in {shorten(bad)}" if bad else ""
-            why = without_labels(self.batch)
+        is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
+        if any(bad for (bad,) in self.engine.peers.gather([float(is_bad)])):
+            why = without_labels(self.batch) or "it or its gradient is not finite"
             raise DistaccumError(
-                f"the loss of the whole batch is {exact.loss:g}{f': {why}' if why else ''}{where}, so there is nothing "
-                "to compare with; look for it in the batch and the model, or lower the scaler's scale"
+                f"the loss of the whole batch is {exact.loss:g}: {why}, so there is nothing to compare with; look for "
+                "it in the batch and the model, or lower the scaler's scale"
             )
 
     def _big_batch(self) -> Measured:
@@ -161,7 +158,7 @@ class Comparison:
         weights = [1 / counts[name] if self.reductions[name] == "sum_to_mean" else 1.0 for name in counted]
         return weighted_sum([self.bare(name, self.batch) for name in counted], weights)
 
-    def bare(self, name: str, batch: Any, *, seed: int | None = None, restore: bool = True) -> Measured:
+    def bare(self, name: str, batch: Any, *, restore: bool = True) -> Measured:
         """The gradient of one call of the criterion of this name, unweighted."""
 
         def loss_fn(batch: Any) -> Any:
@@ -176,8 +173,6 @@ class Comparison:
 
         if restore:
             self.before.restore()
-        if seed is not None:
-            set_seed(seed)
         found = self._measured(lambda _: Batches([batch], [1]), loss_fn, as_sum=True)
         return weighted_sum([found], [1 / self.engine.peers.num_ranks])
 

@@ -23,9 +23,8 @@ ADVICE = {
     "accept it with batchnorm='ignore'",
     "dropout": "the gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is "
     "the only cause",
-    "random": "the gradient is that of the numbers that were drawn: nothing to do, where this is the only cause; let "
-    "the loss draw none to see its other causes",
-    "state": "let the loss depend on the batch and the parameters alone, or accept that the order of calls matters",
+    "random": "of numbers that were drawn: nothing to do, where this is the only cause; let the loss depend on the "
+    "batch and the parameters alone to see its other causes",
     "loss": "a loss over pairs: accumulator.contrast; a weighted mean: let count give the sum of the weights; else "
     "make it a sum or a mean over samples, of layers that look at each sample alone",
 }
@@ -56,7 +55,7 @@ class Report:
         equivalent (bool): Whether the gradients differ by no more than rounding.
         worst (float): The largest relative error of a parameter, in float64 where that was possible.
         causes (tuple[str, ...]): Why they differ, each beginning with its kind: "batchnorm: ...", "dropout: ...",
-            "random: ...", "state: ...", "count: ...", "reduction: ...", "loss: ..." or "unknown: ...".
+            "random: ...", "count: ...", "reduction: ...", "loss: ..." or "unknown: ...".
         parameters (tuple[Difference, ...]): Each parameter's difference, the worst first.
         dtype (str): The dtype that `worst` was found in, such as "float64".
         bound (float): The relative error up to which a difference counts as rounding.
