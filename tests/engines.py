@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, Extension
-from distaccum.extensions import WideSums
 
 sys.path.append(str(Path(__file__).parent.parent / "launch"))
 import wrappers
@@ -150,10 +149,18 @@ def zero_kind(stage: int, world: int = 2, **config: Any) -> Kind:
 UNMANAGED = {"managed_gradient_accumulation": False}
 SHARDED = ("last", "every", "gathered")
 HYBRID = (*SHARDED, "replicas")
+
+
+def wide_sums() -> list[Any]:
+    from distaccum.extensions import WideSums  # which the core alone has not
+
+    return [WideSums(torch.float64)]
+
+
 KINDS: dict[str, Kind] = {
     "plain": Kind(plain, full_weights, world=1),
     "DDP": Kind(ddp, full_weights),
-    "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=lambda: [WideSums(torch.float64)]),
+    "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=wide_sums),
     "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
     "FSDP2, root only": Kind(fully_sharded(parts=False), full_weights, SHARDED),
     "FSDP2, parts": Kind(fully_sharded(root=False), full_weights, SHARDED),

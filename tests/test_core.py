@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 ROOMS = ["wrappers", "meshes", "extensions", "runs", "feeding", "trainers", "tools"]  # that can be taken away
-KINDS = "plain or DDP or FSDP2"
+KINDS = "(plain or DDP or FSDP2) and not wide"
 
 
 def copied(folder: Path) -> Path:

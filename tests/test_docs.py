@@ -98,11 +98,6 @@ def test_block_that_is_not_run_is_python_whose_imports_are_there(num, code):
             assert all(hasattr(module, alias.name) for alias in node.names)
 
 
-def test_engine_of_the_guide_is_the_one_that_is_tested():
-    (engine,) = (one.values[1] for one in blocks(is_run=False) if "class SummingEngine" in one.values[1])
-    assert engine[engine.index("@final") :].strip() in (ROOT / "tests" / "test_choosing.py").read_text()
-
-
 def test_fences_of_python_are_all_found():
     for page in PAGES:
         assert len(FENCE.findall(page.read_text())) == len(re.findall(r"^```py", page.read_text(), re.MULTILINE)), page
