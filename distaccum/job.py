@@ -84,16 +84,10 @@ class Job:
         self.models: list[nn.Module] = list(self.engine.models)
         for one in self.adapters:
             self.engine.run_backward = one.around(self.engine.run_backward)
+        self.engine.adopt(given, config.max_norm, config.on_nonfinite)
         self.scaler: GradScaler | None = given.scaler
-        self.optimizers: list[Optimizer]
-        self.schedulers: list[LRScheduler]
-        self.optimizers, self.schedulers = self.engine.adopt(
-            given.optimizers,
-            given.schedulers,
-            config.max_norm,
-            config.on_nonfinite,
-            self.scaler,
-        )
+        self.optimizers: list[Optimizer] = given.optimizers
+        self.schedulers: list[LRScheduler] = given.schedulers
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # what runs backward would, too
         self.max_norm = config.max_norm

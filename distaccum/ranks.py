@@ -97,13 +97,6 @@ class Peers:
             )
         self._take(self.sharing, parts)
 
-    def refuse_parts(self, call: str) -> None:
-        if self.has_parts:
-            raise DistaccumError(
-                f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
-                "on a model whose ranks have samples of their own"
-            )
-
     @property
     def sharing_parts(self) -> list[int]:
         """The global ranks that have parts of this rank's samples, this one too."""
@@ -325,13 +318,9 @@ _OWN = weakref.WeakKeyDictionary()
 def own_group(
     group: dist.ProcessGroup, ranks: Sequence[int] | None = None, *, backend: str | None = "gloo", use: str = ""
 ) -> dist.ProcessGroup:
-    """A group of the ranks of `group`, or of `ranks`, on which only this library sends; made without asking others.
+    """A group of the ranks of `group`, or of `ranks` in the job, on which only this library sends.
 
-    Args:
-        group: For which it is made, once; it has its timeout.
-        ranks: In the job; this rank is one of them.
-        backend: Where its collectives run; None: where the job's do.
-        use: Tells several of the same ranks from each other.
+    Made once, without asking others. `backend=None` is the job's own; `use` tells groups of the same ranks apart.
     """
     ranks = list(ranks or dist.get_process_group_ranks(group))
     known, key = _OWN.setdefault(group, {}), (*ranks, backend, use)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from ..adapter import Prepared
 from ..law import DistaccumError, Plan, ranks_where, shorten
 from ..ranks import Peers
 from .averaging import average_by_hand, unlike
@@ -46,7 +46,6 @@ class Engine:
         sharing: For each of them, the ranks in the job that have its samples too (tensor parallelism); by default none.
 
     Attributes:
-        name (str): The wrapper's name, as errors list it.
         policies (tuple[Sync, ...]): The values of `sync` that it has.
         divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
         lockstep (bool): Forwards, or the last backward, wait for all ranks, so a rank without data must stand in.
@@ -60,14 +59,9 @@ class Engine:
         standing (Callable): A parameter's gradient since the window began; such an extension replaces it.
         follows (bool): What it wraps may be a stage of a pipeline.
         pipeline: The schedule that runs the models; None: their forward is the caller's.
-        models (tuple[nn.Module, ...]): The modules as they were given.
-        sync (Sync): The policy that was chosen.
         run_backward (Callable): Runs autograd from losses and their seeds, for `backward`; Accelerate has its own.
         peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`.
         group (dist.ProcessGroup): The same, where there are several; `host_group` runs its collectives on the host.
-
-    Raises:
-        ValueError: `sync` is not in `policies`.
     """
 
     name: ClassVar[str] = ""
@@ -114,20 +108,10 @@ class Engine:
         """The wrapper's own optimizers, which the caller must not step in mid-window."""
         return []
 
-    def adopt(
-        self,
-        optimizers: list[Optimizer],
-        schedulers: list[LRScheduler],
-        max_norm: float | None,
-        on_nonfinite: str,
-        scaler: Any,
-    ) -> tuple[list[Optimizer], list[LRScheduler]]:
-        """The optimizers and schedulers that the library steps; raises for options that the wrapper cannot follow."""
-        looks = {
-            f"{max_norm=}": max_norm is not None,
-            f"{on_nonfinite=}": on_nonfinite != "ignore",
-            "scaler": scaler is not None,
-        }
+    def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
+        """Leaves in `given` what the library steps; raises for options that the wrapper cannot follow."""
+        looks = {f"{max_norm=}": max_norm is not None, f"{on_nonfinite=}": on_nonfinite != "ignore"}
+        looks["scaler"] = given.scaler is not None
         why = self.hides_parts()
         if why is not None and any(looks.values()):
             raise ValueError(
@@ -135,7 +119,6 @@ class Engine:
                 "each rank would look at its own part of the gradient, and ranks would decide differently. Use "
                 "fully_shard over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
             )
-        return optimizers, schedulers
 
     # A window
 
@@ -179,10 +162,7 @@ class Engine:
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Roots that reach, too, what earlier backwards of this micro-step reached.
-
-        For the backward that reduces, on an engine that waits in it for every parameter with a gradient.
-        """
+        """Roots that also reach what earlier backwards of this micro-step did, if one that reduces waits for them."""
         return losses, seeds
 
     def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: Callable[..., Tensor | None]) -> Any:
@@ -195,8 +175,11 @@ class Engine:
         """Raises if `call`, which takes a function of the caller, cannot run it."""
         if self.pipeline is not None:
             self.pipeline.refuse_closure(call)
-        if call != "update":  # which needs no samples in whole
-            self.peers.refuse_parts(call)
+        if call != "update" and self.peers.has_parts:  # it needs no samples in whole
+            raise DistaccumError(
+                f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
+                "on a model whose ranks have samples of their own"
+            )
 
     def stand_in(self) -> None:
         """The rest of this rank's micro-steps only keep step with other ranks: what they use does not count."""
@@ -262,7 +245,7 @@ class Engine:
         return self.peers.over_stages(norm.to(self.pipeline.device, torch.float64), kind)
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
-        """Steps the optimizers that `adopt` returned; returns why not, if the wrapper decided against it."""
+        """Steps the optimizers that `adopt` left; returns why not, if the wrapper decided against it."""
         for optimizer in optimizers:
             optimizer.step()
         return None
@@ -277,26 +260,19 @@ class Engine:
         `is_zeroed`: whether a parameter's gradient is zeros that stand for none, so that it may become None.
         """
         if len(parameters) > self._num_compared:
-            self._refuse_unlike(parameters)
+            # Values are looked at once. Parts that equal each other (biases of zeros) cannot be told from copies.
+            outside = [p for p in parameters if id(p) not in self.alike and self.copies_of(p) is self.group]
+            if differ := unlike(outside, self.host_group) if outside else []:
+                raise DistaccumError(
+                    f"{shorten(list(map(self.name_of, differ)))} differs between the data-parallel ranks, and "
+                    f"{self.name} does not reduce it, so that its gradient would be averaged over different "
+                    "parameters; if each rank has its own (experts), cut it over the ranks under fully_shard: "
+                    "distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it the same values on "
+                    "all ranks"
+                )
             self._num_compared = len(parameters)
         if parameters:
             average_by_hand(parameters, self.copies_of, self.host_group, self.divisor, is_zeroed)
-
-    def _refuse_unlike(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Raises, on all ranks, if one of `parameters` is another on each rank, as experts may be.
-
-        Looks at values once, before the first gradient is averaged. Parts that equal each other (biases of zeros)
-        cannot be told from copies.
-        """
-        outside = [p for p in parameters if id(p) not in self.alike and self.copies_of(p) is self.group]
-        differ = unlike(outside, self.host_group) if outside else []
-        if differ:
-            raise DistaccumError(
-                f"{shorten(list(map(self.name_of, differ)))} differs between the data-parallel ranks, and {self.name} "
-                "does not reduce it, so that its gradient would be averaged over different parameters; if each rank "
-                "has its own (experts), cut it over the ranks under fully_shard: distribute_tensor(whole, mesh, "
-                "[Shard(0)]); if it is one parameter, give it the same values on all ranks"
-            )
 
     def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
         """The group whose ranks hold this rank's part of `parameter` too; None if nobody else does."""

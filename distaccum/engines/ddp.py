@@ -106,8 +106,8 @@ class DDPEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         for wrapper in self.strays:
             if wrapper not in self._unseen_graphs:
-                flags_of(wrapper).keeps_buckets |= private.has_rebuilt_buckets(wrapper)
-                private.disarm(wrapper)  # or its next backward would reduce, on the ranks that have one
+                # Or its next backward would reduce, on the ranks that have one.
+                flags_of(wrapper).keeps_buckets |= private.disarm(wrapper)
         self.strays.clear()
         self._by_hand = [p for p in parameters if id(p) not in self.alike]
         if not all(p.requires_grad for p in self._by_hand):
@@ -202,7 +202,15 @@ class DDPEngine(Engine):
                 # Otherwise a missing gradient lets ranks diverge silently until the next window.
                 private.refuse_unfinished_reduction(wrapper)
             except RuntimeError as error:
-                raise DistaccumError(self._what_is_missing(wrapper, str(error))) from error
+                found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+                names = list(self._covered[wrapper])
+                missing = [names[int(i)] for i in found[1].split()] if found else ["a parameter"]
+                raise DistaccumError(
+                    f"{shorten(missing)} took no part in the last backward of the window (or an early one, "
+                    "sync='every'), which is the one that reduces, so DDP did not reduce it; pass "
+                    "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
+                    "use all of them in each micro-batch"
+                ) from error
             if flags_of(wrapper).keeps_buckets:
                 private.disarm(wrapper)
             if wrapper not in self._searching and all(stamp.is_current() for stamp in stamps):
@@ -215,16 +223,6 @@ class DDPEngine(Engine):
         """They change when DDP reduces: of one parameter where all must take part, else of all."""
         parameters = list(self._covered[wrapper].values())
         return [GradientStamp(parameter) for parameter in (parameters if wrapper.static_graph else parameters[:1])]
-
-    def _what_is_missing(self, wrapper: DistributedDataParallel, message: str) -> str:
-        found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", message)
-        names = list(self._covered[wrapper])
-        missing = [names[int(i)] for i in found[1].split()] if found else ["a parameter"]
-        return (
-            f"{shorten(missing)} took no part in the last backward of the window (or an early one, sync='every'), "
-            "which is the one that reduces, so DDP did not reduce it; pass find_unused_parameters=True to DDP "
-            "(parameters that a micro-batch leaves out are then exact), or use all of them in each micro-batch"
-        )
 
     def finish(self) -> None:
         self.average(self._by_hand, self._zeroed.holds)
@@ -240,8 +238,7 @@ class DDPEngine(Engine):
             flags_of(wrapper).give_back(wrapper, self)
         self._armed, self._unreduced, self._by_hand = [], [], []
 
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        return why_tensor_parallel(parameters)
+    hides_own = staticmethod(why_tensor_parallel)
 
     def hides_parts(self) -> str | None:
         if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
@@ -282,16 +279,12 @@ def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Para
         )
 
 
-def _is_ignored(wrapper: DistributedDataParallel, name: str) -> bool:
-    return (name if "." in name else f".{name}") in wrapper.parameters_to_ignore  # as DDP writes names at the root
-
-
 def _reduced_by(wrapper: DistributedDataParallel) -> dict[str, nn.Parameter]:
     """The parameters that DDP reduces, in the order of its indices."""
     named = {
         name.replace("_orig_mod.", ""): parameter
         for name, parameter in wrapper.module.named_parameters()
-        if not _is_ignored(wrapper, name)
+        if (name if "." in name else f".{name}") not in wrapper.parameters_to_ignore  # as DDP writes names at the root
     }
     reduced = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     if wrapper.find_unused_parameters and len(reduced) < len(named) and not sparse_embeddings([wrapper]):

@@ -30,7 +30,7 @@ from ..ranks import own_group
 from .averaging import sparse_embeddings
 from .base import Engine, Leaf, Sync
 from .private import fsdp2 as private
-from .shards import Groups, ranks_along, shards_of, why_tensor_parallel
+from .shards import ranks_along, shards_of, why_tensor_parallel
 
 
 @final
@@ -258,9 +258,8 @@ class FullyShardEngine(Engine):
     def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
 
-    def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        """By hand: torch asks DTensor at each kernel, and fails at the largest element of an empty shard."""
-        return shards_of(parameters)
+    # By hand: torch asks DTensor at each kernel, and fails at the largest element of an empty shard.
+    shards = staticmethod(shards_of)
 
     def _reduce_the_rest(self) -> None:
         """Reduces what no backward did (one that left a term or a module out); no gradient stays where no rank has one.

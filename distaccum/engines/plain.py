@@ -11,13 +11,13 @@ from importlib import import_module
 from typing import final
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..law import Plan
 from ..ranks import own_group
 from .averaging import settle_placements
 from .base import Engine, Sync
-from .shards import Groups, shards_of, why_tensor_parallel
+from .shards import shards_of, why_tensor_parallel
 
 
 @final
@@ -27,8 +27,7 @@ class PlainEngine(Engine):
     can_be_cast = True
     shows_gradients = True
 
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        return why_tensor_parallel(parameters)
+    hides_own = staticmethod(why_tensor_parallel)
 
 
 @final
@@ -57,8 +56,6 @@ class UnwrappedEngine(Engine):
     def release(self) -> None:
         self._parameters = ()
 
-    def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        return shards_of(parameters)
+    shards = staticmethod(shards_of)
 
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        return why_tensor_parallel(parameters)
+    hides_own = staticmethod(why_tensor_parallel)

@@ -56,11 +56,12 @@ class Pipeline:
                 f"the {name} divides gradients by its number of chunks (scale_grads=True, torch's default), and so "
                 "does the share of each; make it with scale_grads=False"
             )
-        if not private.has_loss(schedule):
+        self.num_chunks, loss_fn = private.chunks_and_loss(schedule)
+        if loss_fn is None:
             raise ValueError(f"the {name} has no loss_fn, so it runs no backward; give it one on every rank")
         self.modules: list[nn.Module] = [stage.submod for stage in self._stages]
         self.group: Any = self._stages[0].group or torch.distributed.group.WORLD
-        self.num_chunks, self.device = private.num_chunks(schedule), self._stages[0].device
+        self.device = self._stages[0].device
         self.splits_backward = private.splits_backward(schedule)
         self.is_sharded = any(map(_is_sharded, self.modules))
         inside = any(_is_sharded(one) for module in self.modules for one in module.modules())

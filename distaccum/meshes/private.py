@@ -26,14 +26,10 @@ def stages_of(schedule: Any) -> list[Any]:
     return list(stages)
 
 
-def num_chunks(schedule: Any) -> int:
-    require("torch", schedule, "_n_microbatches")
-    return int(schedule._n_microbatches)
-
-
-def has_loss(schedule: Any) -> bool:
-    require("torch", schedule, "_loss_fn")
-    return schedule._loss_fn is not None
+def chunks_and_loss(schedule: Any) -> tuple[int, Any]:
+    """The number of chunks that it cuts a micro-batch into, and its loss function or None."""
+    require("torch", schedule, "_n_microbatches", "_loss_fn")
+    return int(schedule._n_microbatches), schedule._loss_fn
 
 
 def postpones_reduction(schedule: Any) -> bool:

@@ -26,8 +26,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from ..adapter import Prepared
 from ..engines.averaging import sparse_embeddings
 from ..engines.base import Engine, Owned, Sync
 from ..engines.private.autograd import is_reached
@@ -101,21 +101,14 @@ class DeepSpeedEngine(Engine):
         every = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
         return list({id(one): one for one in every if one is not None}.values())
 
-    def adopt(
-        self,
-        optimizers: list[Optimizer],
-        schedulers: list[LRScheduler],
-        max_norm: float | None,
-        on_nonfinite: str,
-        scaler: Any,
-    ) -> tuple[list[Optimizer], list[LRScheduler]]:
-        for one in optimizers:
+    def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
+        for one in given.optimizers:
             if not any(one is other for other in self._own_optimizers()):
                 raise ValueError(
                     f"optimizer is a {type(one).__name__} that the DeepSpeed engine does not own; pass the one that "
                     "deepspeed.initialize returned, or leave it out: window.step() steps the engine"
                 )
-        if scaler is not None:
+        if given.scaler is not None:
             raise ValueError(f"scaler with {self.name}, which scales losses itself; leave it out")
         clips = float(self._deepspeed.gradient_clipping() or 0.0)
         wanted = 0.0 if max_norm is None or max_norm == float("inf") else max_norm
@@ -137,7 +130,8 @@ class DeepSpeedEngine(Engine):
                     f"on_nonfinite='ignore' with {self.name}, which looks at each gradient and skips what is not "
                     "finite; say 'raise' or 'skip'"
                 )
-        return [], [one for one in schedulers if one is not self._deepspeed.lr_scheduler]  # which the engine steps
+        given.optimizers = []  # the engine steps, and its schedule too
+        given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
 
     # A window
 
@@ -172,7 +166,7 @@ class DeepSpeedEngine(Engine):
         engine = self._deepspeed
         if self._form == "each" and self._stage == 3:
             # ZeRO-3 takes the backwards between two forwards for one, and keeps the last one's gradient.
-            step_id = private.step_id_of(self._optimizer)
+            step_id = getattr(self._optimizer, "micro_step_id", None)  # each forward changes it
             if step_id is not None and step_id == self._step_id:
                 raise DistaccumError(
                     "a second backward without a forward before it: ZeRO stage 3 would keep only the last one's "

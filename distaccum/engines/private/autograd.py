@@ -13,6 +13,8 @@ from ...private import require
 # Skips the checks of shapes in torch.autograd.backward. Without it the public call does the same.
 _run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
 
+require("torch", torch, "_foreach_zero_")
+zero_all: Callable[[list[Tensor]], Any] = torch._foreach_zero_  # in one kernel, as `Optimizer.zero_grad` does
 require("torch", Tensor, "_version")  # the number of writes in place, which has no public name
 
 
@@ -25,15 +27,6 @@ def run_backward(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         torch.autograd.backward(roots, seeds)
     else:
         _run_autograd(tuple(roots), tuple(seeds), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def zero_all(tensors: list[Tensor]) -> None:
-    """Zeroes in one kernel, as `Optimizer.zero_grad` does; without `_foreach_zero_` one tensor at a time."""
-    if hasattr(torch, "_foreach_zero_"):
-        torch._foreach_zero_(tensors)
-    else:
-        for tensor in tensors:
-            tensor.zero_()
 
 
 def is_reached(parameter: Tensor) -> bool:

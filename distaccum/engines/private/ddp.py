@@ -53,11 +53,6 @@ def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
     return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
 
 
-def has_rebuilt_buckets(wrapper: DistributedDataParallel) -> bool:
-    """Returns whether buckets have their final places."""
-    return bool(wrapper._has_rebuilt_buckets)
-
-
 def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
     """Does now what DDP's next forward would: ranks agree on the buckets, once, after the first reduction."""
     if wrapper.reducer._rebuild_buckets():
@@ -77,7 +72,11 @@ def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
     wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
 
-def disarm(wrapper: DistributedDataParallel) -> None:
-    """DDP forgets the backwards that it did not reduce, and one that failed, as in DDP._update_process_group."""
+def disarm(wrapper: DistributedDataParallel) -> bool:
+    """DDP forgets the backwards that it did not reduce, and one that failed, as in DDP._update_process_group.
+
+    Also that buckets have their final places; returns whether they had.
+    """
     wrapper.reducer._reset_state()
-    wrapper._has_rebuilt_buckets = False
+    had, wrapper._has_rebuilt_buckets = bool(wrapper._has_rebuilt_buckets), False
+    return had

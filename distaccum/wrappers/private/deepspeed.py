@@ -61,12 +61,6 @@ def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
         yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
 
 
-def step_id_of(optimizer: Any) -> int | None:
-    """A number that each forward under ZeRO-3 changes; without the name a second backward is not refused."""
-    step_id: int | None = getattr(optimizer, "micro_step_id", None)
-    return step_id
-
-
 def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], sparse: set[int], *, sets_up: bool) -> None:
     """Fills missing gradients: ranks reduce those that they have, and must have the same.
 
