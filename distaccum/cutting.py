@@ -310,26 +310,22 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
         yield _pick(batch, rows, entries, ())
 
 
-def cut_entries(batch: Any, length: int, whole: Names = ()) -> dict[Place, bool]:
+def cut_entries(item: Any, length: int, whole: Names = (), place: Place = ()) -> dict[Place, bool]:
     """Maps the place of each array and list to whether it is cut (True) or goes whole to each part.
 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
     {('x',): True, ('prior',): False}
     """
-    return dict(_entries(batch, length, whole, ()))
-
-
-def _entries(item: Any, length: int, whole: Names, place: Place) -> Iterator[tuple[Place, bool]]:
     if place and _goes_whole(place, whole):
-        yield place, False
-        return
+        return {place: False}
     is_cut = is_column(item, length, is_root=not place)
     _refuse_uncuttable(item, length, is_cut=is_cut, name=str(place[-1]) if place else "")
     if is_cut or is_array(item) or columns_in(item, is_root=not place) == set():
-        yield place, is_cut
-    else:
-        for key, child in items_in(item):
-            yield from _entries(child, length, whole, (*place, key))
+        return {place: is_cut}
+    found: dict[Place, bool] = {}
+    for key, child in items_in(item):
+        found |= cut_entries(child, length, whole, (*place, key))
+    return found
 
 
 def _pick(item: Any, rows: Sequence[int], entries: Mapping[Place, bool], place: Place) -> Any:

@@ -67,14 +67,10 @@ class MicroBatchSize:
         if largest >= self.too_large:
             self.too_large = 2 * largest
         self.since += 1
-        if self.since >= self.wait and self.size != self.most:
-            self._try_larger(largest * parts, parts)
-
-    def _try_larger(self, length: int, parts: int) -> None:
-        """Half way to what did not fit; where that is one sample away, that itself."""
-        assert self.size is not None and self.too_large is not None
-        larger = max(self.size + 1, (self.size + self.too_large) // 2)
-        while larger < self.too_large and -(-length // larger) == parts:
+        if self.since < self.wait or self.size == self.most:
+            return
+        larger = max(self.size + 1, (self.size + self.too_large) // 2)  # half way to what did not fit, or that itself
+        while larger < self.too_large and -(-largest * parts // larger) == parts:
             larger += 1  # it would cut the batch as before
         self.size, self.since = larger if self.most is None else min(larger, self.most), 0
 

@@ -34,17 +34,11 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class Meaning(NamedTuple):
-    """Tells whether a larger batch would help, and the cost of this one.
+    """The result of `meaning`."""
 
-    Attributes:
-        verdict (str): "larger helps", "enough" or "wasteful".
-        updates (float): Updates to the same loss, as a multiple of the fewest, those of a very large batch.
-        samples (float): Samples to the same loss, as a multiple of the fewest, those of a very small batch.
-    """
-
-    verdict: str
-    updates: float
-    samples: float
+    verdict: str  # "larger helps", "enough" or "wasteful"
+    updates: float  # to the same loss, as a multiple of the fewest, those of a very large batch
+    samples: float  # to the same loss, as a multiple of the fewest, those of a very small batch
 
     def __str__(self) -> str:
         return f"{self.updates:.2f} x the fewest updates, {self.samples:.2f} x the fewest samples: {self.verdict}"
@@ -170,16 +164,13 @@ class NoiseScale(Extension):
                 f"NoiseScale() with several denominators ({', '.join(config.reductions)}), expected one: a noise scale "
                 "is a number of samples, or of tokens; give all losses one count and reduction, or leave it out"
             )
-        if engine.peers.has_parts:
-            raise ValueError(
-                "NoiseScale() with a mesh whose ranks have parts of the same samples, which is for ranks with samples "
-                "of their own; leave it out"
+        if engine.peers.has_parts or engine.pipeline is not None:
+            kind = (
+                "a mesh whose ranks have parts of the same samples"
+                if engine.peers.has_parts
+                else "a pipeline's schedule"
             )
-        if engine.pipeline is not None:
-            raise ValueError(
-                "NoiseScale() with a pipeline's schedule, which runs forward and backward of its chunks itself; leave "
-                "it out"
-            )
+            raise ValueError(f"NoiseScale() with {kind}, where no rank shows a gradient of its own; leave it out")
         if (why := engine.hides_parts()) is not None:
             raise ValueError(
                 f"NoiseScale() with {engine.name} {why}: each rank would look at its own part of the gradient; use "
@@ -221,16 +212,13 @@ class NoiseScale(Extension):
             )
             return
         (count, *_), (total, *_) = window.micros[0].counts, window.counts.values()
-        self._small = self.small(early, share_of(self._reduction, count, total, self._engine.divisor), count)
-
-    def small(self, early: Early, share: float, count: float) -> Tensor:
-        """|g|^2 of the mean over the micro-batch, 1 / its count, and 1; `share` multiplied its loss, beside a scale."""
+        share = share_of(self._reduction, count, total, self._engine.divisor)  # which multiplied the loss
         norm = self._unscaled(widest(early.norm())) / (share if self._reduction == "mean" else share * count)
-        # Filled, and not copied from the host, which would wait for the device.
-        return torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
+        # Of the mean over the micro-batch; filled, and not copied from the host, which would wait for the device.
+        self._small = torch.stack([norm.square(), norm.new_full((), 1 / count), norm.new_ones(())])
 
     def numbers(self, window: Window) -> Tensor | None:
-        """The sums over ranks of what `small` gives, and the window's |g|^2 in parts."""
+        """The rank's |g|^2 of a micro-batch, 1 / its count, and 1, to be summed; and the window's |g|^2 in parts."""
         if self._engine.peers.num_ranks == 1 and self._small is None:
             return None  # nothing to compare
         part = widest(torch.zeros((), device=window.parameters[0].device))

@@ -126,7 +126,11 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     module, _, name = factory.rpartition(":")
     if not module or not name:
         raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup")
-    found = getattr(_imported(module), name, None)
+    path = Path(module)  # of a file, or a name that is found from here, as with `python -m`
+    if (is_file := path.suffix == ".py") and not path.exists():
+        raise FileNotFoundError(f"there is no {module}")
+    sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
+    found = getattr(importlib.import_module(path.stem if is_file else module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
     try:
@@ -141,15 +145,6 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
         raise TypeError(f"{factory} gave a {type(made).__name__}, expected model, batch and loss_fn, or a dict of them")
     options = {key: value for key, value in made.items() if key not in needed}
     return made["model"], made["batch"], made["loss_fn"], options
-
-
-def _imported(module: str) -> Any:
-    """By name, from here as with `python -m`, or a file."""
-    path = Path(module)
-    if path.suffix == ".py" and not path.exists():
-        raise FileNotFoundError(f"there is no {module}")
-    sys.path.insert(0, str(path.parent.resolve() if path.suffix == ".py" else Path.cwd()))
-    return importlib.import_module(path.stem if path.suffix == ".py" else module)
 
 
 def _count(text: str) -> Count:
@@ -188,10 +183,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
     parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")
     parser.add_argument("--model", metavar="MODULE:FACTORY", help="count its parameters, and try what fits here")
-    parser.add_argument("--base-batch-size", **count, help="the batch size that --lr and --betas suit")
+    parser.add_argument("--base-batch-size", **count, help="the batch size that --lr suits")
     parser.add_argument("--lr", type=float, help="the learning rate for --base-batch-size")
     parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(default: advice on both)")
-    parser.add_argument("--betas", type=float, nargs=2, default=(0.9, 0.999), metavar="B", help="of Adam (0.9 0.999)")
     parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (mean)")
 
 

@@ -20,6 +20,8 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.optim import SGD
 
 from .. import __version__
@@ -206,19 +208,12 @@ def _with_sgd(model: Any) -> tuple[Any, ...]:
     return model, SGD(model.parameters(), lr=0.0)  # a trial leaves the weights to the next
 
 
-def _fsdp1(net: nn.Module) -> tuple[Any, ...]:
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    device = next(net.parameters()).device
-    return _with_sgd(FullyShardedDataParallel(net, device_id=device, use_orig_params=True))
+def _fsdp1(net: nn.Linear) -> tuple[Any, ...]:
+    return _with_sgd(FullyShardedDataParallel(net, device_id=net.weight.device, use_orig_params=True))
 
 
-def _fsdp2(net: nn.Module) -> tuple[Any, ...]:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(next(net.parameters()).device.type, (dist.get_world_size(),))
-    return _with_sgd(fully_shard(net, mesh=mesh))
+def _fsdp2(net: nn.Linear) -> tuple[Any, ...]:
+    return _with_sgd(fully_shard(net, mesh=init_device_mesh(net.weight.device.type, (dist.get_world_size(),))))
 
 
 def _zero2(net: nn.Module) -> tuple[Any, ...]:

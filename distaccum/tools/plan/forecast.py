@@ -7,15 +7,9 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, get_args
 
-from ...law import REDUCTIONS, Reduction, steps_for, whole_number
-from .report import Forecast
-from .rules import (
-    Optimizer,
-    bytes_sent,
-    scaled_learning_rate,
-    split_cut,
-    windows_cut,
-)
+from ...law import REDUCTIONS, Reduction, even_cut, steps_for, whole_number
+from .report import Alike, Cut, Forecast
+from .rules import Optimizer, bytes_sent, scaled_learning_rate
 
 AMOUNTS = ("batch_size", "micro_batch_size", "base_batch_size", "parameters")
 
@@ -32,7 +26,6 @@ def plan(
     base_batch_size: int | str | None = None,
     lr: float | None = None,
     optimizer: Optimizer | None = None,
-    betas: tuple[float, float] = (0.9, 0.999),
     reduction: Reduction = "mean",
 ) -> Forecast:
     """Steps, cut and bytes of a run, and its learning rate, as far as the arguments determine them.
@@ -48,10 +41,9 @@ def plan(
         dtype_bytes: Bytes of one number of the gradient; 4 by default, or the model's own with `model`.
         model: A model, a batch and a `loss_fn` (micro-batch -> loss): its parameters are counted, and the micro-batch
             that fits on this machine is tried.
-        base_batch_size: The batch size that `lr` and `betas` were chosen for.
+        base_batch_size: The batch size that `lr` was chosen for.
         lr: The learning rate at `base_batch_size`.
         optimizer: `"sgd"` or `"adam"`; None gives the rules of both.
-        betas: Adam's, at `base_batch_size`.
         reduction: The criterion's, as the Accumulator's. `"sum"` has scaled SGD's step with the batch already.
 
     Returns:
@@ -74,8 +66,6 @@ def plan(
         raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many ranks on each node")
     if lr is not None and not 0 < lr < float("inf"):
         raise ValueError(f"lr={lr}, expected a number above 0")
-    if not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas={betas}, expected two numbers from 0 to below 1")
     for name, known in {"optimizer": get_args(Optimizer), "reduction": REDUCTIONS}.items():
         if given[name] is not None and given[name] not in known:
             raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
@@ -96,12 +86,17 @@ def plan(
     steps = windows = split = rate = None
     if batch is not None and micro is not None:
         steps = steps_for(batch, micro, ranks)
-        windows, split = windows_cut(steps, micro, ranks), split_cut(batch, micro, ranks)
+        windows = Cut(steps * micro * ranks, (Alike(ranks, steps * micro, ((steps, micro),)),))
+        dry = [Alike(ranks - batch, 0, ())] if batch < ranks else []
+        alike = (
+            Alike(times, size, tuple(even_cut(size, largest=micro))) for times, size in even_cut(batch, parts=ranks)
+        )
+        split = Cut(batch, (*dry, *alike))
     rows: tuple[dict[str, Any], ...] = ()
     if gradient_bytes is not None and ranks > 1:
         rows = tuple(bytes_sent(numbers, gradient_bytes, ranks, nodes, steps))
     if batch is not None and base is not None:
-        rate = scaled_learning_rate(batch / base, lr, optimizer, betas, reduction)
+        rate = scaled_learning_rate(batch / base, lr, optimizer, reduction)
     wanted = {  # what to give, and what for
         "--batch-size and --micro-batch-size for the steps and the cut": steps is None,
         "--parameters for the bytes per update": numbers is None,

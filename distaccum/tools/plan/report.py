@@ -52,7 +52,7 @@ class Forecast:
         policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; and what a rank
             sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
         learning_rate (dict[str, Any] | None): `advice`, sentences; with `optimizer` also `lr_times`, `lr`, and for
-            Adam `betas` and `eps_times`.
+            Adam `eps_times`.
         notes (tuple[str, ...]): Remarks, as on the micro-batch that fits.
         missing (tuple[str, ...]): Which options to give for what is None.
     """

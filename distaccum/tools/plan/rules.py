@@ -6,23 +6,12 @@ import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
-from ...law import Reduction, even_cut
-from .report import Alike, Cut
+from ...law import Reduction
 
 Optimizer = Literal["sgd", "adam"]
 GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
 MALLADI = "Malladi et al. 2022, arXiv:2205.10287"
 SHARDS_KEPT = 10**9  # parameters; below it ZeRO 3 keeps what forward gathered until backward
-
-
-def windows_cut(steps: int, micro: int, ranks: int) -> Cut:
-    return Cut(steps * micro * ranks, (Alike(ranks, steps * micro, ((steps, micro),)),))
-
-
-def split_cut(batch: int, micro: int, ranks: int) -> Cut:
-    alike = [Alike(times, size, tuple(even_cut(size, largest=micro))) for times, size in even_cut(batch, parts=ranks)]
-    dry = ranks - sum(one.ranks for one in alike)
-    return Cut(batch, (*([Alike(dry, 0, ())] if dry else []), *alike))
 
 
 def bytes_sent(parameters: int, size: int, ranks: int, nodes: int, steps: int | None) -> Iterator[dict[str, Any]]:
@@ -57,17 +46,12 @@ def bytes_sent(parameters: int, size: int, ranks: int, nodes: int, steps: int | 
 
 
 def scaled_learning_rate(
-    kappa: float, lr: float | None, optimizer: Optimizer | None, betas: tuple[float, float], reduction: Reduction
+    kappa: float, lr: float | None, optimizer: Optimizer | None, reduction: Reduction
 ) -> dict[str, Any]:
-    """The values for a batch `kappa` times as large as the one that `lr` and `betas` suit.
+    """The values for a batch `kappa` times as large as the one that `lr` suits.
 
-    >>> scaled_learning_rate(4, 0.1, "sgd", (0.9, 0.999), "mean")["lr"]
-    0.4
-    >>> found = scaled_learning_rate(4, 1e-3, "adam", (0.9, 0.999), "mean")
-    >>> found["lr"], [round(beta, 6) for beta in found["betas"]], found["eps_times"]
-    (0.002, [0.6, 0.996], 0.5)
-    >>> scaled_learning_rate(4, 0.1, "sgd", (0.9, 0.999), "sum")["lr"]
-    0.1
+    >>> scaled_learning_rate(4, 0.1, "sgd", "mean")["lr"], scaled_learning_rate(4, 0.1, "sgd", "sum")["lr"]
+    (0.4, 0.1)
     """
     is_sum, root = reduction == "sum", math.sqrt(kappa)
 
@@ -87,11 +71,10 @@ def scaled_learning_rate(
             )
         advice.append(f"SGD: {shown(values['lr_times'])}: {rule}")
     if optimizer in (None, "adam"):
-        eps, new = root if is_sum else 1 / root, [round(1 - kappa * (1 - beta), 12) for beta in betas]
-        values = {**scaled(root), "eps_times": eps, "betas": new if min(new) >= 0 else None}
-        advice.append(f"Adam: {shown(root)}: square root of the batch ({MALLADI}); eps x {eps:g}")
-        rule = "" if min(new) >= 0 else ", which does not hold below 0: choose a smaller batch"
-        advice.append(f"Adam: betas {', '.join(f'{beta:g}' for beta in new)}, by 1 - beta x {kappa:g} (the same){rule}")
+        eps = root if is_sum else 1 / root
+        values = {**scaled(root), "eps_times": eps}
+        rule = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
+        advice.append(f"Adam: {shown(root)}: {rule}")
     if is_sum and kappa != 1:
         advice.append(f"a sum: max_norm and SGD's weight decay x {kappa:g}, to keep their relative weight")
     return {"advice": advice, **(values if optimizer else {})}
