@@ -90,7 +90,6 @@ class Job:
         self.schedulers: list[LRScheduler] = given.schedulers
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # what runs backward would, too
-        self.max_norm = config.max_norm
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.hooks = Hooks()

@@ -41,11 +41,6 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
         )
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
-    if "in_window" in state:
-        raise ValueError(
-            "the state is of an earlier version of distaccum, which this one does not read; go on with the version "
-            "that wrote it, or load the model and the optimizer alone"
-        )
     if missing := sorted(KEYS - set(state)):
         raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
     if (state["scaler"] is None) != (job.scaler is None):

@@ -41,7 +41,7 @@ class Step:
             refuse_another_scale(scaler, self._losses.scale_stamp)
             flags = unscale(scaler, job.optimizers)
         stepped = [p for p in self._stepped if p.grad is not None]
-        if job.max_norm is not None and "norm" not in engine.owns:
+        if job.config.max_norm is not None and "norm" not in engine.owns:
             self.norm = engine.norm(stepped)
         self.record = Record(self._losses, numbers, flags, engine.peers)
         reason = None
@@ -58,7 +58,7 @@ class Step:
         if reason is None:
             reason = refusal()
         if reason is None:
-            most = None if "clip" in engine.owns else job.max_norm
+            most = None if "clip" in engine.owns else job.config.max_norm
             if self.norm is not None and most is not None and self.read + EPSILON > most and not math.isinf(most):
                 clip([p.grad for p in stepped if p.grad is not None], most, self.norm)
             job.is_stepping = True
@@ -76,7 +76,7 @@ class Step:
     def _look_back(self, stepped: Sequence[nn.Parameter], record: Record, reason: str | None) -> None:
         """The engine judged the gradient as it stepped."""
         job, engine = self._job, self._job.engine
-        self.norm = None if job.max_norm is None else engine.norm(stepped)
+        self.norm = None if job.config.max_norm is None else engine.norm(stepped)
         if reason is not None:
             judge_loss(engine, self._losses, record, self._parameters, job.config.on_nonfinite)
             if job.config.on_nonfinite == "raise" and "scale" not in engine.owns:

@@ -428,7 +428,7 @@ class Window:
             _terms=None if record is None else record.losses,
             _divisor=self._engine.divisor,
             _reduction=None if record is None else record.sending,
-            _norm=None if job.max_norm is None else step.norm,
+            _norm=None if job.config.max_norm is None else step.norm,
             _read=step.read,
             _numbers={} if record is None else record.sums,
         )

@@ -180,7 +180,7 @@ class NoiseScale(Extension):
             raise ValueError(f"NoiseScale() with {engine.name}, {why}, or leave NoiseScale out")
         self._engine, self._parameters, self._scaler, self._once = engine, job.stepped, job.scaler, job.once
         looks = job.steps and job.scaler is None and config.on_nonfinite != "ignore"
-        self._norm_follows = looks or "norm" in engine.owns or job.max_norm is not None  # the step gives it
+        self._norm_follows = looks or "norm" in engine.owns or job.config.max_norm is not None  # the step gives it
         self._reduction = next(iter(config.reductions.values()))
         self._early: Early | None = None  # to the end of the first micro-batch
         self._small: Tensor | None = None
