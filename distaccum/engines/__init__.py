@@ -51,7 +51,7 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
     if all(isinstance(one, nn.Module) for one in models):
         engine = _engine_of(models, sync)
     else:
-        pipeline = import_module("distaccum.meshes.pipeline").pipeline_of(models)
+        pipeline = import_module("distaccum.meshes.pipeline").Pipeline(models)
         engine = _engine_of(pipeline.modules, sync, pipeline.group.size())
         pipeline.join(engine)
     if mesh is not None:
@@ -86,17 +86,10 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
     if ranks == num_stages * max((mesh.size() for mesh in meshes), default=1):
         return UnwrappedEngine(models, sync)
-    raise ValueError(
-        f"{_refusal_of_plain(names, ranks, is_parallel=bool(meshes))}. There are engines for "
-        f"{_names_of(known_engines())}"
-    )
-
-
-def _refusal_of_plain(names: set[str], ranks: int, *, is_parallel: bool) -> str:
-    what = f"{'a tensor-parallel module alone' if is_parallel else 'a plain module'} in a job of {ranks} ranks"
+    what = "a tensor-parallel module alone" if meshes else "a plain module"
     if "LightningModule" in names:
         cure = "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
-    elif is_parallel:
+    elif meshes:
         cure = (
             "its parameters do not lie over all ranks, so say which ranks have which data: make one mesh of all with "
             "init_device_mesh(device, (data, tensor), mesh_dim_names=('data', 'tensor')), parallelize over "
@@ -104,7 +97,10 @@ def _refusal_of_plain(names: set[str], ranks: int, *, is_parallel: bool) -> str:
         )
     else:
         cure = "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"
-    return f"{what}: nothing would reduce its gradients and the ranks would drift apart; {cure}"
+    raise ValueError(
+        f"{what} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would drift apart; "
+        f"{cure}. There are engines for {_names_of(known_engines())}"
+    )
 
 
 def known_engines() -> list[type[Engine]]:

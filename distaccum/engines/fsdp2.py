@@ -126,11 +126,10 @@ class FullyShardEngine(Engine):
                     f"set_all_reduce_hook on the module of {private.name_of(group.fsdp_params[0])}: its divisor, and "
                     "its ranks, cannot be known; use a hybrid mesh (replicate, shard) instead"
                 )
-        if self.pipeline is not None and self.pipeline.splits_backward:
-            self._refuse_lost_weights([private.state_of(module) for module in self.pipeline.modules])
-
-    def _refuse_lost_weights(self, roots: Sequence[Any]) -> None:
-        """Where backward is split, torch looks for weights among the parameters that a stage shows after forward."""
+        if self.pipeline is None or not self.pipeline.splits_backward:
+            return
+        # Where backward is split, torch looks for weights among the parameters that a stage shows after forward.
+        roots = [private.state_of(module) for module in self.pipeline.modules]
         lost = [
             private.name_of(p)
             for state, group in self._pairs
@@ -139,10 +138,9 @@ class FullyShardEngine(Engine):
             if _is_trained(p)
         ]
         if lost:
-            names = shorten(list(dict.fromkeys(lost)))
             raise DistaccumError(
-                f"{names} are parts again after forward, and a schedule that runs backward "
-                "for inputs and for weights apart gives them no gradient then; call fully_shard with "
+                f"{shorten(list(dict.fromkeys(lost)))} are parts again after forward, and a schedule that runs "
+                "backward for inputs and for weights apart gives them no gradient then; call fully_shard with "
                 "reshard_after_forward=False on each module of the stage, or use a schedule with whole backwards (1F1B)"
             )
 

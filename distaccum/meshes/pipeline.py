@@ -29,16 +29,6 @@ class PipelineSchedule(Protocol):
     def step(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
-def pipeline_of(models: Sequence[Any]) -> Pipeline:
-    schedule = next(one for one in models if not isinstance(one, nn.Module))
-    if len(models) > 1:
-        raise ValueError(
-            f"model holds a {type(schedule).__name__} and {len(models) - 1} more, expected the schedule alone; give "
-            "what it does not train an Accumulator of its own"
-        )
-    return Pipeline(schedule)
-
-
 def _is_sharded(module: nn.Module) -> bool:
     """Returns whether it is under fully_shard; imports nothing."""
     return hasattr(module, "set_requires_gradient_sync")
@@ -48,8 +38,14 @@ def _is_sharded(module: nn.Module) -> bool:
 class Pipeline:
     """The schedule, and the stages of the model on this rank."""
 
-    def __init__(self, schedule: Any) -> None:
+    def __init__(self, models: Sequence[Any]) -> None:
+        schedule = next(one for one in models if not isinstance(one, nn.Module))
         name = type(schedule).__name__
+        if len(models) > 1:
+            raise ValueError(
+                f"model holds a {name} and {len(models) - 1} more, expected the schedule alone; give what it does not "
+                "train an Accumulator of its own"
+            )
         self._schedule, self._stages = schedule, private.stages_of(schedule)
         if schedule.scale_grads:
             raise ValueError(

@@ -7,24 +7,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
 TRAINER = ("pytorch_lightning.core.optimizer", "lightning.pytorch.core.optimizer")
-
-
-def is_module(value: object) -> bool:
-    return _home_of(value, FABRIC, "_FabricModule") is not None
-
-
-def is_optimizer(value: object) -> bool:
-    return _home_of(value, FABRIC, "_FabricOptimizer") is not None
-
-
-def is_trainers_optimizer(value: object) -> bool:
-    return _home_of(value, TRAINER, "LightningOptimizer") is not None
 
 
 def wrapped_module(wrapper: Any) -> nn.Module:
@@ -42,7 +31,7 @@ def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any
 
     In a version without the flag they refuse, with Fabric's words.
     """
-    home: Any = _home_of(wrapper, FABRIC, "_FabricModule")
+    home: Any = is_module(wrapper)
 
     def run(*args: Any) -> Any:
         found = getattr(home, "_in_fabric_backward", False)
@@ -75,10 +64,15 @@ def note_trainers_step(wrapper: Any) -> None:
         getattr(wrapper, name, lambda: None)()
 
 
-def _home_of(value: object, modules: tuple[str, ...], name: str) -> object | None:
+def _home_of(modules: tuple[str, ...], name: str, value: object) -> object | None:
     """The loaded module whose class `name` the value is of; imports nothing."""
     for module in modules:
         kind = getattr(sys.modules.get(module), name, None)
         if kind is not None and isinstance(value, kind):
             return sys.modules[module]
     return None
+
+
+is_module: Callable[[object], Any] = partial(_home_of, FABRIC, "_FabricModule")
+is_optimizer: Callable[[object], Any] = partial(_home_of, FABRIC, "_FabricOptimizer")
+is_trainers_optimizer: Callable[[object], Any] = partial(_home_of, TRAINER, "LightningOptimizer")
