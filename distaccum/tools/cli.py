@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 CHECK = """
 examples:
   distaccum check my_training:setup                          a third of the batch per micro-batch
-  distaccum check my_training:setup --micro-batch-size 4
   distaccum check train.py:setup --count tokens:labels:shift --reduction mean
   torchrun --nproc-per-node 2 -m distaccum check my_training:setup   (setup wraps the model, and starts the group)
 
@@ -161,7 +160,6 @@ def _count(text: str) -> Count:
 PLAN = """
 examples:
   distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8
-  distaccum plan --batch-size 4096 --micro-batch-size 16 --ranks 32 --nodes 4 --parameters 350M
   distaccum plan --model my_training:setup --batch-size 4096 --ranks 8
   distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
 
@@ -209,9 +207,6 @@ examples:
   distaccum doctor                                            this machine and environment
   distaccum doctor --all                                      with trials of DeepSpeed and Accelerate
   torchrun --nproc-per-node 2 -m distaccum doctor             and these ranks together
-  torchrun --nnodes 2 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint HOST:29500 -m distaccum doctor
-
-The report marks working parts with ok, missing optional parts with -, and failures with WRONG.
 
 exit status: 0 nothing is wrong, 1 something is wrong, 2 the examination failed (a rank did not come)
 """

@@ -135,10 +135,6 @@ def _into_eval(modules: Iterable[nn.Module]) -> None:
 
 
 def _kinds(found: Sequence[tuple[str, nn.Module]]) -> str:
-    """The names of modules, and their classes.
-
-    >>> _kinds([("drop", nn.Dropout())])
-    'drop (Dropout)'
-    """
+    """The names of modules, and their classes, as "drop (Dropout)"."""
     kinds = ", ".join(dict.fromkeys(type(module).__name__ for _, module in found))
     return f"{shorten([name or 'the model' for name, _ in found])} ({kinds})"

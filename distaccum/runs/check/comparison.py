@@ -106,7 +106,13 @@ class Comparison:
     def compare(self) -> list[tuple[float, float]]:
         """By parameter, the norm of the big batch's gradient and the relative error of the accumulated one."""
         exact = self._big_batch()
-        self._refuse_nonfinite(exact)
+        is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
+        if any(bad for (bad,) in self.engine.peers.gather([float(is_bad)])):
+            why = without_labels(self.batch) or "it or its gradient is not finite"
+            raise DistaccumError(
+                f"the loss of the whole batch is {exact.loss:g}: {why}, so there is nothing to compare with; look for "
+                "it in the batch and the model, or lower the scaler's scale"
+            )
         self.not_finite = set()
         as_cut = self._accumulated(self._as_cut)
         self.kept = as_cut.kept
@@ -120,8 +126,7 @@ class Comparison:
 
     def _as_cut(self, index: int) -> Batches:
         """This rank's batch, in two parts at least."""
-        trial = self._trial
-        cut = partial(cut_up, self._own, trial.job, self._columns)
+        cut = partial(cut_up, self._own, self._trial.job, self._columns)
         batches = cut()(index)
         return batches if len(batches.micro_batches) > 1 or self._own_length < 2 else cut(parts=2)(index)
 
@@ -140,15 +145,6 @@ class Comparison:
         if not math.isfinite(found.loss):  # on all ranks alike
             self.not_finite.update(*self.engine.peers.gather_objects(sorted(seen)))
         return found
-
-    def _refuse_nonfinite(self, exact: Measured) -> None:
-        is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
-        if any(bad for (bad,) in self.engine.peers.gather([float(is_bad)])):
-            why = without_labels(self.batch) or "it or its gradient is not finite"
-            raise DistaccumError(
-                f"the loss of the whole batch is {exact.loss:g}: {why}, so there is nothing to compare with; look for "
-                "it in the batch and the model, or lower the scaler's scale"
-            )
 
     def _big_batch(self) -> Measured:
         counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}

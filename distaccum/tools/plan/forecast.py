@@ -30,7 +30,8 @@ def plan(
 ) -> Forecast:
     """Steps, cut and bytes of a run, and its learning rate, as far as the arguments determine them.
 
-    Whole numbers may be texts such as "512", "7e9", "350M" or "1,000". What is left out is None in the result.
+    Whole numbers may be texts such as "512", "7e9", "350M" or "1,000". What is left out is None in
+    the result, whose `missing` says what to give for it.
 
     Args:
         batch_size: Samples per update over all ranks.
@@ -45,13 +46,6 @@ def plan(
         lr: The learning rate at `base_batch_size`.
         optimizer: `"sgd"` or `"adam"`; None gives the rules of both.
         reduction: The criterion's, as the Accumulator's. `"sum"` has scaled SGD's step with the batch already.
-
-    Returns:
-        A `Forecast`; its `missing` says which arguments to give for what is None.
-
-    Raises:
-        TypeError: A count that is no whole number.
-        ValueError: A number out of range, an unknown choice, or `ranks` that `nodes` does not divide.
 
     Example:
         >>> forecast = plan(batch_size=1000, micro_batch_size=32, ranks=8)
