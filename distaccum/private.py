@@ -58,11 +58,7 @@ def require(library: str, owner: object, *names: str) -> None:
 
 
 def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """The norm of each of these tensors of one device and dtype, in one kernel.
-
-    `torch.nn.utils.get_total_norm` is as many kernels, and several times the host's work. Without the name: a kernel
-    per tensor.
-    """
+    """The norm of each of these tensors of one device and dtype, in one kernel; without the name, in one each."""
     if (foreach := getattr(torch, "_foreach_norm", None)) is None:
         return [torch.linalg.vector_norm(one, kind, dtype=dtype) for one in alike]
     norms: Sequence[Tensor] = foreach(alike, kind, dtype=dtype)

@@ -233,10 +233,7 @@ class Engine:
         return {(): [p.grad for p in parameters if p.grad is not None]}
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        """The norm of the whole gradient, the same on all ranks; `kind` is 2 or infinity.
-
-        Gradients are divided by `over` first, a scalar, so that squares do not overflow.
-        """
+        """The norm of the whole gradient by the scalar `over`, the same on all ranks; `kind` is 2 or infinity."""
         device = parameters[0].device if parameters else torch.device("cpu")
         norm = norm_over_shards(self.shards(parameters), device, kind, over)
         if self.pipeline is None:

@@ -47,10 +47,7 @@ def flags_of(wrapper: DistributedDataParallel) -> Flags:
 
 
 class NotesStrays:
-    """A forward hook, as DDP does not show whether it is armed: notes wrappers that a forward outside a window arms.
-
-    It is removed with the engine.
-    """
+    """A forward hook, as DDP does not show whether it is armed: notes wrappers that a forward outside a window arms."""
 
     def __init__(self, engine: Any) -> None:
         self._engine = weakref.ref(engine)

@@ -73,10 +73,7 @@ def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
 
 
 def disarm(wrapper: DistributedDataParallel) -> bool:
-    """DDP forgets the backwards that it did not reduce, and one that failed, as in DDP._update_process_group.
-
-    Also that buckets have their final places; returns whether they had.
-    """
+    """Makes DDP forget the backwards that it did not reduce; returns whether buckets had their final places."""
     wrapper.reducer._reset_state()
     had, wrapper._has_rebuilt_buckets = bool(wrapper._has_rebuilt_buckets), False
     return had
