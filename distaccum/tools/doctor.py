@@ -141,11 +141,8 @@ class Trials:
         self.world = world = int(os.environ.get("WORLD_SIZE", "1"))
         kind, local_rank = _device_kind(), int(os.environ.get("LOCAL_RANK", "0"))
         backend = dist.get_default_backend_for_device(kind)
-        if (
-            backend == "gloo"
-            or not dist.is_backend_available(backend)
-            or local_rank >= torch.accelerator.device_count()
-        ):
+        is_usable = backend != "gloo" and dist.is_backend_available(backend)
+        if not is_usable or local_rank >= torch.accelerator.device_count():
             kind = "cpu"  # it has no device of its own
         backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
         given: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout)}
@@ -189,11 +186,9 @@ class Trials:
         for name in self.ranks[0]["versions"]:
             of_ranks: dict[str, list[str]] = {}
             for rank, one in enumerate(self.ranks):
-                of_ranks.setdefault(one["versions"][name], []).append(str(rank))
+                of_ranks.setdefault(one["versions"][name] or "none", []).append(str(rank))
             if len(of_ranks) > 1:
-                seen = "; ".join(
-                    f"{version or 'none'} on rank {', '.join(ranks)}" for version, ranks in of_ranks.items()
-                )
+                seen = "; ".join(f"{version} on rank {', '.join(ranks)}" for version, ranks in of_ranks.items())
                 yield Finding("ranks", name, seen, "wrong", "install the same on all nodes")
 
 
