@@ -17,16 +17,9 @@ def batchnorms(model: nn.Module) -> list[tuple[str, Any]]:
 
 
 def freeze(model: nn.Module) -> list[str]:
-    """The names of all batch normalisation layers, which it puts into eval mode: they use running statistics and are
-    exact.
+    """Puts all batch normalisation layers of a `model` into eval mode, where they are exact; returns their names.
 
     `model.train()` undoes this, so call it afterwards. Weights and biases of these layers are trained as before.
-
-    Args:
-        model: Changed in place.
-
-    Returns:
-        Names as in `model.named_modules()`.
     """
     found = batchnorms(model)
     for _, layer in found:
@@ -35,7 +28,7 @@ def freeze(model: nn.Module) -> list[str]:
 
 
 def to_groupnorm(model: Model, per_group: int = 16) -> Model:
-    """The model with GroupNorm, which looks at each sample alone, in the place of batch normalisation.
+    """Puts GroupNorm, which looks at each sample alone, in the place of batch normalisation, and returns the model.
 
     Make the optimizer after it. Weights and biases are kept, statistics are not.
 
@@ -43,12 +36,6 @@ def to_groupnorm(model: Model, per_group: int = 16) -> Model:
         model: Changed in place.
         per_group: The fewest channels in a group; the number of groups divides the layer's channels. The variance of
             few numbers, as in small images, magnifies rounding.
-
-    Returns:
-        The same model.
-
-    Raises:
-        TypeError: `model` is a batch normalisation layer itself.
 
     Example:
         >>> to_groupnorm(nn.Sequential(nn.Conv2d(3, 48, 3), nn.BatchNorm2d(48)))[1].num_groups

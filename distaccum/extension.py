@@ -29,68 +29,41 @@ class Extension:
     in_contrast: ClassVar[bool] = True
 
     def join(self, job: Job) -> None:
-        """Raises if it cannot work with this Accumulator, which is being made.
-
-        Args:
-            job: Has the `engine`, `models`, `optimizers`, `scaler` and `config`.
+        """Raises if it cannot work with the Accumulator that is being made: `job` has its `engine`, `models`,
+        `optimizers`, `scaler` and `config`.
         """
 
     def begin(self, window: Window) -> None:
-        """The window begins, before its first micro-batch.
-
-        Args:
-            window: With its `index`, its `counts`, and this rank's `len(window)`.
-        """
+        """The `window` begins, before its first micro-batch; it has its `index`, its `counts` and a length."""
 
     def before_backward(self, window: Window, reduces: bool) -> None:
-        """A backward begins.
-
-        Args:
-            window: The one at work.
-            reduces: Other ranks take part in this backward.
-        """
+        """A backward of the `window` begins; `reduces`: other ranks take part in it."""
 
     def after_backward(self, window: Window) -> None:
-        """A backward ended without an error.
-
-        Args:
-            window: The one at work.
-        """
+        """A backward of the `window` ended without an error."""
 
     def finishing(self, window: Window) -> None:
-        """The loop ended; what no backward reduced is reduced next.
-
-        Args:
-            window: The one at work.
-        """
+        """The loop over the `window` ended; what no backward reduced is reduced next."""
 
     def numbers(self, window: Window) -> Tensor | None:
-        """Numbers that the ranks add up with the losses: a tensor of one dimension, as long on each rank.
+        """Numbers of the `window` that the ranks add up with the losses: a tensor of one dimension, as long on each.
 
         Called when the gradients are final, still multiplied by a scaler's scale. `end` gets the sums, as
         `update.summed(key)`.
-
-        Args:
-            window: The one at work.
         """
         return None
 
     def judge(self, window: Window) -> str | None:
-        """The reason not to step, or None: the update is skipped for that reason. It must be the same on all ranks.
+        """The reason not to step the `window`, or None: the update is skipped for it. It must be the same on all ranks.
 
         Called before clipping, where the Accumulator steps and nothing else skips the update.
-
-        Args:
-            window: The one at work.
         """
         return None
 
     def end(self, window: Window, update: Update | None) -> None:
-        """The window that began is over. Every extension hears of it, whatever another raises.
+        """The `window` that began is over. Every extension hears of it, whatever another raises.
 
-        Args:
-            window: It; its gradients are cleared.
-            update: Its record, whose `notes` are yours to fill; None if it was discarded.
+        The `notes` of the `update` are yours to fill; it is None if the window was discarded.
         """
 
     def state(self) -> Any:
@@ -98,11 +71,7 @@ class Extension:
         return None
 
     def load(self, state: Any) -> None:
-        """Takes up a state; raises before it changes anything.
-
-        Args:
-            state: What `state` returned, or None if there was none.
-        """
+        """Takes up the `state` that `state()` returned, or None; raises before it changes anything."""
 
 
 def hooks_of(extensions: Iterable[Extension]) -> Hooks:

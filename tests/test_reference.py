@@ -44,7 +44,10 @@ def undescribed(name, member):
         return [f"{name}.{one}" for one in sorted(public - section(doc, "Attributes"))]
     given = set(inspect.signature(member).parameters) - {"self", "cls"}
     said = section(doc, "Args")
-    return [f"{name}({one})" for one in sorted(given - said)] + [f"{name} has no {one}" for one in sorted(said - given)]
+    named = set(re.findall(r"`(\w+)`", doc))  # or in the text
+    return [f"{name}({one})" for one in sorted(given - said - named)] + [
+        f"{name} has no {one}" for one in sorted(said - given)
+    ]
 
 
 def members_of(kind):

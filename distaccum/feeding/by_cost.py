@@ -44,18 +44,10 @@ class ByCost:
     def cut(
         self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, *, in_order: bool
     ) -> tuple[list[Any], list[int], list[int], str | None]:
-        """Micro-batches of at most `limit`, and at least `parts` where there are as many rows.
+        """Cuts the `length` rows of a `batch`, but not its `whole` entries, into micro-batches within the `limit`.
 
-        Args:
-            batch: A batch.
-            length: Its rows.
-            limit: The most that a micro-batch may cost; None: no limit.
-            parts: The least number of micro-batches.
-            whole: Names of entries that are never cut.
-            in_order: Keeps rows in their order.
-
-        Returns:
-            Micro-batches, their numbers of rows, their costs, and a warning or None.
+        They are at least `parts` where there are as many rows, and `in_order` if that is asked for. Returns them, their
+        numbers of rows, their costs, and a warning or None.
         """
         costs = _costs_of_rows(self.cost, batch, length, whole)
         largest = max(costs, default=0)
