@@ -77,7 +77,7 @@ class Ahead:
         self._next: Draw | None = None  # what was reported
         self._num = 0  # items of the loader in it
         self._fault: Exception | None = None  # of asking for that number
-        self.index = -1  # of the last window
+        self.window: object = None  # a reference to the last one
         self.at_start: Place | None = None  # the loader's, where it began
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:

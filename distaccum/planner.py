@@ -177,7 +177,7 @@ class Planner:
                     stack.enter_context(one.reading(loader))
                 while True:
                     window = self.plan_from(feed)
-                    feed.index = window.index
+                    feed.window = self._window
                     if window.plan.epoch_over:
                         return
                     try:
@@ -233,7 +233,7 @@ class Planner:
         feed, window = self._feed, self.window
         if feed is None:
             return self._place
-        is_of_window = window is not None and not window.is_over and feed.index == window.index
+        is_of_window = window is not None and not window.is_over and feed.window is self._window
         return feed.at_start if is_of_window else feed.reader.place()
 
     def resume(self, own: Own) -> None:

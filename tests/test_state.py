@@ -475,6 +475,16 @@ def test_state_after_a_left_loop_has_the_loaders_position(leave: str) -> None:
     assert rest_after(accumulator.state_dict())[0] == 1  # the next epoch starts at its beginning
 
 
+def test_state_in_an_update_has_the_loader_behind_a_loop_that_was_left():
+    model, accumulator = one_weight()
+    for window in accumulator.windows(Numbered()):
+        consume(window, model, 1)
+        break
+    states = []
+    accumulator.update(torch.ones(2, 1), lambda x: (states.append(accumulator.state_dict()), model(x).mean())[1])
+    assert rest_after(states[0]) == [3, 4, 5, 6]
+
+
 def test_loader_that_cannot_take_the_state_raises_a_warning():
     _, accumulator = one_weight()
     next(accumulator.windows(Numbered()))
