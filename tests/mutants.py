@@ -35,7 +35,7 @@ TESTS = {
     "sizes": "memory costs",
     "tools/terminal": "cli forecast doctor",
     "update": "law waits transaction ddp noise",
-    "drawing": "law feed loaders transaction costs memory contrast ddp fully_shard",
+    "drawing": "law batches feed loaders transaction costs memory contrast ddp fully_shard",
     "feed": "feed loaders state law transaction ddp",
     "guard": "transaction precision parts heads ddp fully_shard",
     "losses": "law waits precision transaction heads ddp contrast",
