@@ -68,10 +68,9 @@ class Ahead:
     it on ranks that leave a window at different places.
     """
 
-    communicates = False
-
-    def __init__(self, job: Job, reader: Reader, *, reads_ahead: bool) -> None:
-        self.reader, self._job, self._peers, self._reads_ahead = reader, job, job.engine.peers, reads_ahead
+    def __init__(self, job: Job, reader: Reader, *, ahead: bool, communicates: bool) -> None:
+        self.reader, self._job, self._peers = reader, job, job.engine.peers
+        self.communicates, self._reads_ahead = communicates, ahead and not communicates
         self._is_due = False  # the next window is not reported yet, nor given up
         self._owed: Owed | None = None  # its report
         self._next: Draw | None = None  # what was reported

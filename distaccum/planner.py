@@ -120,7 +120,7 @@ class Planner:
         return reports
 
     def make_way(self) -> None:
-        """Raises if the last window still holds gradients; a second request discards it, and says so."""
+        """Raises if the last window still holds gradients; a second request discards it, as the error says."""
         window = self.window
         self.forget()
         if window is None or window.is_over:
@@ -168,8 +168,7 @@ class Planner:
         job = self.job
         reader = self._reader_of(loader)
         communicates = any(one.communicates(loader) for one in job.adapters)
-        feed = self._feed = Ahead(job, reader, reads_ahead=ahead and not communicates)
-        feed.communicates = communicates
+        feed = self._feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
         was_left = False
         try:
             with ExitStack() as stack:
