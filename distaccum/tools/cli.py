@@ -116,7 +116,9 @@ def _check(given: argparse.Namespace) -> int:
         options["micro_batch_size"] = max(1, Columns(**said).length_of(batch) // 3)
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn, **said)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report)
+        print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report, flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()  # or a thread of gloo's may abort the process when Python ends
     return 0 if report.equivalent else 1
 
 
