@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import sys
+from collections import Counter
 from functools import partial
 
 import pytest
@@ -15,6 +17,9 @@ from problems import error, gradient, weights
 from programs import ROOT, Done, Programs
 from torch import Tensor, nn
 from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.extensions import NoiseScale
 
 
 def run(programs: Programs, program: str, *options: object) -> Done:
@@ -73,32 +78,42 @@ def test_loops_of_two_ranks_give_the_gradient_of_big_batches(ranks):
         assert len(found) == 2 and max(found.values()) <= 1e-5
 
 
-def test_overhead_takes_ratios_within_one_round_and_finds_no_growth(programs, tmp_path):
-    out, windows = tmp_path / "overhead", 400
-    options = "--rounds", 2, "--steps", 1, 4, "--ranks", 1, "--windows", windows
-    done = run(programs, "overhead.py", *options, "--out", out)
+def test_overhead_takes_ratios_within_one_round(programs, tmp_path):
+    out = tmp_path / "overhead"
+    done = run(programs, "overhead.py", "--rounds", 2, "--steps", 1, 4, "--ranks", 1, "--out", out)
     assert done.status == 0, done.errors
     found = json.loads(out.with_suffix(".json").read_text())
-    for row in found["held"]:
-        early, late = row["early"], row["late"]
-        for what, most in {"tensors": 4, "bytes": 64, "objects": 60, "blocks": 400}.items():
-            assert late[what] - early[what] < most, (row["kind"], what)
     (rows,) = found["groups"].values()
     by_loop = {row["loop"]: row for row in rows}
     assert by_loop["by hand"]["steps"]["4"]["ratio"]["median"] == 1.0
     assert by_loop["distaccum"]["steps"]["4"]["microseconds"] > 0
 
 
-def test_batches_by_tokens_have_less_padding(programs, tmp_path):
-    out = tmp_path / "tokens"
-    done = run(programs, "tokens.py", "--rounds", 1, "--width", 8, "--updates", 1, "--out", out)
-    assert done.status == 0, done.errors
-    result = json.loads(out.with_suffix(".json").read_text())
-    for name in ("wide", "narrow"):
-        ways = result[name]
-        assert list(ways) == ["fixed", "short", "sorted", "cost"]
-        assert ways["cost"]["padding"] < ways["fixed"]["padding"]
-        assert ways["cost"]["micro-batches"] <= ways["fixed"]["micro-batches"]
+@pytest.mark.parametrize("way", ["window", "update", "contrast"])
+def test_windows_leave_nothing_behind(way):
+    model = make_net()
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=1e-3), micro_batch_size=3, max_norm=1.0, extensions=[NoiseScale()]
+    )
+
+    def updates(number: int) -> dict[str, int]:
+        """Objects of each type that are alive after so many more."""
+        for i in range(number):
+            batch = torch.randn(2 + i % 7, 16)
+            if way == "update":
+                accumulator.update(batch, lambda rows: loss_of(model, rows))
+            elif way == "contrast":
+                accumulator.contrast(batch, lambda rows: (model(rows),), lambda rows: rows.square().mean())
+            else:
+                window = accumulator.split(batch)
+                for rows in window:
+                    window.backward(loss_of(model, rows))
+                window.step()
+        gc.collect()
+        return Counter(type(one).__name__ for one in gc.get_objects())
+
+    early, late = updates(60), updates(300)
+    assert max((late - early).values(), default=0) < 30, late - early
 
 
 def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs, tmp_path):

@@ -1,10 +1,10 @@
 """The cost of a window and a micro-step beside the loop by hand: distaccum, Accelerate, Lightning Fabric, DeepSpeed 0.
 
     python launch/bench/overhead.py --out launch/results/overhead
-    python launch/bench/overhead.py --rounds 5 --ranks 1 --windows 100  # a quick look, at one process alone
+    python launch/bench/overhead.py --rounds 5 --ranks 1  # a quick look, at one process alone
 
 On a tiny model, in one process and on two and four ranks (DDP, gloo); the loops are those of contenders.py. Read the
-ratios. What is held between windows is counted too, by growth.py.
+ratios.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import growth
 import torch
 from contenders import CONTENDERS, Contender, Loop, Task, as_torchrun, be_quiet, num_ranks, one_of, versions
 from kit import CPU, Options, circumstances, header, in_ranks, in_turns, quartiles, spelled, table, write
@@ -129,7 +128,6 @@ def main() -> None:
     parser.counts("--steps", [1, 2, 4, 8, 32, 128], "per window")
     parser.counts("--ranks", [1, 2, 4], "1 is one process")
     parser.counts("--rounds", 50)
-    parser.counts("--windows", 20_000, "after which what is held is counted again")
     options = parser.parse_args()
     torch.set_num_threads(1)
     steps, counts = sorted(set(options.steps)), sorted(set(options.ranks))
@@ -145,15 +143,13 @@ def main() -> None:
         "noise. *One more*: what a micro-step adds to a window, from the shortest and the longest. *Clipped* and "
         "*max_norm*: a norm is taken each update and nothing is reached by it.",
     )
-    held, groups = growth.measure(options.windows), {}
+    groups = {}
     for ranks in counts:
         taken = seconds_per_update(ranks, keys(ranks, steps), options.rounds, limit=60 + 20 * options.rounds)
         title = "One process" if ranks == 1 else f"{ranks} ranks, DDP on gloo"
         groups[title] = rows(taken, steps)
         lines += lines_of(title, groups[title])
-    lines += growth.lines_of(held, options.windows)
-    result = {**about, "rounds": options.rounds, "groups": groups, "windows": options.windows, "held": held}
-    write(options.out, "\n".join(lines).rstrip(), result)
+    write(options.out, "\n".join(lines).rstrip(), {**about, "rounds": options.rounds, "groups": groups})
 
 
 if __name__ == "__main__":

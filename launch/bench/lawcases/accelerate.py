@@ -1,16 +1,14 @@
 """Accelerate: `accumulate`, and the recipe for token means, both of its page *Performing gradient accumulation*.
 
-Its prepared loader repeats samples (`even_batches`); without that, ranks that run out wait for each other. The page
-*Checkpointing* says how a run is resumed.
+Its prepared loader repeats samples (`even_batches`); without that, ranks that run out wait for each other.
 """
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import nullcontext
 from typing import Any
 
-from .cases import ABANDONED_AT, STOPPED_AFTER
+from .cases import ABANDONED_AT
 from .library import GIVING_UP, WEIGHTS, Library
 from .task import BadBatchError, Outcome, Seen, Task
 
@@ -112,32 +110,6 @@ def schedule(task: Task) -> Outcome:
             scheduler.step()
             wrapped.zero_grad()
     return Outcome(seen.weights)
-
-
-@ACCELERATE.cell("resume")
-def resumed(task: Task) -> Outcome:
-    whole = task.fresh()
-    *parts, straight = prepared(whole)
-    epoch(whole, *parts)
-
-    with tempfile.TemporaryDirectory() as folder:
-        accelerator, model, optimizer, loader, seen = prepared(task)
-        for i, batch in enumerate(loader):
-            with accelerator.accumulate(model):
-                accelerator.backward(task.loss(model, batch))
-                optimizer.step()
-                optimizer.zero_grad()
-            if i + 1 == STOPPED_AFTER:
-                accelerator.save_state(folder)
-                break
-        task = task.fresh()
-        accelerator, model, optimizer, loader, later = prepared(task)
-        accelerator.load_state(folder)
-    later.weights.clear()
-    later.take()
-    epoch(task, accelerator, model, optimizer, accelerator.skip_first_batches(loader, STOPPED_AFTER))
-    same = (later.weights[-1] == straight.weights[-1]).all()
-    return Outcome([*seen.weights, *later.weights], bool(same))
 
 
 @ACCELERATE.cell("abandoned")

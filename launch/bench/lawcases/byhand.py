@@ -104,9 +104,6 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-HAND.absent |= {"resume"}  # nothing saves the gradients of half a window
-
-
 @JOIN.cell("uneven", "empty")
 def joined(task: Task) -> Outcome:
     model = DistributedDataParallel(task.net)

@@ -128,13 +128,6 @@ CASES = {
             rates=(1.0, 0.5, 0.25),
         ),
         Case(
-            "resume",
-            "resume in mid-window",
-            "Windows of four. A checkpoint in the middle of the second; all is made anew, loaded, and goes on.",
-            ((4,), (4,)),
-            also=("the same bits as without the stop", True),
-        ),
-        Case(
             "ramp",
             "changed window length",
             "Within an epoch: three windows of two micro-batches, then two of four.",
@@ -163,7 +156,7 @@ CASES = {
         ),
     )
 }
-ABANDONED_AT, STOPPED_AFTER = 1, 6  # index of a micro-batch; number of them
+ABANDONED_AT = 1  # index of a micro-batch
 
 
 class Net(nn.Module):

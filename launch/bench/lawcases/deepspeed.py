@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from .cases import ABANDONED_AT, STOPPED_AFTER, Batch
+from .cases import ABANDONED_AT, Batch
 from .library import GIVING_UP, WEIGHTS, Library
 from .task import BadBatchError, Outcome, Seen, Task
 
@@ -74,24 +73,6 @@ def ramp(task: Task, stage: int) -> Outcome:
     return Outcome(seen.weights)
 
 
-def resumed(task: Task, stage: int) -> Outcome:
-    batches = inputs(task)
-    whole = task.fresh()
-    inputs(whole)
-    straight = epoch(whole, engine_of(whole, stage), batches)
-    with tempfile.TemporaryDirectory() as folder:
-        engine = engine_of(task, stage)
-        seen = epoch(task, engine, batches[:STOPPED_AFTER])
-        engine.save_checkpoint(folder)
-        task = task.fresh()
-        inputs(task)
-        engine = engine_of(task, stage)
-        engine.load_checkpoint(folder)
-    later = epoch(task, engine, batches[STOPPED_AFTER:])
-    same = torch.equal(later.weights[-1], straight.weights[-1])
-    return Outcome([*seen.weights, *later.weights], same)
-
-
 def abandoned(task: Task, stage: int) -> Outcome:
     batches = inputs(task)
     engine = engine_of(task, stage)
@@ -104,7 +85,7 @@ def abandoned(task: Task, stage: int) -> Outcome:
     return Outcome(epoch(task, engine, batches).weights)
 
 
-WAYS = {"ramp": ramp, "resume": resumed, "abandoned": abandoned}
+WAYS = {"ramp": ramp, "abandoned": abandoned}
 WAYS |= dict.fromkeys(("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "schedule"), loop)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from contextlib import suppress
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch.nn.functional import cross_entropy
 from distaccum import Accumulator, count_samples, count_tokens
 
 from .byhand import wrapped
-from .cases import ABANDONED_AT, SCALE, STOPPED_AFTER, clip_loss, info_nce
+from .cases import ABANDONED_AT, SCALE, clip_loss, info_nce
 from .library import Library
 from .task import BadBatchError, Outcome, Seen, Task
 
@@ -88,43 +87,6 @@ def scaled(task: Task) -> Outcome:
         window.step()
         seen.take()
     return Outcome(seen.weights, scaler.get_scale())
-
-
-@DISTACCUM.cell("resume")
-def resumed(task: Task) -> Outcome:
-    whole = task.fresh()
-    model, accumulator, straight = accumulating(whole)
-    epoch(whole, model, accumulator)
-
-    file = io.BytesIO()
-    model, accumulator, seen = accumulating(task)
-    done = 0
-    for window in accumulator.windows(task.mine):
-        for batch in window:
-            window.backward(task.loss(model, batch))
-            done += 1
-            if done == STOPPED_AFTER:
-                torch.save({"model": model.state_dict(), "accumulator": accumulator.state_dict()}, file)
-                break
-        else:
-            window.step()
-            continue
-        break
-
-    task = task.fresh()
-    model, accumulator, later = accumulating(task)
-    file.seek(0)
-    saved = torch.load(file, weights_only=False)
-    model.load_state_dict(saved["model"])
-    accumulator.load_state_dict(saved["accumulator"])
-    later.weights.clear()
-    later.take()
-    for window in accumulator.windows(task.mine[4:]):
-        for batch in window:
-            window.backward(task.loss(model, batch))
-        window.step()
-    same = torch.equal(later.weights[-1], straight.weights[-1])
-    return Outcome([*seen.weights, *later.weights], same)
 
 
 @DISTACCUM.cell("pairs", "clip")

@@ -87,4 +87,4 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-FABRIC.absent |= {"clip", "resume", "ramp", "pairs"}
+FABRIC.absent |= {"clip", "ramp", "pairs"}

@@ -13,7 +13,7 @@ from .task import Outcome, Task
 
 Way = Callable[[Task], Outcome]
 WEIGHTS = frozenset({"tokens", "tokens2", "zero", "aux"})  # denominators of one's own
-GIVING_UP = frozenset({"resume", "abandoned"})  # of a window that is not over
+GIVING_UP = frozenset({"abandoned"})  # of a window that is not over
 
 
 @dataclass

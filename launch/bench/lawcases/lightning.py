@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import logging
-import tempfile
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from .cases import ABANDONED_AT, SCALE, STOPPED_AFTER
+from .cases import ABANDONED_AT, SCALE
 from .library import GIVING_UP, WEIGHTS, Library
 from .task import BadBatchError, Outcome, Seen, Task
 
@@ -108,34 +105,6 @@ def scaled(task: Task) -> Outcome:
 
     trainer_of(task, plugins=[MixedPrecision("16-mixed", "cpu", scaler)]).fit(Module(), task.my_loader())
     return Outcome(seen.weights, scaler.get_scale())
-
-
-@LIGHTNING.cell("resume")
-def resumed(task: Task) -> Outcome:
-    from pytorch_lightning.callbacks import Callback
-    from torchdata.stateful_dataloader import StatefulDataLoader
-
-    class Stop(Callback):
-        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, index: int) -> None:
-            if index + 1 == STOPPED_AFTER:
-                trainer.save_checkpoint(path)
-                raise BadBatchError
-
-    def fit(task: Task, ckpt_path: str | None = None, **options: Any) -> Seen:
-        module, seen = module_of(task)
-        trainer = trainer_of(task, accumulate_grad_batches=max(task.case.lengths[0]), **options)
-        with suppress(BadBatchError):
-            trainer.fit(module, StatefulDataLoader(task.mine, batch_size=None), ckpt_path=ckpt_path)
-        return seen
-
-    straight = fit(task.fresh())
-    with tempfile.TemporaryDirectory() as folder:
-        path = str(Path(folder) / "half.ckpt")
-        seen = fit(task, callbacks=[Stop()])
-        later = fit(task.fresh(), ckpt_path=path)
-    del later.weights[0]  # before the checkpoint was loaded
-    same = bool(later.weights) and torch.equal(later.weights[-1], straight.weights[-1])
-    return Outcome([*seen.weights, *later.weights], same)
 
 
 @LIGHTNING.cell("abandoned")

@@ -41,17 +41,14 @@ class Task:
         self._all = micro_batches(case)
         self.mine = [batch for batch, (_, owner) in zip(self._all, case.owners(), strict=True) if owner == rank]
 
-    def fresh(self) -> Task:
-        return Task(self.case, self.rank)
-
     def loader(self) -> DataLoader[Batch]:
         """For all ranks together; the library gives each rank its part."""
         rows = [{name: batch[name][i] for name in batch} for batch in self._all for i in range(len(batch["x"]))]
         return DataLoader(rows, batch_sampler=Listed([len(batch["x"]) for batch in self._all]))
 
-    def my_loader(self, start: int = 0) -> DataLoader[Batch]:
+    def my_loader(self) -> DataLoader[Batch]:
         """This rank's micro-batches as they are."""
-        return DataLoader(self.mine[start:], batch_size=None)
+        return DataLoader(self.mine, batch_size=None)
 
     def loss(self, model: Any, batch: Batch) -> Tensor:
         return criterion(self.case.kind, model(inputs(self.case.kind, batch)), batch)

@@ -115,4 +115,4 @@ def abandoned(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-TRANSFORMERS.absent |= {"scaler", "resume", "ramp", "clip", "pairs"}  # checkpoints are made at updates alone
+TRANSFORMERS.absent |= {"scaler", "ramp", "clip", "pairs"}
