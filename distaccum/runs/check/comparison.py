@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, reduce
-from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from ...batchnorm import KINDS
-from ...cutting import Columns, Names, count_samples, cut_batch, join_batches, map_tensors, tensors_in
+from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors
 from ...drawing import Batches, Make, Manner, cut_up
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
@@ -27,14 +26,13 @@ from ..update import LossFn, run_all
 # The largest error that rounding explains, by dtype; any other is half precision.
 BOUNDS = {torch.float64: 1e-8, torch.float32: 1e-4}
 BOUND_OF_HALF = 5e-2
-IGNORED = -100  # the default of torch's criterions
 
 
 @dataclass(frozen=True)
 class Measured:
     """A gradient by parameter, of which this has the rank's part; and the loss."""
 
-    gradients: list[Tensor | None]
+    gradients: list[Tensor]  # a number of 0 where a parameter has none
     loss: float
     kept: tuple[int, ...]  # micro-batches, by rank
 
@@ -51,7 +49,7 @@ class Comparison:
         self._own, self._own_length = batch, -1  # this rank's
         self.batch, self.length = batch, 0  # of all ranks
         self.kept: tuple[int, ...] = ()  # micro-batches, by rank
-        self.not_finite: set[str] = set()  # why a micro-batch's loss is not, where the whole batch's is; "": unknown
+        self.is_finite = True  # the accumulated loss, as the whole batch's is
         self.notes: list[str] = []
         self.dtype = min({p.dtype for p in self.parameters} or {torch.float32}, key=_bits)
         self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
@@ -98,7 +96,7 @@ class Comparison:
 
     def agrees(self, errors: Sequence[tuple[float, float]]) -> bool:
         """Returns whether rounding explains what `compare` gave."""
-        return max(error for _, error in errors) <= self.bound() and not self.not_finite
+        return max(error for _, error in errors) <= self.bound() and self.is_finite
 
     def differ(self, one: Measured, other: Measured) -> bool:
         return max(error for _, error in self._errors(one, other)) > self.bound()
@@ -108,19 +106,17 @@ class Comparison:
         exact = self._big_batch()
         is_bad = not math.isfinite(exact.loss + sum(_square(gradient) for gradient in exact.gradients))
         if any(bad for (bad,) in self.engine.peers.gather([float(is_bad)])):
-            why = without_labels(self.batch) or "it or its gradient is not finite"
             raise DistaccumError(
-                f"the loss of the whole batch is {exact.loss:g}: {why}, so there is nothing to compare with; look for "
-                "it in the batch and the model, or lower the scaler's scale"
+                f"the loss of the whole batch is {exact.loss:g}, and it or its gradient is not finite, so there is "
+                "nothing to compare with; look for it in the batch and the model, or lower the scaler's scale"
             )
-        self.not_finite = set()
         as_cut = self._accumulated(self._as_cut)
         self.kept = as_cut.kept
-        length = self._own_length
-        least = 2 if any(isinstance(m, KINDS) and m.training for _, m in self.modules) else 1  # it fails with one
-        sizes = uneven_sizes(self._own, length, [max(1, length // 3)], self.whole, least=least)
-        parts = list(cut_batch(self._own, sizes, length, self.whole)) if length else []
+        normalises = any(isinstance(module, KINDS) and module.training for _, module in self.modules)
+        sizes = uneven_sizes(self._own_length, least=2 if normalises else 1)  # it fails with one sample
+        parts = list(cut_batch(self._own, sizes, self._own_length, self.whole)) if sizes else []
         uneven = self._accumulated(lambda _: Batches(parts, sizes))  # which shows a wrong count
+        self.is_finite = math.isfinite(as_cut.loss + uneven.loss)  # on all ranks alike
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
 
@@ -132,19 +128,7 @@ class Comparison:
 
     def _accumulated(self, draw: Make) -> Measured:
         self.before.restore()
-        seen: set[str] = set()
-
-        def loss_fn(batch: Any) -> Any:
-            loss = self._loss_fn(self._cast(batch))
-            losses = loss.values() if isinstance(loss, Mapping) else [loss]
-            if any(isinstance(one, Tensor) and not bool(one.isfinite().all()) for one in losses):
-                seen.add(without_labels(batch))
-            return loss
-
-        found = self._measured(draw, loss_fn)
-        if not math.isfinite(found.loss):  # on all ranks alike
-            self.not_finite.update(*self.engine.peers.gather_objects(sorted(seen)))
-        return found
+        return self._measured(draw, lambda batch: self._loss_fn(self._cast(batch)))
 
     def _big_batch(self) -> Measured:
         counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}
@@ -187,7 +171,8 @@ class Comparison:
             if (reduction := engine.peers.sum(sums)) is not None:
                 reduction.wait()
             scale = 1.0 if scaler is None else 1 / scaler.get_scale()
-            gradients = [None if p.grad is None else local(p.grad).detach().to_dense() * scale for p in self.parameters]
+            zero = torch.zeros(())
+            gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
             return Measured(gradients, float(sums.sum()) / engine.divisor, window.plan.num_counted)
         finally:
             window.discard()
@@ -196,18 +181,15 @@ class Comparison:
         """By parameter, the norm and the error relative to it, or to sqrt(eps) of the whole gradient's norm if that is
         larger: below it rounding dominates.
         """
-        squares = []
-        for one, other in zip(seen.gradients, exact.gradients, strict=True):
-            difference = one - other if one is not None and other is not None else one if other is None else other
-            squares += [_square(difference), _square(other)]
-        rows = self.engine.peers.gather(squares)
+        pairs = zip(seen.gradients, exact.gradients, strict=True)
+        rows = self.engine.peers.gather([_square(each) for one, other in pairs for each in (one - other, other)])
         sums = [math.sqrt(sum(column)) for column in zip(*rows, strict=True)]
         floor = math.sqrt(torch.finfo(self.narrowest).eps) * math.hypot(*sums[1::2])
         # Shards add up; a gradient that each rank has whole was added up once per rank.
         copies = 1.0 if self.engine.lockstep else math.sqrt(self.engine.peers.num_ranks)
         found = []
         for apart, norm in zip(sums[0::2], sums[1::2], strict=True):
-            error = apart / max(norm, floor) if apart or not math.isfinite(apart) else 0.0
+            error = apart / max(norm, floor) if apart else 0.0
             found.append((norm / copies, error if math.isfinite(error) else math.inf))
         return found
 
@@ -242,58 +224,25 @@ class Comparison:
         yield self
 
 
-def uneven_sizes(batch: Any, length: int, at: Iterable[int], whole: Names = (), *, least: int = 1) -> list[int]:
-    """The sizes of parts, each of `least` samples or more: cut after `at`, and where labels are unlike samples.
+def uneven_sizes(length: int, least: int = 1) -> list[int]:
+    """The sizes of parts that grow from `least` by one, so that hardly any wrong count is in proportion to them.
 
-    There the share of the labels that are kept is as far as it can be from the share of the samples, so that a count
-    of the wrong one shows.
-
-    >>> uneven_sizes({"y": torch.tensor([1, 1, 1, -100, -100, -100, 1, 1])}, 8, [1])
-    [1, 2, 5]
+    >>> uneven_sizes(9)
+    [1, 2, 3, 3]
     """
-    places = {place for place in at if least <= place <= length - least}
-    names = {where for where, tensor in tensors_in(batch) if _holds_integers(tensor) and bool(tensor.eq(IGNORED).any())}
-    rows = cut_batch(batch, [1] * length, length, whole) if names and length else ()
-    kept = [sum(int(t.ne(IGNORED).sum()) for where, t in tensors_in(row) if where in names) for row in rows]
-    apart = {i: abs(so_far * length - i * sum(kept)) for i, so_far in enumerate(accumulate(kept), 1)}
-    free = [
-        place
-        for place in range(least, length - least + 1)
-        if apart.get(place) and all(place == other or abs(place - other) >= least for other in places)
-    ]
-    if free:
-        places.add(max(free, key=lambda place: (apart[place], place not in places)))
-    return [end - start for start, end in pairwise(sorted({0, *places, length}))]
-
-
-def without_labels(batch: Any) -> str:
-    """Why a mean over the labels of `batch` would be 0 / 0, and what to count; "" where it would not.
-
-    >>> without_labels({"y": torch.tensor([[-100, -100]])})
-    "its labels in 'y' are all -100, and a mean over none is 0 / 0; count=count_tokens('y')"
-    """
-    for where, tensor in tensors_in(batch):
-        if not _holds_integers(tensor) or not tensor.numel():
-            continue
-        why = f"its labels in {where} are all -100{{}}, and a mean over none is 0 / 0; count=count_tokens({where}{{}})"
-        if bool(tensor.eq(IGNORED).all()):
-            return why.format("", "")
-        if tensor.ndim > 1 and tensor.shape[1] > 1 and bool(tensor[:, 1:].eq(IGNORED).all()):
-            return why.format(" but the first of each row", ", shift=True")
-    return ""
+    sizes: list[int] = []
+    while length:
+        size = least + len(sizes)
+        sizes.append(size if length >= 2 * size else length)
+        length -= sizes[-1]
+    return sizes
 
 
 def weighted_sum(parts: Sequence[Measured], weights: Sequence[float]) -> Measured:
-    gradients: list[Tensor | None] = []
-    for column in zip(*(part.gradients for part in parts), strict=True):
-        there = [g * weight for g, weight in zip(column, weights, strict=True) if g is not None]
-        gradients.append(reduce(torch.add, there) if there else None)
+    columns = zip(*(part.gradients for part in parts), strict=True)
+    gradients = [reduce(torch.add, map(torch.mul, column, weights)) for column in columns]
     loss = sum(part.loss * weight for part, weight in zip(parts, weights, strict=True))
     return Measured(gradients, loss, parts[0].kept)
-
-
-def _holds_integers(tensor: Tensor) -> bool:
-    return tensor.ndim > 0 and not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _bits(dtype: torch.dtype) -> int:
@@ -306,5 +255,5 @@ def _widened(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def _square(gradient: Tensor | None) -> float:
-    return 0.0 if gradient is None else float(gradient.abs().double().square().sum())
+def _square(gradient: Tensor) -> float:
+    return float(gradient.abs().double().square().sum())

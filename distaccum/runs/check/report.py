@@ -19,14 +19,14 @@ from .causes import causes_of
 from .comparison import Comparison
 
 ADVICE = {
-    "batchnorm": "freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
+    "batchnorm": "; freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
     "accept it with batchnorm='ignore'",
-    "dropout": "the gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is "
+    "dropout": "; the gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is "
     "the only cause",
-    "random": "of numbers that were drawn: nothing to do, where this is the only cause; let the loss depend on the "
+    "random": "; nothing to do about numbers that were drawn, where this is the only cause; let the loss depend on the "
     "batch and the parameters alone to see its other causes",
-    "loss": "a loss over pairs: accumulator.contrast; a weighted mean: let count give the sum of the weights; else "
-    "make it a sum or a mean over samples, of layers that look at each sample alone",
+    "loss": "; a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples, of layers that look "
+    "at each sample alone",
 }
 
 
@@ -75,32 +75,23 @@ class Report:
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        columns = max(20, min(shutil.get_terminal_size((120, 24)).columns, 120))
+        columns = min(shutil.get_terminal_size((120, 24)).columns, 120)
         verdict = "equivalent" if self.equivalent else "NOT equivalent"
         cut = " + ".join(map(str, self.micro_batches))
-        lines = textwrap.wrap(
+        texts = [
             f"accumulated in {cut} micro-batches, one batch of {self.samples}: {verdict} "
-            f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})",
-            columns,
-        )
+            f"(largest relative error {self.worst:.1e} in {self.dtype}; rounding gives up to {self.bound:.0e})"
+        ]
         shown = self.parameters[:12]
-        header = f"{'norm':>10} {'error':>9}" + (f" {'float64':>9}" if shown[0].error64 is not None else "")
-        room = max(16, min(columns - len(header) - 2, max(len(one.name) for one in shown)))
-        lines += ["", f"{'gradient of':<{room}} {header}"]
-        for one in shown:
-            name = one.name if len(one.name) <= room else "..." + one.name[3 - room :]
-            more = f" {one.error64:>9.1e}" if one.error64 is not None else ""
-            lines.append(f"{name:<{room}} {one.norm:>10.3e} {one.error:>9.1e}{more}")
+        room = max(12, *(len(one.name) for one in shown))
+        more = [f" {one.error64:>9.1e}" if one.error64 is not None else "" for one in shown]
+        table = [f"{'gradient of':<{room}} {'norm':>10} {'error':>9}" + (f" {'float64':>9}" if more[0] else "")]
+        table += [f"{o.name:<{room}} {o.norm:>10.3e} {o.error:>9.1e}{m}" for o, m in zip(shown, more, strict=True)]
         if len(self.parameters) > 12:
-            lines.append(f"and {len(self.parameters) - 12} more with smaller errors")
-        for cause in self.causes:
-            kind = cause.split(":")[0]
-            lines += ["", *textwrap.wrap(cause, columns)]
-            if kind in ADVICE:
-                lines += textwrap.wrap(ADVICE[kind], columns, initial_indent="  -> ", subsequent_indent="     ")
-        for note in self.notes:
-            lines += ["", *textwrap.wrap(f"note: {note}", columns)]
-        return "\n".join(lines)
+            table.append(f"and {len(self.parameters) - 12} more with smaller errors")
+        texts += [f"{cause}{ADVICE.get(cause.split(':')[0], '')}" for cause in self.causes]
+        first, *others = (textwrap.fill(text, columns) for text in (*texts, *(f"note: {one}" for one in self.notes)))
+        return "\n\n".join([first, "\n".join(table), *others])
 
 
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
