@@ -17,8 +17,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .law import in_short
-
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
 Place = tuple[Any, ...]  # of an entry: the keys that lead to it
@@ -43,130 +41,96 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
         >>> count_samples({"image": torch.zeros(3, 3, 8, 8), "boxes": boxes})
         3
     """
-    if isinstance(batch, Tensor) and batch.ndim:
-        return batch.shape[0]
-    if not whole and type(batch) in (tuple, list, dict):  # the usual one, which each micro-step of a loader counts
-        columns = batch.values() if type(batch) is dict else batch
-        alike = {one.shape[0] if isinstance(one, Tensor) and one.ndim else None for one in columns}
-        if len(alike) == 1 and (length := alike.pop()) is not None:
-            return length
+    # The usual one first, which each micro-step of a loader counts.
+    columns = batch.values() if type(batch) is dict else batch if type(batch) in (tuple, list) else (batch,)
+    alike = {one.shape[0] if isinstance(one, Tensor) and one.ndim else None for one in columns}
+    if not whole and len(alike) == 1 and (length := alike.pop()) is not None:
+        return length
     votes: Counter[int] = Counter()
     firm: Counter[int] = Counter()  # of entries that have this length rather than another
-    for lengths, rather in _votes(batch, whole):
-        votes.update(lengths)
-        firm.update(rather)
+    for _, item, columns in _entries(batch, whole):
+        if columns is None:
+            own = [int(item.batch_sizes[0])] if isinstance(item, PackedSequence) else list(item.shape[:1])
+            votes.update(own)
+            firm.update(own)
+        elif not _is_number(item):  # a size, or a pair of options
+            votes.update({len(item), *columns})
+            firm.update([] if any(map(is_array, item)) else [len(item)])
     ranked = sorted(votes, key=lambda one: (votes[one], firm[one]), reverse=True)
     if not ranked:
         raise TypeError(
             f"a {type(batch).__name__} without tensors or lists of samples has no batch dimension that can be seen; "
             "pass count= to the Accumulator, and length= where a batch is cut"
         )
-    if len(ranked) > 1:
-        first, second = ranked[:2]
-        # What one list is rather, is no evidence without another entry of that length.
-        if votes[first] == votes[second] and (firm[first] == firm[second] or votes[first] == 1):
-            tied = sorted(one for one in ranked if votes[one] == votes[first])
-            raise ValueError(
-                f"the entries of the batch have lengths {tied}, a tie; say which is the batch's: split(batch, "
-                "length=n), or count= for the Accumulator"
-            )
-    return ranked[0]
-
-
-def is_column(item: Any, length: int, *, is_root: bool = False) -> bool:
-    """Tells whether this has one value per sample: an array, or a list or tuple of alike entries, of that length."""
-    if is_array(item):
-        return len(item.shape) > 0 and item.shape[0] == length
-    columns = columns_in(item, is_root=is_root)
-    if columns is None or len(item) != length or (length == 1 and columns == {1}):  # a row of one, or one entry
-        return False
-    if columns == {length}:
+    first, *others = ranked
+    # What one list is rather, is no evidence without another entry of that length.
+    if others and votes[first] == votes[others[0]] and (firm[first] == firm[others[0]] or votes[first] == 1):
+        tied = sorted(one for one in ranked if votes[one] == votes[first])
         raise ValueError(
-            f"the batch of {length} samples has a {type(item).__name__} of {length} entries, each with a first "
-            f"dimension of {length}: samples may be its entries or their rows; stack it to one tensor where they are "
-            "its entries, and give a dict where they are rows"
+            f"the entries of the batch have lengths {tied}, a tie; say which is the batch's: split(batch, length=n), "
+            "or count= for the Accumulator"
         )
-    return True
+    return first
 
 
-def columns_in(item: Any, *, is_root: bool) -> set[int] | None:
-    """The lengths of a list's entries, if these may be columns and not samples; none of them: they are samples.
-
-    None: it is no list of alike entries, or the batch itself and a tuple of columns, as loaders make them.
-    """
-    if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
-        return None
-    of_entries = [set(_first_dimensions(entry)) for entry in item if entry is not None]
-    may_be_columns = all(len(lengths) == 1 and None not in lengths for lengths in of_entries)
-    columns: set[Any] = set().union(*of_entries) if may_be_columns else set()
-    return None if is_root and len(columns) == 1 and all(map(is_array, item)) else columns
-
-
-def _votes(item: Any, whole: Names, place: Place = ()) -> Iterator[tuple[set[int], set[int]]]:
-    """For each entry, the lengths that it may have, and those of them that it has rather."""
-    columns = columns_in(item, is_root=not place)
-    if is_array(item):
-        if len(item.shape):
-            yield {item.shape[0]}, {item.shape[0]}
-    elif isinstance(item, PackedSequence):
-        yield {int(item.batch_sizes[0])}, {int(item.batch_sizes[0])}
-    elif columns is None:
-        for key, child in items_in(item):
-            if not _goes_whole((*place, key), whole):
-                yield from _votes(child, whole, (*place, key))
-    elif not _is_number(item):  # a size, or a pair of options
-        yield {len(item), *columns}, set() if any(map(is_array, item)) else {len(item)}
-
-
-def _first_dimensions(item: Any) -> Iterator[int | None]:
-    """Yields the length of each array and list of plain values in it, and None for anything without a dimension."""
-    children = list(items_in(item))
-    if is_array(item):
-        yield item.shape[0] if len(item.shape) else None
-    elif is_list(item) and all(_nature(entry) in ("value", None) for entry in item):
-        yield len(item)
-    elif children:
-        for _, child in children:
-            yield from _first_dimensions(child)
-    elif item is not None:
-        yield None
-
-
-def _nature(item: Any) -> Any:
-    """Returns a key that is equal for samples of one batch; None agrees with all."""
-    if is_array(item):
-        return getattr(item, "dtype", None), len(item.shape)
-    if isinstance(item, Mapping):
-        return Mapping
-    if is_list(item):
-        return frozenset(map(_nature, item)) - {None} or None
-    if _is_dataclass(item) or hasattr(item, "_fields"):
-        return type(item)
-    return None if item is None else "value"
-
-
-def _is_number(item: Any) -> bool:
-    if is_list(item):
-        return all(map(_is_number, item))
-    return item is None or isinstance(item, Number) or (is_array(item) and not len(item.shape))
+# What a batch consists of
 
 
 def items_in(item: Any) -> Iterable[tuple[Any, Any]]:
     """The entries of a container, each with its key, field or position; nothing of anything else."""
-    if isinstance(item, tuple) and (names := getattr(item, "_fields", None)) is not None:
-        return zip(names, item, strict=True)
+    if isinstance(item, tuple) and hasattr(item, "_fields"):
+        return zip(item._fields, item, strict=True)
     if isinstance(item, list | tuple):
         return enumerate(item)
     if isinstance(item, Mapping):
         return item.items()
+    return [(one.name, getattr(item, one.name)) for one in dataclasses.fields(item)] if _is_dataclass(item) else ()
+
+
+def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors, each with its key, field or position."""
+    if isinstance(item, Tensor):
+        return [(where, item)]
+    return [found for key, child in items_in(item) for found in tensors_in(child, repr(key))]
+
+
+def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A container of the same type, with `change(child, key)` for each child; returns anything else unchanged."""
+    if isinstance(item, Mapping):
+        # A copy keeps the type, also of an OrderedDict, defaultdict or UserDict.
+        parts = copy.copy(item) if isinstance(item, MutableMapping) else dict(item)
+        for key in item:
+            parts[key] = change(item[key], key)
+        return parts
     if _is_dataclass(item):
-        return [(field.name, getattr(item, field.name)) for field in dataclasses.fields(item)]
-    return ()
+        return _remade(item, change)
+    if not isinstance(item, list | tuple):
+        return item
+    made = [change(value, key) for key, value in items_in(item)]
+    return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
 
 
-def _goes_whole(place: Place, whole: Names) -> bool:
-    """Tells whether an entry is named: by key or field at any depth, by position in the batch itself."""
-    return place[-1] in whole and (len(place) == 1 or isinstance(place[-1], str))
+def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A dataclass of the changed arguments, which derives its other fields anew."""
+    given = {one.name: change(getattr(item, one.name), one.name) for one in dataclasses.fields(item) if one.init}
+    made = dataclasses.replace(item, **given)
+    unknown = [name for name, value in given.items() if getattr(made, name) is not value]
+    for name, value in getattr(item, "__dict__", {}).items():
+        is_cached = isinstance(getattr(type(item), name, None), cached_property)
+        if name not in given and not is_cached and tensors_in(value):
+            unknown.append(name)
+    if unknown:
+        raise TypeError(
+            f"a {type(item).__name__} changes or adds {', '.join(unknown)} beside its arguments, and what they are of "
+            "a part of its samples cannot be known; give it what it needs and derive the rest in properties, or cut it "
+            "yourself: accumulator.window(micro_batches)"
+        )
+    return made
+
+
+def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
+    """Returns an equal nesting with each tensor changed."""
+    return change(item) if isinstance(item, Tensor) else rebuilt(item, lambda child, _: map_tensors(child, change))
 
 
 def is_array(item: Any) -> TypeGuard[Any]:
@@ -179,6 +143,68 @@ def is_list(item: Any) -> TypeGuard[Any]:
     return isinstance(item, list | tuple) and not hasattr(item, "_fields") and not isinstance(item, torch.Size)
 
 
+def _is_dataclass(item: Any) -> bool:
+    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+
+
+def _is_number(item: Any) -> bool:
+    if is_list(item):
+        return all(map(_is_number, item))
+    return item is None or isinstance(item, Number) or (is_array(item) and not len(item.shape))
+
+
+def _entries(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[Place, Any, set[int] | None]]:
+    """Yields each array and list of alike entries with its place, but what is named as whole.
+
+    Of a list also the lengths of its entries if these may be columns and not samples; none of them: they are samples.
+    """
+    if _is_whole(place, whole):
+        return
+    columns = _columns_in(item, is_root=not place)
+    if columns is not None or is_array(item) or isinstance(item, PackedSequence):
+        yield place, item, columns
+    else:
+        for key, child in items_in(item):
+            yield from _entries(child, whole, (*place, key))
+
+
+def _is_whole(place: Place, whole: Names) -> bool:
+    return len(place) > 0 and (len(place) == 1 or isinstance(place[-1], str)) and place[-1] in whole
+
+
+def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
+    """None: it is no list of alike entries, or the batch itself and a tuple of columns, as loaders make them."""
+    if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
+        return None
+    lengths = [_first_dimensions(entry) for entry in item if entry is not None]
+    columns: set[Any] = set().union(*lengths) if all(len(one) == 1 and None not in one for one in lengths) else set()
+    return None if is_root and len(columns) == 1 and all(map(is_array, item)) else columns
+
+
+def _first_dimensions(item: Any) -> set[int | None]:
+    """The lengths of arrays and lists of plain values in it; None among them for what has no dimension."""
+    if is_array(item):
+        return {item.shape[0] if len(item.shape) else None}
+    if is_list(item) and {_nature(entry) for entry in item} <= {"value", None}:
+        return {len(item)}
+    children = [_first_dimensions(child) for _, child in items_in(item)]
+    return set().union(*children) if children or item is None else {None}
+
+
+def _nature(item: Any) -> Any:
+    """Returns a key that is equal for samples of one batch; None agrees with all."""
+    if is_array(item):
+        return getattr(item, "dtype", None), len(item.shape)
+    if is_list(item):
+        return frozenset(map(_nature, item)) - {None} or None
+    if isinstance(item, Mapping):
+        return Mapping
+    return None if item is None else type(item) if items_in(item) else "value"
+
+
+# Counts
+
+
 @dataclasses.dataclass(frozen=True)
 class TokenCount:
     """Counts labels; made by `count_tokens`."""
@@ -186,14 +212,10 @@ class TokenCount:
     labels: str | int
     ignore_index: int
     shift: bool
-    over: Any  # the mesh over which what it counts is cut later
+    unit = "tokens"  # its name where losses have none
 
     def __call__(self, batch: Any) -> Tensor:
-        number: Tensor = self._kept(batch).sum()
-        if self.over is None:
-            return number
-        ranks, rank = int(self.over.size()), int(self.over.get_local_rank())
-        return (number + (ranks - 1 - rank)) // ranks  # whole numbers, which add up to the whole
+        return self._kept(batch).sum()
 
     def of_rows(self, batch: Any) -> Tensor:
         """The number in each row."""
@@ -212,17 +234,13 @@ class TokenCount:
         return (found[..., 1:] if self.shift else found).ne(self.ignore_index)
 
 
-def count_tokens(
-    labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False, over: Any = None
-) -> TokenCount:
+def count_tokens(labels: str | int = "labels", *, ignore_index: int = -100, shift: bool = False) -> TokenCount:
     """Makes a `count=` of the labels that a token loss keeps: a tensor of one number, on the labels' device.
 
     Args:
         labels: The key, attribute or position of the labels in a micro-batch; a tensor of integers.
         ignore_index: The label that the criterion leaves out, as in `CrossEntropyLoss`.
         shift: Leaves out the first label of each row (the last dimension), as losses on the next token do.
-        over: The mesh of the ranks that have the same whole labels and cut them after they are counted, as
-            `mesh["context"]`; each brings its part of the number. For criterions that sum.
 
     Example:
         >>> import torch
@@ -230,20 +248,18 @@ def count_tokens(
         >>> int(count_tokens("labels")(batch)), int(count_tokens("labels", shift=True)(batch))
         (3, 1)
     """
-    return TokenCount(labels, ignore_index, shift, over)
+    return TokenCount(labels, ignore_index, shift)
 
 
 def largest_sample(micro_batches: Iterable[Any]) -> int:
     """The most numbers that a sample has in one tensor, which distinguishes a long text from a short one."""
-    return max((_numbers_of_sample(one, is_root=True) for one in micro_batches), default=0)
-
-
-def _numbers_of_sample(item: Any, *, is_root: bool = False) -> int:
-    if isinstance(item, Tensor):
-        return -(-item.numel() // len(item)) if item.ndim and len(item) else 0
-    if columns_in(item, is_root=is_root) is not None:  # perhaps a sample each
-        return max((tensor.numel() for _, tensor in tensors_in(item)), default=0)
-    return max((_numbers_of_sample(child) for _, child in items_in(item)), default=0)
+    found = [0]
+    for _, item, columns in itertools.chain.from_iterable(map(_entries, micro_batches)):
+        if columns is not None:  # perhaps a sample each
+            found += [tensor.numel() for _, tensor in tensors_in(item)]
+        elif isinstance(item, Tensor) and item.ndim and len(item):
+            found.append(-(-item.numel() // len(item)))
+    return max(found)
 
 
 def fingerprint(batch: Any) -> int:
@@ -253,6 +269,9 @@ def fingerprint(batch: Any) -> int:
     some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
     values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []
     return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
+
+
+# Cuts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -291,49 +310,63 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int, whole: Names = ()) 
     >>> [part["x"].tolist() for part in cut_batch({"x": torch.arange(3), "lr": 0.1}, [1, 2], length=3)]
     [[0], [1, 2]]
     """
-    starts = itertools.accumulate(sizes, initial=0)
-    rows = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-    return pick_rows(batch, rows, length, whole)
+    stops = itertools.accumulate(sizes)
+    return pick_rows(batch, [range(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)], length, whole)
 
 
 def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: Names = ()) -> Iterator[Any]:
     """The parts of `batch` with these of its samples. Those that are neighbours are views of its tensors."""
-    entries = cut_entries(batch, length, whole)
-    if not any(entries.values()):
+    cut = {place for place, is_cut in cut_entries(batch, length, whole).items() if is_cut}
+    if not cut:
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
+    on_the_way = {place[:depth] for place in cut for depth in range(len(place))}
+
+    def pick(item: Any, rows: Sequence[int], place: Place) -> Any:
+        if place in on_the_way:
+            return rebuilt(item, lambda child, key: pick(child, rows, (*place, key)))
+        if place not in cut:
+            return item
+        if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
+            return item[rows[0] : rows[-1] + 1] if rows else item[:0]
+        if isinstance(item, Tensor):
+            return item[torch.tensor(rows, device=item.device)]
+        return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
+
     for rows in groups:
-        yield _pick(batch, rows, entries, ())
+        yield pick(batch, rows, ())
 
 
-def cut_entries(item: Any, length: int, whole: Names = (), place: Place = ()) -> dict[Place, bool]:
+def cut_entries(batch: Any, length: int, whole: Names = (), place: Place = ()) -> dict[Place, bool]:
     """Maps the place of each array and list to whether it is cut (True) or goes whole to each part.
 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
     {('x',): True, ('prior',): False}
     """
-    if place and _goes_whole(place, whole):
-        return {place: False}
-    is_cut = is_column(item, length, is_root=not place)
-    _refuse_uncuttable(item, length, is_cut=is_cut, name=str(place[-1]) if place else "")
-    if is_cut or is_array(item) or columns_in(item, is_root=not place) == set():
-        return {place: is_cut}
     found: dict[Place, bool] = {}
-    for key, child in items_in(item):
-        found |= cut_entries(child, length, whole, (*place, key))
+    for where, item, columns in _entries(batch, whole, place):
+        is_cut = _is_cut(item, columns, length)
+        _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
+        if columns and not is_cut:  # they are columns
+            for key, child in items_in(item):
+                found |= cut_entries(child, length, whole, (*where, key))
+        else:
+            found[where] = is_cut
     return found
 
 
-def _pick(item: Any, rows: Sequence[int], entries: Mapping[Place, bool], place: Place) -> Any:
-    is_cut = entries.get(place)
-    if is_cut is None:
-        return rebuilt(item, lambda child, key: _pick(child, rows, entries, (*place, key)))
-    if not is_cut:
-        return item
-    if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
-        return item[rows[0] : rows[-1] + 1] if rows else item[:0]
-    if isinstance(item, Tensor):
-        return item[torch.tensor(rows, device=item.device)]
-    return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
+def _is_cut(item: Any, columns: set[int] | None, length: int) -> bool:
+    """Tells whether this entry has one value per sample."""
+    if columns is None:
+        return is_array(item) and len(item.shape) > 0 and item.shape[0] == length
+    if len(item) != length or (length == 1 and columns == {1}):  # a row of one, or one entry
+        return False
+    if columns == {length}:
+        raise ValueError(
+            f"the batch of {length} samples has a {type(item).__name__} of {length} entries, each with a first "
+            f"dimension of {length}: samples may be its entries or their rows; stack it to one tensor where they are "
+            "its entries, and give a dict where they are rows"
+        )
+    return True
 
 
 def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> None:
@@ -354,81 +387,21 @@ def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> No
         )
 
 
-def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
-    """Returns an equal nesting with each tensor changed."""
-    if isinstance(item, Tensor):
-        return change(item)
-    return rebuilt(item, lambda child, _: map_tensors(child, change))
-
-
-def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors, each with its key, field or position."""
-    if isinstance(item, Tensor):
-        return [(where, item)]
-    return [found for key, child in items_in(item) for found in tensors_in(child, repr(key))]
-
-
-def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = (), place: Place = ()) -> Any:
+def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:
     """One batch of all samples; cutting it at `lengths` gives the batches again."""
-    first = batches[0]
-    if place and _goes_whole(place, whole):
-        return first
-    pairs = list(zip(batches, lengths, strict=True))
-    are_cut = [is_column(batch, length, is_root=not place) for batch, length in pairs]
-    if is_array(first):
-        tensors = [one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in batches]
-        return torch.cat(tensors) if all(are_cut) else first
-    # Of one sample, a list may be one of rows, too.
-    if any(are_cut) and all(
-        is_it or len(batch) == length == 1 for is_it, (batch, length) in zip(are_cut, pairs, strict=True)
-    ):
-        return type(first)(value for batch in batches for value in batch)
-    by_key = [dict(items_in(batch)) for batch in batches]
-    return rebuilt(first, lambda _, key: join_batches([found[key] for found in by_key], lengths, whole, (*place, key)))
+    cuts = [cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
 
+    def join(parts: Sequence[Any], place: Place) -> Any:
+        first, are_cut = parts[0], [one.get(place) for one in cuts]
+        if is_array(first) and all(are_cut):
+            return torch.cat([one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in parts])
+        # Of one sample, a list may be one of rows, too.
+        fit = zip(parts, lengths, are_cut, strict=True)
+        if is_list(first) and any(are_cut) and all(is_it or length == 1 == len(part) for part, length, is_it in fit):
+            return type(first)(itertools.chain.from_iterable(parts))
+        if False in are_cut or _is_whole(place, whole):
+            return first
+        by_key = [dict(items_in(part)) for part in parts]
+        return rebuilt(first, lambda _, key: join([found[key] for found in by_key], (*place, key)))
 
-def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A container of the same type, with `change(child, key)` for each child; returns anything else unchanged."""
-    if isinstance(item, MutableMapping):
-        parts = copy.copy(item)  # keeps the type, also of an OrderedDict, defaultdict or UserDict
-        for key in item:
-            parts[key] = change(item[key], key)
-        return parts
-    if isinstance(item, Mapping):
-        return {key: change(value, key) for key, value in item.items()}
-    if _is_dataclass(item):
-        return _remade(item, change)
-    if isinstance(item, list | tuple):
-        made = [change(value, key) for key, value in items_in(item)]
-        return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
-    return item
-
-
-def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A dataclass of the changed arguments, which derives its other fields anew."""
-    kind = type(item).__name__
-    given = {
-        field.name: change(getattr(item, field.name), field.name) for field in dataclasses.fields(item) if field.init
-    }
-    cure = (
-        "give it what it needs and derive the rest in properties, or cut it yourself: accumulator.window(micro_batches)"
-    )
-    try:
-        made = dataclasses.replace(item, **given)
-    except Exception as error:
-        raise TypeError(f"a {kind} of a part of its samples cannot be made ({in_short(error)}); {cure}") from error
-    unknown = [name for name, value in given.items() if getattr(made, name) is not value]
-    for name, value in getattr(item, "__dict__", {}).items():
-        is_cached = isinstance(getattr(type(item), name, None), cached_property)
-        if name not in given and tensors_in(value) and not is_cached:
-            unknown.append(name)
-    if unknown:
-        raise TypeError(
-            f"a {kind} changes or adds {', '.join(unknown)} beside its arguments, and what they are of a part of its "
-            f"samples cannot be known; {cure}"
-        )
-    return made
-
-
-def _is_dataclass(item: Any) -> bool:
-    return dataclasses.is_dataclass(item) and not isinstance(item, type)
+    return join(batches, ())

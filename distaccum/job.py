@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from .adapter import Prepared, adapters_for
 from .batchnorm import batchnorms
-from .cutting import TokenCount, count_samples
+from .cutting import count_samples
 from .engines import Engine, choose_engine
 from .law import DistaccumError, Once
 from .options import Config, as_list
@@ -155,8 +155,11 @@ class Job:
             raise TypeError(
                 "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
             )
-        if engine.peers.has_parts:
-            self._refuse_with_parts(config)
+        if engine.peers.has_parts and count_samples in config.counts.values():
+            raise ValueError(
+                "count=count_samples with a mesh whose ranks have parts of the same samples: each would count them "
+                "whole; use count_tokens, or a function of your own that counts this rank's part"
+            )
         if engine.pipeline is not None and not self.scales_seeds:
             raise ValueError(
                 "accelerator with a pipeline's schedule, which runs forward and backward of its chunks itself; leave it"
@@ -181,22 +184,6 @@ class Job:
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
             )
-
-    def _refuse_with_parts(self, config: Config) -> None:
-        if count_samples in config.counts.values():
-            raise ValueError(
-                "count=count_samples with a mesh whose ranks have parts of the same samples: each would count them "
-                "whole; use count_tokens, or a function of your own that counts this rank's part"
-            )
-        for over in [
-            one.over for one in config.counts.values() if isinstance(one, TokenCount) and one.over is not None
-        ]:
-            seen, expected = sorted(over.mesh.flatten().tolist()), sorted(self.engine.peers.sharing_parts)
-            if seen != expected:
-                raise ValueError(
-                    f"count_tokens(over=) is a mesh of ranks {seen}, and ranks {expected} have parts of the same "
-                    "samples by mesh=; give the dimension that cuts samples to over, and those that carry data to mesh"
-                )
 
 
 def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:

@@ -290,13 +290,8 @@ def reports_of(sharing: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequenc
     return found
 
 
-def refuse_unlike_parts(
-    parts: Sequence[Sequence[int]], reports: Sequence[RankReport], is_whole: Sequence[bool | None]
-) -> None:
-    """An error where ranks that have parts of the same samples do not go through them together, or count them twice.
-
-    `is_whole`: of each named count, whether it is known to count what is cut later (True) or was cut before (False).
-    """
+def refuse_unlike_parts(parts: Sequence[Sequence[int]], reports: Sequence[RankReport], counts_tokens: bool) -> None:
+    """An error where ranks that have parts of the same samples do not go through them together, or count them twice."""
     for ranks in parts:
         own = [reports[rank] for rank in ranks]
         drawn = [one.num_drawn for one in own]
@@ -305,17 +300,12 @@ def refuse_unlike_parts(
                 f"ranks {list(ranks)} of the group have parts of the same samples, and have {drawn} micro-batches; "
                 "give each of them its part of every micro-batch, also one in which nothing counts"
             )
-        is_same = len({one.fingerprint for one in own}) == 1
-        if drawn[0] and is_same and False in is_whole and len({one.totals for one in own}) == 1:
+        if drawn[0] and counts_tokens and len({(one.fingerprint, one.totals) for one in own}) == 1:
             raise DistaccumError(
                 f"ranks {list(ranks)} of the group have parts of the same samples, and each counted the same whole "
-                f"labels ({list(own[0].totals)}), so that all are counted {len(ranks)} times; count what is cut: say "
-                "count_tokens(..., over=) with the mesh over which labels are cut later, or cut before the window"
-            )
-        if drawn[0] and not is_same and True in is_whole:
-            raise DistaccumError(
-                f"count_tokens(..., over=) is for labels that are whole when they are counted, and ranks {list(ranks)} "
-                "of the group have different ones; leave over out where they are cut before"
+                f"labels ({list(own[0].totals)}), so that all are counted {len(ranks)} times; cut them "
+                f"before the window; or, where the criterion sums, divide: count=lambda batch: tokens(batch) / "
+                f"{len(ranks)}, with tokens = count_tokens(...)"
             )
 
 

@@ -49,18 +49,6 @@ class Config:
                 f"mesh={self.mesh!r} is a {type(self.mesh).__name__}, expected the dimensions of a DeviceMesh that "
                 "carry data, as mesh['data'] or mesh['replica', 'data']"
             )
-        for name, is_whole in zip(self.counts, self.counts_whole, strict=True):
-            if is_whole and self.reductions[name] == "mean":
-                raise ValueError(
-                    f"reduction='mean' for {name!r} with count_tokens(over=), which counts whole labels: the mean over "
-                    "a part is weighted by that part's own number. Let the criterion sum, with "
-                    "reduction='sum_to_mean', or count labels that are cut before"
-                )
-            if is_whole and self.mesh is None:
-                raise ValueError(
-                    "count_tokens(over=) says that ranks have parts of the same samples; say it to the Accumulator "
-                    "too, with the dimensions of the mesh that carry data: mesh=mesh['data']"
-                )
         if self.max_norm is not None and not self.max_norm > 0:
             raise ValueError(f"max_norm={self.max_norm!r}, expected a number above 0, or None")
         if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
@@ -88,9 +76,9 @@ class Config:
                 object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
 
     @property
-    def counts_whole(self) -> list[bool | None]:
-        """For each count, True if it counts what is cut over ranks later; None if it is the caller's own."""
-        return [one.over is not None if isinstance(one, TokenCount) else None for one in self.counts.values()]
+    def counts_tokens(self) -> bool:
+        """True if a count is of all labels that it is given; the caller's own may be of this rank's part of them."""
+        return any(isinstance(one, TokenCount) for one in self.counts.values())
 
     @property
     def by_cost(self) -> Cutter | None:
@@ -167,7 +155,7 @@ def by_name(
 ) -> tuple[dict[str, Reduction], dict[str, Count]]:
     """Reduction and count of each named loss; one name where no dict gives several."""
     given = [one for one in (reduction, count) if isinstance(one, Mapping)]
-    names = list(given[0]) if given else [_name_of(count)]
+    names = list(given[0]) if given else [getattr(count, "unit", "samples" if count is count_samples else "count")]
     if not names or (len(given) == 2 and given[0].keys() != given[1].keys()):
         raise ValueError(
             f"reduction names {list(given[0])} and count names {list(given[-1])}, expected the same losses in both"
@@ -179,12 +167,6 @@ def by_name(
         if not callable(counts[name]):
             raise TypeError(f"count={counts[name]!r} for {name!r}, expected a callable: batch -> number")
     return reductions, {name: counts[name] for name in reductions}
-
-
-def _name_of(count: object) -> str:
-    if isinstance(count, TokenCount):
-        return "tokens"
-    return "samples" if count is count_samples else "count"
 
 
 def choice(name: str, value: Any, known: Sequence[Any]) -> Any:

@@ -116,7 +116,7 @@ class Planner:
             all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
         reports = reports_of(peers.sharing, peers.by_samples(rows))
         if peers.has_parts:
-            refuse_unlike_parts(peers.parts, reports, self.job.config.counts_whole)
+            refuse_unlike_parts(peers.parts, reports, self.job.config.counts_tokens)
         return reports
 
     def make_way(self) -> None:

@@ -97,16 +97,6 @@ class Peers:
             )
         self._take(self.sharing, parts)
 
-    @property
-    def sharing_parts(self) -> list[int]:
-        """The global ranks that have parts of this rank's samples, this one too."""
-        return [self._here[rank] for ranks in self.parts if self.rank in ranks for rank in ranks]
-
-    @property
-    def part(self) -> int:
-        """This rank's place among those that share its samples."""
-        return list(self.sharing[self.rank]).index(self.global_rank)
-
     def add_stages(self, group: dist.ProcessGroup) -> None:
         """Says that the ranks of `group` hold other stages of the model, for the same samples."""
         if self.group is None:

@@ -161,6 +161,12 @@ def cut(batch: Any, mesh: Any) -> Any:
 RING, DDP = ("ring", "fsdp2"), ("gathered", "DDP")
 
 
+def part_of_tokens(context):
+    """A count of whole labels that are cut later."""
+    tokens = count_tokens("labels")
+    return lambda batch: tokens(batch) / context.size()
+
+
 @pytest.mark.parametrize(
     ("attend", "wrap", "sync", "reduction", "whole"),
     [
@@ -176,7 +182,7 @@ def test_law_holds_with_parts_of_sequences(attend, wrap, sync, reduction, whole)
     """By window: how far the step, the norm and the loss are off."""
     net, mesh = on_a_mesh(attend, wrap)
     num, rank, context = mesh["data"].size(), mesh["data"].get_local_rank(), mesh["context"]
-    count = count_tokens("labels", over=context) if whole else count_tokens("labels")
+    count = part_of_tokens(context) if whole else count_tokens("labels")
     options = {"sync": sync, "reduction": reduction, "count": count, "max_norm": 1e9, "mesh": mesh["data"]}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **options)
     how = "mean" if reduction == "mean" else "sum"
@@ -185,7 +191,7 @@ def test_law_holds_with_parts_of_sequences(attend, wrap, sync, reduction, whole)
         mine = batches_of(layout, index, rank)
         window = accumulator.window(mine if whole else [cut(one, context) for one in mine])
         everyone = join([b for r in range(num) for b in batches_of(layout, index, r)])
-        assert window.counts == {"tokens": int(everyone["labels"].ne(IGNORED).sum())}
+        assert list(window.counts.values()) == [int(everyone["labels"].ne(IGNORED).sum())]
 
         def run(batch: Batch, window: Any = window) -> None:
             window.backward(criterion(net, cut(batch, context) if whole else batch, how))
@@ -200,7 +206,7 @@ def test_law_holds_where_torch_cuts_sequences():
     from torch.distributed.tensor.experimental import context_parallel
 
     net, mesh = on_a_mesh(*RING)
-    options = {"count": count_tokens("labels", over=mesh["context"]), "max_norm": 1e9, "mesh": mesh["data"]}
+    options = {"count": part_of_tokens(mesh["context"]), "max_norm": 1e9, "mesh": mesh["data"]}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), reduction="sum_to_mean", **options)
     batches = [{key: value[:, :4].contiguous() for key, value in make_batch(2, seed=i).items()} for i in range(4)]
     everyone = join(batches)
@@ -215,8 +221,7 @@ def test_law_holds_where_torch_cuts_sequences():
 
 
 PLANS = {
-    "counted whole": "so that all are counted 2 times; count what is cut",
-    "cut before": "leave over out where they are cut before",
+    "counted whole": "so that all are counted 2 times; cut them before the window; or, where",
     "fewer": "ranks [2, 3] of the group have parts of the same samples, and have [2, 1] micro-batches",
 }
 
@@ -226,36 +231,30 @@ PLANS = {
 def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
     net, mesh = on_a_mesh(*RING)
     context = mesh["context"]
-    count = count_tokens("labels", over=context if what == "cut before" else None)
-    accumulator = Accumulator(
-        net, SGD(net.parameters(), lr=0.0), reduction="sum_to_mean", count=count, mesh=mesh["data"]
-    )
+    options = {"reduction": "sum_to_mean", "count": count_tokens("labels"), "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
     whole = [make_batch(2, seed=mesh["data"].get_local_rank()) for _ in range(2)]
     parts = [cut(one, context) for one in whole]
     batches = whole if what == "counted whole" else parts[: 1 if what == "fewer" and dist.get_rank() == 3 else 2]
     message = refused(accumulator.window, batches)
-    window = accumulator.window(whole if what == "cut before" else parts)  # the next one
+    window = accumulator.window(parts)  # the next one
     for batch in window:
-        window.backward(criterion(net, cut(batch, context) if what == "cut before" else batch, "sum"))
+        window.backward(criterion(net, batch, "sum"))
     assert said in message and window.step().stepped
 
 
 @on_ranks(4)
 def test_options_that_need_whole_samples_are_refused():
     net, mesh = on_a_mesh(*RING)
-    tokens, whole, data = count_tokens("labels"), count_tokens("labels", over=mesh["context"]), mesh["data"]
+    tokens, data = count_tokens("labels"), mesh["data"]
     optimizer = SGD(net.parameters(), lr=0.1)
     said = [
         refused(Accumulator, net, optimizer, **options)
         for options in (
             {"count": tokens, "mesh": data, "extensions": [NoiseScale()]},
             {"mesh": data},
-            {"count": whole, "reduction": "sum_to_mean"},
-            {"count": whole, "mesh": data},
             {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
             {"count": tokens, "mesh": "data"},
-            {"count": count_tokens("labels", over=data), "mesh": data, "reduction": "sum_to_mean"},
-            {"count": whole, "mesh": data, "reduction": "sum_to_mean"},
         )
     ]
     accumulator = Accumulator(net, optimizer, count=tokens, mesh=data, micro_batch_size=1)
@@ -264,14 +263,10 @@ def test_options_that_need_whole_samples_are_refused():
     said.append(refused(accumulator.contrast, batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()))
     assert "NoiseScale() with a mesh whose ranks have parts" in said[0]
     assert "count=count_samples with a mesh" in said[1]
-    assert "say it to the Accumulator too" in said[2]
-    assert "weighted by that part's own number" in said[3]
-    assert said[4] == "nothing"  # all of them carry data, as if no mesh were given
-    assert "expected the dimensions of a DeviceMesh" in said[5]
-    assert "count_tokens(over=) is a mesh of ranks" in said[6]
-    assert said[7] == "nothing"
-    assert "check() with a mesh" in said[8]
-    assert "contrast() with a mesh" in said[9]
+    assert said[2] == "nothing"  # all of them carry data, as if no mesh were given
+    assert "expected the dimensions of a DeviceMesh" in said[3]
+    assert "check() with a mesh" in said[4]
+    assert "contrast() with a mesh" in said[5]
 
 
 @on_ranks(4)

@@ -180,7 +180,7 @@ def whole_masks_counted_by_each_context_rank() -> Any:
     dist.all_reduce(total := sum(map(TOKENS, batches)))  # over data and context ranks
     dist.all_reduce(naive := by_hand(batches, lambda net, batch: of_half(net, batch) / total))
     exact, model = big(batches_of(0) + batches_of(1)), DistributedDataParallel(make())
-    options = {"reduction": "sum_to_mean", "count": count_tokens("labels", over=context), "mesh": mesh["data"]}
+    options = {"reduction": "sum_to_mean", "count": lambda one: TOKENS(one) / context.size(), "mesh": mesh["data"]}
     return error(naive, exact), ours(model, batches, exact, of_half, **options)
 
 
