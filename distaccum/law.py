@@ -11,8 +11,8 @@ import inspect
 import operator
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -46,11 +46,7 @@ def all_or_none(failed: Sequence[object], error: Exception | None, message: str)
 
 
 def ranks_where(flags: Sequence[object]) -> str:
-    """The ranks whose flag is set, as an error lists them.
-
-    >>> ranks_where([True, False, True])
-    '0, 2'
-    """
+    """The ranks whose flag is set, as an error lists them: "0, 2"."""
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
@@ -105,20 +101,12 @@ def share_of(reduction: Reduction, count: float, total: float, divisor: float) -
     return divisor / total if reduction == "sum_to_mean" else float(divisor)
 
 
-def whole_number(name: str, value: object, cure: str = "") -> int:
-    """`value` as an int of at least 1, or an error that says what it was.
-
-    >>> whole_number("steps", 8)
-    8
-    """
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        number = operator.index(value)  # type: ignore[arg-type]  # this is the check
-    except TypeError:
-        raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a whole number{cure}") from None
-    if number < 1:
-        raise ValueError(f"{name}={number}, expected at least 1")
+def whole_number(name: str, value: Any, cure: str = "", least: int = 1) -> int:
+    """`value` as an int of at least `least`, or an error that says what it was."""
+    is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_whole or (number := operator.index(value)) < least:
+        kind = ValueError if is_whole else TypeError
+        raise kind(f"{name}={value!r}, expected a whole number of at least {least}{cure}")
     return number
 
 
@@ -140,18 +128,9 @@ def cut_evenly(length: int, *, parts: int | None = None, largest: int | None = N
     >>> cut_evenly(101, largest=50)
     [33, 34, 34]
     """
-    return [size for times, size in even_cut(length, parts=parts, largest=largest) for _ in range(times)]
-
-
-def even_cut(length: int, *, parts: int | None = None, largest: int | None = None) -> list[tuple[int, int]]:
-    """Like `cut_evenly`, as (how often, size): as short for a trillion samples.
-
-    >>> even_cut(101, largest=50)
-    [(1, 33), (2, 34)]
-    """
     parts = min(-(-length // largest) if largest is not None else parts or 1, length)
     size, larger = divmod(length, parts or 1)
-    return [(times, size) for times, size in ((parts - larger, size), (larger, size + 1)) if times]
+    return [size] * (parts - larger) + [size + 1] * larger
 
 
 def as_int_if_whole(number: float) -> float:
@@ -160,11 +139,7 @@ def as_int_if_whole(number: float) -> float:
 
 
 def shorten(names: Sequence[str]) -> str:
-    """The first names, and how many more there are.
-
-    >>> shorten(["a", "b", "c", "d", "e"])
-    'a, b, c and 2 more'
-    """
+    """The first three names, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
@@ -176,17 +151,6 @@ def at_update(name: str, schedule: Schedule, index: int, cure: str = "") -> int:
     if callable(schedule):
         return whole_number(f"{name}({index})", schedule(index), cure)
     return schedule
-
-
-def whole_number_in(state: Mapping[str, Any], name: str, least: int) -> int:
-    """The number of this name, or an error that says what stands there."""
-    value = state.get(name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(
-            f"the state has {name}={value!r}, expected a whole number of at least {least}; give what state_dict() "
-            "gave, of this version"
-        )
-    return value
 
 
 # Plans
@@ -223,9 +187,9 @@ NUM_PLAIN = len(RankReport._fields) - 1  # fields that are one number
 FAILED = RankReport._fields.index("failed")  # its place in a row
 
 
-@dataclass
+@dataclass(frozen=True)
 class Plan:
-    """Knowledge that all ranks share of a window before its first backward. Nobody changes it."""
+    """Knowledge that all ranks share of a window before its first backward."""
 
     counts: dict[str, float]  # the global denominators
     num_counted: tuple[int, ...]  # micro-batches by rank
@@ -234,14 +198,15 @@ class Plan:
     has_stand_in: tuple[bool, ...]  # by rank: holds a micro-batch from an earlier window, to stand in with
     epoch_over: bool  # no rank drew anything
     no_more_after: bool  # no rank has more
-    agrees: bool = False  # ranks agree before they reduce
-    reduce_afterwards: bool = False  # the engine reduces after the last backward, when all ranks have succeeded
-    largest: int = 0  # samples in a micro-batch of any rank, where they were cut
-    largest_sample: int = 0  # numbers in a sample of it
-    is_empty: bool = field(init=False)  # no micro-batch has anything that counts, so there is no update
+    agrees: bool  # ranks agree before they reduce
+    reduce_afterwards: bool  # the engine reduces after the last backward, when all ranks have succeeded
+    largest: int  # samples in a micro-batch of any rank, where they were cut
+    largest_sample: int  # numbers in a sample of it
 
-    def __post_init__(self) -> None:
-        self.is_empty = max(self.num_counted) == 0 or not any(self.counts.values())
+    @property
+    def is_empty(self) -> bool:
+        """True if no micro-batch has anything that counts, so that there is no update."""
+        return max(self.num_counted) == 0 or not any(self.counts.values())
 
     @property
     def uneven(self) -> bool:

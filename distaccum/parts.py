@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .cutting import rebuilt
+from .cutting import map_tensors
 from .guard import DONE, WAITING, without_backward
 from .law import DistaccumError
 from .losses import Term
@@ -44,7 +44,13 @@ def each_head(
     """Yields each item with `outputs` cut off from their trunk; then `run_trunk` gets these and their gradients."""
     _refuse_nesting("heads()", window, where())
     cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
-    given = _cut_off(outputs, cut)
+
+    def cut_off(output: Tensor) -> Tensor:
+        if output.requires_grad:
+            cut.append((output, output.detach().requires_grad_()))
+        return cut[-1][1] if output.requires_grad else output
+
+    given = map_tensors(outputs, cut_off)
     if not cut:
         raise ValueError(
             "heads() got outputs without a graph, expected a trunk's, outside torch.no_grad; where the trunk is "
@@ -73,16 +79,6 @@ def _refuse_nesting(what: str, window: Any, where: str) -> None:
         )
     if window.turn is not WAITING:
         raise DistaccumError(f"{what} {where}, expected it in a micro-batch that had no backward yet")
-
-
-def _cut_off(outputs: Any, cut: list[tuple[Tensor, Tensor]]) -> Any:
-    """Detaches outputs in any nesting; notes those that had a graph in `cut`."""
-    if isinstance(outputs, Tensor):
-        if not outputs.requires_grad:
-            return outputs
-        cut.append((outputs, outputs.detach().requires_grad_()))
-        return cut[-1][1]
-    return rebuilt(outputs, lambda child, _: _cut_off(child, cut))
 
 
 def weigh_chunks(window: Any, found: list[Sequence[Term]]) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:

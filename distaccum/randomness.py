@@ -37,17 +37,15 @@ class RandomNumbers:
         loaded, self.loaded = self.loaded, None
         if loaded is None:
             return
-        devices, found = random_devices(self._models), list(loaded["devices"].items())
-        if [device.type for device in devices] == [torch.device(name).type for name, _ in found]:
-            found = [(str(device), numbers) for device, (_, numbers) in zip(devices, found, strict=True)]
-        else:
+        devices, found = list(map(str, random_devices(self._models))), loaded["devices"]
+        if [torch.device(name).type for name in devices] != [torch.device(name).type for name in found]:
             self._once(
                 "devices",
-                f"the state has the random numbers of {[name for name, _ in found] or 'no device'} and this model is "
-                f"on {list(map(str, devices)) or 'none'}, so those of devices are left out",
+                f"the state has the random numbers of {list(found) or 'no device'} and this model is on "
+                f"{devices or 'none'}, so those of devices are left out",
             )
-            found = []
-        set_random_state({**loaded, "devices": dict(found)})
+            devices = []
+        set_random_state({**loaded, "devices": dict(zip(devices, found.values(), strict=False))})
 
     def now(self) -> dict[str, Any]:
         """The numbers that a window which began now would have."""
@@ -89,23 +87,23 @@ def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal:
     return ctypes.string_at(generator.ctypes.state_address, len(expected)) == expected
 
 
-def set_random_state(state: dict[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
-    random.setstate(_tuples(state["python"]))
+    random.setstate(state["python"])
     for device, of_device in state["devices"].items():
         torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
     if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(_numpy_state(numpy, state["numpy"]))
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
 
 
-def check_random_state(state: dict[str, Any]) -> None:
+def check_random_state(state: Mapping[str, Any]) -> None:
     """Raises if `set_random_state` could not set it."""
-    torch.Generator().set_state(state["torch"])
-    random.Random().setstate(_tuples(state["python"]))
-    for name, of_device in state["devices"].items():
-        torch.device(name), of_device.shape
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.RandomState().set_state(_numpy_state(numpy, state["numpy"]))
+    before = random_state([])
+    try:
+        set_random_state({**state, "devices": {}})
+    finally:
+        set_random_state(before)
 
 
 def set_seed(seed: int) -> None:
@@ -114,12 +112,3 @@ def set_seed(seed: int) -> None:
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _numpy_state(numpy: Any, state: Sequence[Any]) -> tuple[Any, ...]:
-    kind, keys, *rest = state
-    return (kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest)
-
-
-def _tuples(value: Any) -> Any:
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

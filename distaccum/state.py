@@ -12,11 +12,13 @@ import torch
 from .extension import KEYS, Extension
 from .feed import Place
 from .job import Job
-from .law import DistaccumError, warn, whole_number_in
+from .law import DistaccumError, warn, whole_number
 from .planner import Own, Planner
 from .randomness import check_random_state
 from .scaling import refuse_broken_scaler
 from .sizes import learned_sizes
+
+OF_STATE = "; give what state_dict() gave, of this version"
 
 
 def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str, Any]:
@@ -42,17 +44,15 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
     if not isinstance(state, Mapping):
         raise TypeError(f"load_state_dict() got a {type(state).__name__}, expected what state_dict() gave")
     if missing := sorted(KEYS - set(state)):
-        raise ValueError(f"the state has no {', '.join(missing)}; give what state_dict() gave, of this version")
+        raise ValueError(f"the state has no {', '.join(missing)}{OF_STATE}")
     if (state["scaler"] is None) != (job.scaler is None):
         has, wants = ("no", "one") if state["scaler"] is None else ("a", "none")
         raise ValueError(f"the state holds {has} scaler and this accumulator has {wants}; give both the same")
-    index, skipped, ranks = (whole_number_in(state, name, 0) for name in ("index", "skipped", "ranks"))
+    index, skipped, ranks = (whole_number(name, state[name], OF_STATE, 0) for name in ("index", "skipped", "ranks"))
     for name in ("fit", "scaler"):
         if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
-            raise ValueError(
-                f"the state has {name}={state[name]!r}, expected a dict; give what state_dict() gave, of this version"
-            )
-    learned = learned_sizes(state["fit"])
+            raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
+    learned = learned_sizes(state["fit"], OF_STATE)
     if job.scaler is not None:
         refuse_broken_scaler(state["scaler"], job.scaler)
     own = _own_part(state, ranks, job)

@@ -138,7 +138,7 @@ def test_amounts_are_read_with_their_units():
     [
         ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many ranks on each node"),
         ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
-        ({"batch_size": 0}, "batch_size=0, expected at least 1"),
+        ({"batch_size": 0}, "batch_size=0, expected a whole number of at least 1"),
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
     ],
 )

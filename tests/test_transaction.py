@@ -451,8 +451,8 @@ def test_named_losses_must_all_be_given():
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
-        ({"steps": 100 / 50}, TypeError, r"steps=2.0 is a float, expected a whole number; write 100 // 50"),
-        ({"steps": 0}, ValueError, "steps=0, expected at least 1"),
+        ({"steps": 100 / 50}, TypeError, r"steps=2.0, expected a whole number of at least 1; write 100 // 50"),
+        ({"steps": 0}, ValueError, "steps=0, expected a whole number of at least 1"),
         ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
         ({"batch_size": 4}, ValueError, "without micro_batch_size"),
         ({"reduction": "avg"}, ValueError, "reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'"),
@@ -492,7 +492,7 @@ def test_windows_needs_a_number_and_split_a_size():
     with pytest.raises(ValueError, match="pass micro_batch_size= or steps="):
         accumulator.split(BATCHES[0])
     _, _, accumulator = make(steps=lambda index: 1.5)
-    with pytest.raises(TypeError, match=r"steps\(0\)=1.5 is a float"):
+    with pytest.raises(TypeError, match=r"steps\(0\)=1.5, expected a whole number"):
         next(accumulator.windows(BATCHES))
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, get_args
 
-from ...law import REDUCTIONS, Reduction, even_cut, steps_for, whole_number
+from ...law import REDUCTIONS, Reduction, cut_evenly, steps_for, whole_number
 from .report import Alike, Cut, Forecast
 from .rules import Optimizer, bytes_sent, scaled_learning_rate
 
@@ -82,10 +83,10 @@ def plan(
         steps = steps_for(batch, micro, ranks)
         windows = Cut(steps * micro * ranks, (Alike(ranks, steps * micro, ((steps, micro),)),))
         dry = [Alike(ranks - batch, 0, ())] if batch < ranks else []
-        alike = (
-            Alike(times, size, tuple(even_cut(size, largest=micro))) for times, size in even_cut(batch, parts=ranks)
-        )
-        split = Cut(batch, (*dry, *alike))
+        alike = Counter(cut_evenly(batch, parts=ranks))
+        parts = {size: Counter(cut_evenly(size, largest=micro)) for size in alike}
+        cut = (Alike(n, size, tuple((times, one) for one, times in parts[size].items())) for size, n in alike.items())
+        split = Cut(batch, (*dry, *cut))
     rows: tuple[dict[str, Any], ...] = ()
     if gradient_bytes is not None and ranks > 1:
         rows = tuple(bytes_sent(numbers, gradient_bytes, ranks, nodes, steps))
