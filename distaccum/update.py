@@ -71,7 +71,7 @@ class Update:
         """The gradient noise scale, smoothed up to this update, in the unit of its count; the same on all ranks.
 
         None: no `NoiseScale()` among the extensions, or no update had two gradients to compare; inf: noise is all that
-        can be seen. `distaccum.extensions.noise.meaning` says what it means for a batch.
+        can be seen.
         """
         record = self.notes.get("noise")
         return None if record is None else record.read()

@@ -261,7 +261,7 @@ def test_options_that_need_whole_samples_are_refused():
     batch = cut(make_batch(2, seed=0), mesh["context"])
     said.append(refused(accumulator.check, batch, lambda one: criterion(net, one, "mean")))
     said.append(refused(accumulator.contrast, batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()))
-    assert "NoiseScale() with a mesh whose ranks have parts" in said[0]
+    assert "whose ranks have parts of the same samples; use data parallelism" in said[0]
     assert "count=count_samples with a mesh" in said[1]
     assert said[2] == "nothing"  # all of them carry data, as if no mesh were given
     assert "expected the dimensions of a DeviceMesh" in said[3]

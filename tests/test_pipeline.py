@@ -230,7 +230,7 @@ SAID = [
     "run() got arg_mbs, target_mbs, chunks of your own",
     *(f"{call}() takes a function that returns a loss" for call in ("update", "check", "contrast")),
     "a micro-batch has 3 samples",
-    "NoiseScale() with a pipeline's schedule",
+    "whose ranks have parts of the same samples; use data parallelism alone, or leave it out",
     "sync='every' with a pipeline",
     "WideSums with a pipeline's schedule",
     "compute on the same samples together, and have",

@@ -102,15 +102,6 @@ def norm_over_shards(
     return total_norm([_stack(norms)] if norms else [], kind)
 
 
-def part_of_square(shards: Mapping[Groups, Sequence[Tensor]], num_ranks: int) -> Tensor:
-    """This rank's part of the square of that norm over `num_ranks` ranks, some of which may hold the same parts."""
-    parts = []
-    for groups, gradients in shards.items():
-        copies = num_ranks / math.prod(dist.get_world_size(group) for group in groups)
-        parts.append(total_norm(gradients, 2.0).square() / copies)
-    return _stack(parts).sum() if parts else torch.zeros((), device="cpu")
-
-
 def _stack(norms: Sequence[Tensor]) -> Tensor:
     wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
     return torch.stack([norm.to(norms[0].device, wide) for norm in norms])

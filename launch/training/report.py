@@ -16,7 +16,6 @@ from typing import Any
 from tqdm import tqdm
 
 from distaccum import Update
-from distaccum.extensions.noise import meaning
 
 from .config import Config
 from .data import Order
@@ -153,8 +152,8 @@ class Report:
         self._log.flush()
         self._rate = rate
         shown = {"loss": f"{update.loss:.4f}", f"{self._unit}/s": f"{rate:.0f}"}
-        if self._noise is not None and batch:
-            shown["noise"] = f"{self._noise:.0f} ({meaning(self._noise, batch).verdict})"
+        if self._noise is not None:
+            shown["noise"] = f"{self._noise:.0f}"
         self._bar.set_postfix(shown, refresh=False)
         self._bar.update()
         if not update.stepped:
@@ -214,11 +213,10 @@ class Report:
         }
         if self._noise is not None:
             batch = statistics.median(self._batches)
-            found = meaning(self._noise, batch)
             values["noise_scale"] = self._noise
-            values["batch"] = {"count": batch, **found._asdict()}
+            values["batch"] = batch
             # As of the last updates; it grows as the loss falls.
-            noise = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}: {found}"
+            noise = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}"
         _write(self._folder / "summary.json", _json(values, indent=1) + "\n")
         say = self._job.say
         say(f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second")
