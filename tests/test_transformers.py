@@ -16,6 +16,8 @@ from test_accelerate import accelerators
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
+from distaccum import count_tokens
+
 VOCABULARY, PAD, IGNORED = 11, 0, -100
 STEPS, MAX_NORM = 3, 0.3  # which clips some
 
@@ -271,9 +273,17 @@ def test_dataset_without_a_length_that_ends_in_mid_window_is_exact(updates):
 # Losses of one's own
 
 
+def test_micro_batches_of_one_row_cannot_be_asked_about_a_mean_of_ones_own():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs)["loss"]
+
+    with pytest.raises(ValueError, match="micro-batches of one row cannot be cut; give count="):
+        fit(Own, make_net(), make_rows([3, 5, 2]))
+
+
 def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
-    # The mask lets micro-batches of one row be put together, as the loss is asked over what it is a mean.
-    rows = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in make_rows(LENGTHS["short-tail"])]
+    rows = make_rows(LENGTHS["short-tail"])
     expected = Expected(make_net(), windows_of([rows]))
     errors = []
     for kind in kinds():
@@ -282,7 +292,8 @@ def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
             def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
                 return model(**inputs)["loss"]
 
-        errors.append(worst(fit(Own, make_net(), rows)[0], expected.weights))
+        options = {} if kind is kinds()[0] else {"count": count_tokens("labels")}
+        errors.append(worst(fit(Own, make_net(), rows, **options)[0], expected.weights))
     theirs, ours = errors
     assert ours <= 1e-10
     assert theirs > 1e-2

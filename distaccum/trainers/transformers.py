@@ -22,17 +22,20 @@ from packaging.version import Version
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainerCallback
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from ..accumulator import Accumulator
 from ..cutting import Count
 from ..law import Reduction, share_of
+from ..planner import Windows
 from ..runs.snapshot import kept
 from ..scaling import forget
 from ..update import Update
 from ..window import Window
 from ..wrappers.private.accelerate import leave_out_step, note_step
-from .questions import IGNORED, Asked, Questions
+from .questions import Questions
 
+IGNORED = -100
 OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values
 
 
@@ -66,7 +69,9 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         self.update: Update | None = None
         self._own_count, self._reduction = count, reduction
         self._made: tuple[nn.Module, Accumulator, Questions] | None = None
-        self._pass: _Pass | None = None
+        self._iterator: Any = None  # of a pass over the data
+        self._windows: Windows | None = None  # of that pass
+        self._drawn: list[Any] = []  # by this rank, for windows to come
         self._window: Window
         self._micro_batches: Iterator[Any]  # of the window
         self._most: int | None = None  # micro-batches of an epoch, as far as the loop shall have turns
@@ -104,24 +109,29 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
         """The micro-batches that this rank has in the next window, filled up to the turns that the loop shall make."""
         accumulator, questions = self._accumulator_of(self.model_wrapped)
-        if self._pass is None or self._pass.iterator is not epoch_iterator:
+        if self._windows is None or self._iterator is not epoch_iterator:
             # Drawing waits for other ranks, which may be at another micro-step, where one deals out to all.
             deals = isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
-            ahead = self.args.world_size == 1 or not deals
             self._leave()
-            self._pass = _Pass(accumulator, epoch_iterator, self._most, ahead=ahead)
-        window, drawn = self._pass.draw(num_batches)
-        if window is not None and questions.are_due(window.index) and questions.ask(drawn, window.index):
-            self._pass.draw_again(drawn)  # to be counted anew
-            window, drawn = self._pass.draw(num_batches)
+            self._iterator, self._drawn = epoch_iterator, []
+            micro_batches = self._noted(itertools.islice(epoch_iterator, self._most))
+            self._windows = accumulator.windows(micro_batches, ahead=self.args.world_size == 1 or not deals)
+        window = next(self._windows, None)
+        drawn, self._drawn = self._drawn[:num_batches], self._drawn[num_batches:]
         if window is None:  # no rank has any more
             return [], None
+        questions.ask(drawn, window.index)
         window.begin()  # together, before some ranks idle
         self._window, self._micro_batches, self._turns = window, iter(window), num_batches
         self._last = drawn[-1] if drawn else self._last
         name = getattr(self.model, "main_input_name", "input_ids")
         nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # for the loop, which counts tokens
         return drawn + [nothing] * (num_batches - len(drawn)), None
+
+    def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
+        for micro_batch in micro_batches:
+            self._drawn.append(micro_batch)
+            yield micro_batch
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch; which of the `inputs` of this update comes in which turn is the window's choice."""
@@ -173,15 +183,15 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             forget(self.accelerator.scaler, [self.optimizer.optimizer])  # which the Trainer's clipping unscaled
 
     def _leave(self) -> None:
-        if self._pass is not None:
-            self._pass.close()
-            self._pass = None
+        if self._windows is not None:
+            self._windows.close()  # discards what is open
+            self._windows = None
 
     # The Accumulator, and what it counts
 
     def _accumulator_of(self, model: nn.Module) -> tuple[Accumulator, Questions]:
         if self._made is None or self._made[0] is not model:
-            questions = Questions(self._asked(model))
+            questions = self._questions_about(model)
             accumulator = Accumulator(
                 model,
                 steps=lambda _: self.args.gradient_accumulation_steps,
@@ -194,13 +204,12 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             self._made = model, accumulator, questions
         return self._made[1:]
 
-    def _asked(self, model: nn.Module) -> Asked:
+    def _questions_about(self, model: nn.Module) -> Questions:
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
-        own = self.accelerator.unwrap_model(self.model)
-        own = own.get_base_model() if hasattr(own, "get_base_model") else own  # of PEFT
+        own = self._bare_model()
         coarse = self.args.bf16 or self.args.fp16 or self.args.tf32
         dtypes = [*(p.dtype for p in model.parameters() if p.is_floating_point()), *[torch.bfloat16] * bool(coarse)]
-        return Asked(
+        return Questions(
             name=f"{type(self).__name__}.compute_loss" if is_overridden else type(own).__name__,
             loss=lambda micro_batch, number: self._loss_in_eval(model, micro_batch, number),
             precision=max(torch.finfo(dtype).eps for dtype in dtypes),
@@ -212,10 +221,20 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
             meets=is_overridden or (self.accelerator.num_processes > 1 and _inner(model) is model),
         )
 
+    def _bare_model(self) -> Any:
+        own = self.accelerator.unwrap_model(self.model)
+        return own.get_base_model() if hasattr(own, "get_base_model") else own  # of PEFT
+
     def _items(self, micro_batch: Any) -> Any:
         """The items of this micro-batch alone, as the Trainer counts them, so that its loss is a mean."""
         with self._alone():
-            return super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
+            found = super().get_batch_samples(iter([micro_batch]), 1, self.args.device)[1]
+        own = self._bare_model()
+        is_causal = getattr(own, "loss_function", None) is ForCausalLMLoss and not own.config.is_encoder_decoder
+        if not is_causal or found is None or "shift_labels" in micro_batch or micro_batch["labels"].dim() < 2:
+            return found
+        # The Trainer knows this loss by the model's name, and takes GPT-2's labels for unshifted.
+        return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
 
     def _loss_in_eval(self, model: nn.Module, micro_batch: Any, number: Any) -> Tensor:
         with kept([model]), torch.no_grad(), self._alone(), self.compute_loss_context_manager():
@@ -251,39 +270,6 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
 def _inner(model: nn.Module) -> nn.Module:
     return model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
-
-
-@final
-class _Pass:
-    """One pass over the Trainer's loader, in windows, each with what this rank drew for it."""
-
-    def __init__(self, accumulator: Accumulator, iterator: Iterator[Any], most: int | None, *, ahead: bool) -> None:
-        self.iterator = iterator
-        self._left = itertools.islice(iterator, most)
-        self._accumulator, self._ahead = accumulator, ahead
-        self._drawn: list[Any] = []  # for windows to come
-        self._windows = accumulator.windows(self._noted(self._left), ahead=ahead)
-
-    def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        for micro_batch in micro_batches:
-            self._drawn.append(micro_batch)
-            yield micro_batch
-
-    def draw(self, most: int) -> tuple[Window | None, list[Any]]:
-        """The next window, if any rank has one, and this rank's micro-batches in it, those that do not count too."""
-        window = next(self._windows, None)
-        drawn, self._drawn = self._drawn[:most], self._drawn[most:]
-        return window, drawn
-
-    def draw_again(self, drawn: list[Any]) -> None:
-        """Discards the window of `drawn`, for the next one to have them."""
-        self.close()
-        waiting, self._drawn = [*drawn, *self._drawn], []
-        again = self._noted(itertools.chain(waiting, self._left))
-        self._windows = self._accumulator.windows(again, ahead=self._ahead)
-
-    def close(self) -> None:
-        self._windows.close()  # discards what is open
 
 
 @final
