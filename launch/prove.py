@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
-from training.config import BrokenFileError, Config, a_line, stop
+from training.config import Config, a_line, stop
 from training.data import Order
-from training.tasks import Task, make_task
+from training.tasks import Task, loss_of, make_task
 from training.wrapping import make_optimizer
 
 LOGGED = {"index", "loss", "grad_norm", "lr", "stepped"}
@@ -55,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     bound = given.bound or BOUNDS[config.precision]
     try:
         worst = compare(config, log, weights)
-    except BrokenFileError as error:
+    except OSError as error:
         stop(str(error))
     good = worst["the weights"] <= bound  # which hold every update; float32 turns a ReLU here and there in a gradient
     print(f"{given.run}: {len(log)} updates, against one process with one batch per update:")
@@ -80,9 +79,10 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
     if found := sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)):
         stop(f"the run's weights are those of another model than its config.json names, as in {found[0]}")
     worst = {"a loss": 0.0, "a learning rate": 0.0}
-    for update, seen in enumerate(tqdm(log, unit="update", disable=None)):
+    for update, seen in enumerate(log):
         keys = order.of_update(update).tolist()
-        loss = task.loss(model, task.collate([task.train[key] for key in keys]))
+        batch = task.collate([task.train[key] for key in keys])
+        loss = loss_of(model(batch["inputs"]), batch["labels"])
         loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(model.parameters(), config.max_norm or math.inf)
         if seen["grad_norm"] is not None:
@@ -107,7 +107,7 @@ def is_random(task: Task) -> bool:
     losses = []
     for seed in (0, 1):
         torch.manual_seed(seed)
-        losses.append(float(task.loss(task.model, batch)))
+        losses.append(float(loss_of(task.model(batch["inputs"]), batch["labels"])))
     return losses[0] != losses[1]
 
 

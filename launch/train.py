@@ -11,7 +11,9 @@ number of ranks, so that every way to start a run ends with the same weights.
 from __future__ import annotations
 
 import math
+import signal
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -19,12 +21,11 @@ from torch.utils.data import DataLoader
 from training.checkpoints import Checkpoints, save_weights
 from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line
 from training.data import MicroBatches, Order
-from training.evaluation import evaluate
-from training.job import Job, Signals
-from training.meshes import cut_task
+from training.job import EXCHANGE_SECONDS, Job, Signals
+from training.meshes import Collate, cut_batches
 from training.report import Report, plan
-from training.tasks import make_task, to_device, try_model
-from training.wrapping import wrap
+from training.tasks import loss_of, make_task, measure, to_device, try_model
+from training.wrapping import Wrapped, wrap
 
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
@@ -43,9 +44,9 @@ def train(config: Config, job: Job) -> int:
 
     with refusals_in_a_line():
         wrapped = wrap(task.model, config, job, updates)
-        task, model = cut_task(task, config, wrapped.mesh), wrapped.model
+        collate = cut_batches(task.collate, config, wrapped.mesh)
         accumulator = Accumulator(
-            wrapped.pipeline or model,
+            wrapped.pipeline or wrapped.model,
             wrapped.optimizer,
             steps=steps,
             count=task.count,
@@ -67,19 +68,17 @@ def train(config: Config, job: Job) -> int:
         return 0
 
     measured: dict[str, float] = {}
-    left, where = accumulator.index >= updates, ""
+    stopped, where = 0, ""
     # A checkpoint within a window is of its start, where running statistics are those of now.
     pauses = not (wrapped.is_deepspeed or any(isinstance(module, _BatchNorm) for module in task.model.modules()))
-    with (
-        Signals(job, checkpoints.seconds) as signals,
-        Report(config, job, task.unit, updates, accumulator.index) as report,
-    ):
-        while not left:  # an epoch, or what is left of it
+    every = min(EXCHANGE_SECONDS, 60 * config.checkpoint_minutes or EXCHANGE_SECONDS)
+    with Signals(job, every) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
+        while accumulator.index < updates and not stopped:  # an epoch, or what is left of it
             micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.data_rank, job.data_ranks)
             loader = DataLoader(
                 task.train,
                 batch_sampler=micro_batches,
-                collate_fn=task.collate,
+                collate_fn=collate,
                 num_workers=config.workers,
                 pin_memory=job.device.type == "cuda",
                 generator=torch.Generator(),  # its own, so that a resume draws no number more
@@ -88,42 +87,68 @@ def train(config: Config, job: Job) -> int:
                 for batch in window:
                     batch = to_device(batch, job.device)
                     if wrapped.pipeline is not None:
-                        window.run(batch["tokens"], target=batch["labels"])
+                        window.run(batch["inputs"], target=batch["labels"])
                     else:
                         with job.autocast():
-                            loss = task.loss(model, batch)
+                            loss = loss_of(wrapped.model(batch["inputs"]), batch["labels"])
                         window.backward(loss)
                     report.progress(accumulator.index, window.num_done)
                     if pauses and window.num_done < len(window):  # all ranks have as many
-                        stopped, is_due = signals.agreed(checkpoints.overdue(), in_window=True)
-                        if stopped or is_due:
+                        asked = signals.asked(checkpoints.overdue(), in_window=True)
+                        if asked:
                             report.flush(to_disk=True)  # else it would lack an update after a kill
                             checkpoints.save()
-                        if stopped:
-                            left, where = True, f" after {window.num_done} of its micro-batches"
+                        if asked > 1:
+                            stopped, where = asked, f" after {window.num_done} of its micro-batches"
                             break
-                if left:
+                if stopped:
                     break
                 lr = wrapped.lr
                 report.update(window.step(), lr)
 
                 done = accumulator.index
-                stopped, is_due = signals.agreed(checkpoints.overdue())
+                asked = signals.asked(checkpoints.overdue())
+                stopped = asked if asked > 1 else 0
                 if not stopped and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
-                    measured = evaluate(model, task, config, job)
+                    measured = evaluate(wrapped, task.held_out, collate, job)
                     report.evaluation(done, measured)
-                left = stopped or done == updates
-                if left or is_due or checkpoints.due():
+                if asked or done == updates or checkpoints.due():
                     report.flush(to_disk=True)
                     checkpoints.save()
-                if left:
+                if stopped:
                     break
         if accumulator.index < updates:
-            job.say(f"stopped by {signals.name} in update {accumulator.index}{where}, and saved; --resume begins it")
-            return signals.status
+            name = signal.Signals(stopped).name
+            job.say(f"stopped by {name} in update {accumulator.index}{where}, and saved; --resume begins it")
+            return 128 + stopped
         save_weights(config, job, wrapped)
-        report.summary(measured or evaluate(model, task, config, job))
+        report.summary(measured or evaluate(wrapped, task.held_out, collate, job))
     return 0
+
+
+@torch.no_grad()
+def evaluate(wrapped: Wrapped, held_out: Sequence[Any], collate: Collate, job: Job) -> dict[str, float]:
+    """The mean loss, with accuracy or perplexity; every held-out sample counts once.
+
+    All ranks run as many forwards, since those of a sharded model communicate; one that has no samples left runs
+    one that is not counted. Of ranks that share samples each measures a part, or one all, or each all of them.
+    """
+    size, number = job.config.micro_batch_size, len(held_out)
+    mine = range(job.data_rank, number, job.data_ranks)
+    sums = torch.zeros(3, dtype=torch.float64)
+    wrapped.model.eval()
+    for at in range(0, -(-number // job.data_ranks), size):
+        indices = mine[at : at + size]
+        batch = to_device(collate([held_out[i] for i in indices or [0]]), job.device)
+        with job.autocast():
+            scores = (wrapped.stages or wrapped.model)(batch["inputs"])
+        if indices and scores is not None:  # the last stage of a pipeline has them
+            sums += measure(scores, batch["labels"])
+    wrapped.model.train()
+    count, loss, right = job.sum(sums).tolist()
+    if job.config.task == "language":
+        return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 100.0))}
+    return {"loss": loss / count, "accuracy": right / count}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -259,7 +259,7 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     out = tmp_path / "run"
     # The script resolves paths in its working directory.
     words = ["bash", ROOT / "launch/torchrun.sh", 2, "--config", "my.toml", "--out", "../run", "--resume"]
-    words += ["--checkpoint-every", "0.002m", "--keep", 3, "--device", "cpu"]
+    words += ["--checkpoint-minutes", 0.002, "--keep", 3, "--device", "cpu"]
     environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": "2"}
     pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     job = subprocess.Popen([*map(str, words)], cwd=config.parent, env=environment, **pipes)

@@ -8,7 +8,6 @@ import re
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -192,7 +191,7 @@ MISTAKES = {
     ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
     ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
     ("--data", "CIFAR11"): "no folder here and no torchvision dataset",
-    ("--data", "one"): "has one of train and val, expected both",
+    ("--data", "one"): "is no folder of images by class, nor one with train and val",
     ("--task", "language", "--data", "not/there.txt"): "cannot be read as text",
     ("--task", "language", "--model", "./not-there"): "no language model that transformers finds",
     ("--device", "cuda"): "torch sees no GPU here",
@@ -201,7 +200,7 @@ MISTAKES = {
     ("--engine", "deepspeed", "--deepspeed-config", "bf16.json"): "precision is 'float32'; leave it out",
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
-    ("--checkpoint-every", "10x"): "checkpoint_every = '10x', expected a number of updates (50), minutes (10m), or 0",
+    ("--checkpoint-minutes", "-1"): "checkpoint_minutes = -1.0, expected a number of at least 0",
 }
 
 
@@ -248,10 +247,10 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run / "tensorboard").glob("events*"))
     printed = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
-    assert printed == ["10", "20", "30", "40", "46"] and "\r" not in text, "without a terminal lines, not a bar"
+    assert printed == ["10", "20", "30", "40", "46"]
 
 
-def test_progress_is_printed_without_a_terminal_unless_quiet(programs, tmp_path):
+def test_progress_is_printed_unless_quiet(programs, tmp_path):
     options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every", 1e-9)
     text = trained(programs, tmp_path / "often", *options)
     lines = re.findall(r"^(\d) of 3 updates and (\d) micro-batch.*0:\d\d:\d\d left$", text, re.MULTILINE)
@@ -327,43 +326,14 @@ def test_resume_prints_the_checkpoint_that_it_found(programs, tmp_path):
     assert [done.status for done in ended] == [2, 2]
 
 
-def flip(state: Path) -> None:
-    whole = bytearray(state.read_bytes())
-    whole[len(whole) // 2] ^= 1
-    state.write_bytes(whole)
-
-
-DAMAGE: list[tuple[Callable[[Path], object], str]] = [
-    (flip, "state.pt has another checksum"),
-    (lambda state: state.unlink(), "state.pt is missing"),
-    (lambda state: state.with_name("checksums.json").write_text("{"), "Expecting property name"),
-]
-
-
-def test_damaged_checkpoint_is_named_and_the_one_before_is_taken(programs, tmp_path):
-    ranks = 2
-    whole, run, number = tmp_path / "whole", tmp_path / "run", 1 + len(DAMAGE)
-    options = (*SMALL[:2], "--batch-size", 16, "--updates", number, "--checkpoint-every", 1, "--keep", 99)
-    trained(programs, whole, *options, ranks=ranks)
-    shutil.copytree(whole, run)
-    (run / "weights.pt").unlink()
-    folders = sorted((run / "checkpoints").glob("update-*"))
-    for folder, (damage, _) in zip(folders[1:], DAMAGE, strict=True):
-        damage(folder / "state.pt")
-    text = trained(programs, run, *options, "--resume", ranks=ranks)
-    lines = [line for line in text.splitlines() if line.startswith("train: ") and " is damaged: " in line]
-    for folder, (_, message), line in zip(folders[1:], DAMAGE, reversed(lines), strict=True):
-        assert f"{folder} is damaged: {message}" in line
-        assert line.endswith(f"; goes on from the one before (damaged-{folder.name})")
-        assert folder.with_name(f"damaged-{folder.name}").is_dir(), "it is kept but no longer used"
-    assert "goes on with update 1" in text and "Traceback" not in text
-    assert same(whole, run)
-    for folder in (run / "checkpoints").glob("update-*"):
-        flip(folder / "state.pt")
-    ended = wait_for(programs.start_ranks(ranks, "train", *options, "--updates", 9, "--out", run, "--resume"))
+def test_checkpoint_that_cannot_be_read_is_named(programs, tmp_path):
+    options = (*SMALL, "--updates", 2, "--out", tmp_path / "run", "--resume")
+    assert programs.run("train", *options).status == 0
+    state = tmp_path / "run" / "checkpoints" / "update-00000002" / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    ended = wait_for(programs.start_ranks(2, "train", *options))
     assert [done.status for done in ended] == [2, 2]
-    text = "".join(done.text for done in ended)
-    assert "update-00000004 is damaged: state.pt has another checksum" in text and "before it" in text
+    assert f"{state.parent} cannot be read (" in "".join(done.text for done in ended)
 
 
 def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
@@ -451,9 +421,9 @@ def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path, ranks, number, 
 
 @pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2", "--sync", "gathered"))], ids=str)
 def test_checkpoints_by_the_clock_change_nothing_in_mid_window(programs, tmp_path, ranks, options):
-    shorter = (*LONG[:5], 24, *LONG[6:-1])
-    trained(programs, tmp_path / "whole", *shorter, 0, *options, ranks=ranks)
-    options = (*shorter, "0.0005m", *options, "--keep", 99)
+    shorter = (*LONG[:5], 24, *LONG[6:], *options)
+    trained(programs, tmp_path / "whole", *shorter, ranks=ranks)
+    options = (*shorter, "--checkpoint-minutes", 0.0005, "--keep", 99)
     trained(programs, tmp_path / "run", *options, ranks=ranks)
     assert same(tmp_path / "whole", tmp_path / "run")
     for later in ("update-00000001", "update-00000002"):

@@ -55,14 +55,15 @@ def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
 def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
     """From a checkpoint within the first window."""
     options = (*ADAMW, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3, "--keep", 99)
+    options = (*options, "--checkpoint-every", 0)
     out = tmp_path / "run"
-    trained(programs, tmp_path / "whole", *options, "--checkpoint-every", 0, ranks=4)
-    trained(programs, out, *options, "--checkpoint-every", "0.0001m", ranks=4)
+    trained(programs, tmp_path / "whole", *options, ranks=4)
+    trained(programs, out, *options, "--checkpoint-minutes", 0.0001, ranks=4)
     assert same(tmp_path / "whole", out)
     for later in (out / "checkpoints").glob("update-0000000[123]"):
         later.rename(tmp_path / later.name)
     (out / "weights.pt").unlink()
-    printed = trained(programs, out, *options, "--checkpoint-every", 0, "--resume", ranks=4)
+    printed = trained(programs, out, *options, "--resume", ranks=4)
     assert "goes on with update 0" in printed
     assert same(tmp_path / "whole", out)
 
@@ -70,15 +71,15 @@ def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
 TEXT = ("--task", "language", "--plan", "4")
 MISTAKES = {
     ("--tp", "2", "--plan", "4"): "tp = 2 with model = 'resnet18', expected task = 'language' and 'gpt'",
-    (*TEXT, "--tp", "3"): "tp = 3 on 4 ranks, expected a number that divides them",
+    (*TEXT, "--tp", "3"): "tp = 3 and 4 ranks, expected a number that divides them",
     (*TEXT, "--tp", "2", "--cp", "2"): "tp = 2 and cp = 2, expected one of tp, cp and pp above 1",
     (*TEXT, "--tp", "2", "--engine", "ddp"): "tp = 2 with engine = 'ddp', expected 'fsdp2'",
     (*TEXT, "--tp", "2", "--engine", "fsdp2", "--replicas", "2"): "tp = 2 with replicas, expected one of them",
     (*TEXT, "--cp", "2", "--measure-noise"): "cp = 2 with measure_noise, expected one of them",
     (*TEXT, "--tp", "4", "--width", "64"): "tp = 4 and width = 64, which makes 2 heads, expected a number that divides",
-    (*TEXT, "--cp", "4", "--context", "50"): "cp = 4 and context = 50, expected a number that divides it",
+    (*TEXT, "--cp", "4", "--context", "50"): "cp = 4 and context = 50, expected a number that divides them",
     (*TEXT, "--pp", "4", "--layers", "3"): "pp = 4 and layers = 3, expected a layer for each stage",
-    (*TEXT, "--pp", "2", "--micro-batch-size", "3"): "micro_batch_size = 3, expected a multiple of 2: a chunk for each",
+    (*TEXT, "--pp", "2", "--micro-batch-size", "3"): "pp = 2 and micro_batch_size = 3, expected a number that divides",
     (*TEXT, "--pp", "2", "--engine", "fsdp2", "--sync", "every"): "pp = 2 with sync = 'every', expected 'last'",
 }
 

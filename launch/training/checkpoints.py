@@ -2,81 +2,72 @@
 
 `state.pt` has the whole model and optimizer by name, so that a run goes on under another engine and on another number
 of ranks; DeepSpeed writes its own files instead, one per rank. Within a window it is the state at the window's start. A
-folder is written under another name, brought to disk, and renamed. `checksums.json` has the SHA-256 of each other file:
-a checkpoint whose files are others is passed over.
+folder is written under another name, brought to disk, and renamed.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
-import json
+import logging
 import os
-import re
 import shutil
 import time
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 
 from distaccum import Accumulator
 
-from .config import MAY_CHANGE, Config, a_line, read_interval, stop
-from .job import EXCHANGE_SECONDS, Job
-from .states import put_state, whole_state
+from .config import LASTING, Config, a_line, stop
+from .job import Job
 from .wrapping import Wrapped
 
-NAME = re.compile(r"update-\d{8}")
-IN_A_STATE = {"update", "accumulator", "schedule", "num_samples", "stage", "config"}
+State = dict[str, Any]
 
 
 class Checkpoints:
     def __init__(self, config: Config, job: Job, wrapped: Wrapped, accumulator: Accumulator, num_samples: int) -> None:
         self._config, self._job, self._wrapped, self._accumulator = config, job, wrapped, accumulator
-        self._num_samples = num_samples
         self._folder = Path(config.out) / "checkpoints"
-        self._saved = ""  # the newest
-        self._every, self._minutes = read_interval(config.checkpoint_every)
-        self._time = time.monotonic()  # of the newest
-
-    @property
-    def seconds(self) -> float:
-        """How often the ranks ask each other whether a signal has come or a checkpoint is overdue."""
-        return min(EXCHANGE_SECONDS, 60 * self._minutes or EXCHANGE_SECONDS)
+        self._saved, self._time = "", time.monotonic()  # the newest, and when it was made
+        # What a checkpoint and the run that resumes it have in common.
+        self._lasting: State = {name: getattr(config, name) for name in LASTING}
+        zero = [wrapped.model.zero_optimization_stage(), job.ranks] if wrapped.is_deepspeed else None  # type: ignore[operator]
+        self._lasting |= {"samples to train on": num_samples, "DeepSpeed's stage and ranks": zero}
 
     def due(self) -> bool:
         """Whether the number of updates asks for a checkpoint between two windows."""
-        return self._every > 0 and self._accumulator.index % self._every == 0
+        return self._config.checkpoint_every > 0 and self._accumulator.index % self._config.checkpoint_every == 0
 
     def overdue(self) -> bool:
         """Whether the first rank's clock asks for a checkpoint, which may be inside a window."""
-        minutes = (time.monotonic() - self._time) / 60
-        return self._job.is_first and 0 < self._minutes <= minutes
+        seconds = 60 * self._config.checkpoint_minutes
+        return self._job.is_first and 0 < seconds <= time.monotonic() - self._time
 
     def save(self) -> None:
         """Saves between two windows, or the start of the one at work. All ranks call it together."""
-        wrapped, job, index = self._wrapped, self._job, self._accumulator.index
-        name, self._time = f"update-{index:08d}", time.monotonic()
+        wrapped, job = self._wrapped, self._job
+        name, self._time = f"update-{self._accumulator.index:08d}", time.monotonic()
         if name == self._saved:
             return
-        whole, partial = self._folder / name, self._folder / f".{name}"
+        partial = self._folder / f".{name}"
         if job.is_first:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         job.wait_for_all()
-        state: dict[str, Any] = {
-            "update": index,
-            "accumulator": self._accumulator_of_all(),
-            "schedule": wrapped.schedule.last_epoch,
-            "num_samples": self._num_samples,
-            "stage": self._stage(),
-            "config": dataclasses.asdict(self._config),
-        }
+        state: State = {"accumulator": self._accumulator_of_all(), "schedule": wrapped.schedule.last_epoch}
+        state |= {"update": self._accumulator.index, "lasting": self._lasting}
         if wrapped.is_deepspeed:
             with writing(partial):
                 wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
@@ -84,19 +75,16 @@ class Checkpoints:
         else:
             # An optimizer without a state yet, or for ever, torch would step to make one.
             has_state = bool(wrapped.schedule.last_epoch and self._kinds())
-            weights, optimizer = whole_state(wrapped, with_optimizer=has_state)
-            if job.is_first and optimizer is not None:
-                fill_state(optimizer, {name: weights[name] for name in wrapped.trained}, self._kinds())
-            state["model"], state["optimizer"] = weights, optimizer
+            state["model"], state["optimizer"] = whole_state(wrapped, with_optimizer=has_state)
+            if job.is_first and has_state:
+                self._fill(state["optimizer"]["state"], state["model"])
         if job.is_first:
             with writing(partial):
                 save_tensors(state, partial / "state.pt")
-                sums = {str(path.relative_to(partial)): _checksum(path) for path in _files(partial)}
-                (partial / "checksums.json").write_text(json.dumps(sums, indent=1) + "\n")
                 for path in (*partial.rglob("*"), partial):
                     _to_disk(path)
-            shutil.rmtree(whole, ignore_errors=True)
-            partial.replace(whole)
+            shutil.rmtree(self._folder / name, ignore_errors=True)
+            partial.replace(self._folder / name)
             _to_disk(self._folder)
             for old in self._found()[: -self._config.keep]:
                 shutil.rmtree(old)
@@ -106,68 +94,44 @@ class Checkpoints:
     def resume(self) -> None:
         """Puts everything back as the newest checkpoint has it, if there is one."""
         wrapped, job = self._wrapped, self._job
-        newest = self._read() if job.is_first else None
-        if isinstance(newest, dict):
-            newest["has_optimizer"] = bool((newest.get("optimizer") or {}).get("state"))  # SGD alone has none
-        tensors = [newest.pop(name, {}) if isinstance(newest, dict) else {} for name in ("model", "optimizer")]
+        state, refusal = self._read() if job.is_first else ({}, "")
+        weights, optimizer = state.pop("model", {}), state.pop("optimizer", None)
+        box: list[Any] = [state, refusal, bool(optimizer and optimizer["state"])]  # SGD alone has no state
         if job.ranks > 1:  # one rank reads: the others may be on machines that do not see the folder
-            box = [newest]
             dist.broadcast_object_list(box)
-            newest = box[0]
-        if newest is None:
+        state, refusal, has_optimizer = box
+        if refusal:
+            stop(refusal)
+        if not state:
             job.say(f"no checkpoint in {self._folder}: starts anew")
             return
-        if isinstance(newest, str):
-            stop(newest)
+        self._saved = f"update-{state['update']:08d}"
         if wrapped.is_deepspeed:
-            wrapped.model.load_checkpoint(str(self._folder / newest["name"]), tag="deepspeed")  # type: ignore[operator]
+            wrapped.model.load_checkpoint(str(self._folder / self._saved), tag="deepspeed")  # type: ignore[operator]
         else:
-            put_state(wrapped, tensors[0], tensors[1] if newest["has_optimizer"] else None)
-        wrapped.set_schedule(newest["schedule"])
+            put_state(wrapped, weights, (optimizer or {}) if has_optimizer else None)
+        wrapped.set_schedule(state["schedule"])
         # For another number of ranks, which the checkpoint has no random numbers of: dropout starts anew.
-        torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + newest["update"])
-        self._accumulator.load_state_dict(newest["accumulator"])
-        self._saved = newest["name"]
-        job.say(f"goes on with update {newest['update']}")
+        torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + state["update"])
+        self._accumulator.load_state_dict(state["accumulator"])
+        job.say(f"goes on with update {state['update']}")
 
-    def _read(self) -> dict[str, Any] | str | None:
-        """The newest state that is whole, or a sentence on why none can be used."""
+    def _read(self) -> tuple[State, str]:
+        """The newest state, and why it cannot be used, if so."""
         for partial in self._folder.glob(".update-*"):  # of a run that was killed while it wrote
             shutil.rmtree(partial)
-        damaged: list[tuple[Path, str]] = []
-        for folder in reversed(self._found()):
-            try:
-                state = self._load(folder)
-                reason = self._refused(folder, state)
-            except Exception as error:  # of as many kinds as there are ways to break a file
-                damaged.append((folder, a_line(error)))
-                continue
-            if reason:
-                return reason
-            for broken, why in damaged:  # out of the way of those to come, which `keep` counts
-                aside = broken.with_name(f"damaged-{broken.name}")
-                shutil.rmtree(aside, ignore_errors=True)
-                broken.rename(aside)
-                warnings.warn(f"{broken} is damaged: {why}; goes on from the one before ({aside.name})", stacklevel=1)
-            return state
-        if damaged:
-            folder, why = damaged[0]
-            others = f", and so are the {len(damaged) - 1} before it" if damaged[1:] else " and the only one"
-            return f"{folder} is damaged: {why}{others}; remove the run's folder, or give another --out, to start anew"
-        return None
-
-    def _load(self, folder: Path) -> dict[str, Any]:
-        """What `save` wrote. An error says which file is not as it was written."""
-        for name, checksum in json.loads((folder / "checksums.json").read_text()).items():
-            if not (folder / name).is_file():
-                raise ValueError(f"{name} is missing")
-            if _checksum(folder / name) != checksum:
-                raise ValueError(f"{name} has another checksum than when it was written")
-        state: dict[str, Any] = torch.load(folder / "state.pt", weights_only=True, map_location="cpu")
-        if not isinstance(state, dict) or not state.keys() >= IN_A_STATE:
-            raise ValueError("state.pt is no checkpoint of train.py")
-        state["name"] = folder.name
-        return state
+        if not (found := self._found()):
+            return {}, ""
+        try:
+            state: State = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
+            made = state["lasting"]
+        except Exception as error:  # of as many kinds as there are ways to break a file
+            return {}, f"{found[-1]} cannot be read ({a_line(error)}); remove it to go on from the one before"
+        for name, now in self._lasting.items():
+            if made.get(name) != now:
+                cure = "give the same, or another --out to start anew"
+                return {}, f"{found[-1]} was made with {name} = {made.get(name)!r} and this run has {now!r}; {cure}"
+        return state, ""
 
     def _kinds(self) -> list[str]:
         """Of what the optimizer keeps of a parameter."""
@@ -175,32 +139,13 @@ class Checkpoints:
             return ["step", "exp_avg", "exp_avg_sq"]
         return ["momentum_buffer"] if self._config.momentum else []
 
-    def _refused(self, folder: Path, state: dict[str, Any]) -> str:
-        """Why a checkpoint that is whole is not for this run, if so."""
-        now = dataclasses.asdict(self._config)
-        for name, value in state["config"].items():
-            if name in now and now[name] != value and name not in MAY_CHANGE:
-                return (
-                    f"{folder} was made with {name} = {value!r} and this run has {now[name]!r}; give the same, or "
-                    "another --out to start anew"
-                )
-        if state["num_samples"] != self._num_samples:
-            return (
-                f"{folder} was made with {state['num_samples']} samples to train on and {now['data']} now has "
-                f"{self._num_samples}; give it the same data, or another --out to start anew"
-            )
-        if ("model" in state) == self._wrapped.is_deepspeed:
-            made = "another engine" if self._wrapped.is_deepspeed else "DeepSpeed"
-            return f"{folder} was written by {made}, whose files this engine cannot read; use the engine that wrote it"
-        stage, ranks = state["stage"], state["accumulator"]["ranks"]
-        if self._wrapped.is_deepspeed and (stage, ranks) != (self._stage(), self._job.ranks):
-            return (
-                f"{folder} was written by ZeRO stage {stage} on {ranks} ranks, and this run is stage "
-                f"{self._stage()} on {self._job.ranks}; DeepSpeed goes on with the same alone"
-            )
-        return ""
+    def _fill(self, states: State, weights: State) -> None:
+        """Gives what never had a gradient the state its first would begin with: torch loads all of it or none."""
+        for name in self._wrapped.trained - states.keys():
+            zeros = torch.zeros_like(weights[name])
+            states[name] = {kind: torch.zeros(()) if kind == "step" else zeros.clone() for kind in self._kinds()}
 
-    def _accumulator_of_all(self) -> dict[str, Any]:
+    def _accumulator_of_all(self) -> State:
         """One state with the random numbers of every rank."""
         mine = self._accumulator.state_dict()
         every: list[Any] = [mine] * self._job.ranks
@@ -213,17 +158,21 @@ class Checkpoints:
         written = self._job.is_first and (Path(self._config.out) / "weights.pt").exists()
         return self._accumulator.index >= updates and self._job.largest(written)[0] > 0
 
-    def _stage(self) -> int | None:
-        return int(self._wrapped.model.zero_optimization_stage()) if self._wrapped.is_deepspeed else None  # type: ignore[operator]
-
     def _found(self) -> list[Path]:
         """The oldest first."""
-        return sorted(path for path in self._folder.glob("update-*") if NAME.fullmatch(path.name) and path.is_dir())
+        return sorted(self._folder.glob("update-????????"))
 
 
 def save_weights(config: Config, job: Job, wrapped: Wrapped) -> None:
     """weights.pt in the run's folder: the model's weights by name. All ranks call it."""
-    weights = _weights(wrapped)
+    if wrapped.is_deepspeed:
+        import deepspeed
+
+        module: Any = wrapped.model.module
+        with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
+            weights = {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+    else:
+        weights, _ = whole_state(wrapped, with_optimizer=False)
     if job.is_first:
         partial = Path(config.out) / ".weights.pt"
         with writing(partial):
@@ -252,39 +201,76 @@ def save_tensors(state: Any, path: Path) -> None:
         torch.save(state, file)
 
 
-def fill_state(optimizer: dict[str, Any], trained: dict[str, Any], kinds: Sequence[str]) -> None:
-    """Gives what never had a gradient the state that its first would begin with: torch loads all of it or none."""
-    for name in trained.keys() - optimizer["state"].keys() if kinds else ():
-        optimizer["state"][name] = {
-            kind: torch.zeros(()) if kind == "step" else torch.zeros_like(trained[name]) for kind in kinds
-        }
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file())
-
-
-def _checksum(path: Path) -> str:
-    found = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
-
-
-def _weights(wrapped: Wrapped) -> dict[str, Any]:
-    if not wrapped.is_deepspeed:
-        return whole_state(wrapped, with_optimizer=False)[0]
-    import deepspeed
-
-    module: Any = wrapped.model.module
-    with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
-        return {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
-
-
 def _to_disk(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# The whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back
+
+
+def whole_state(wrapped: Wrapped, with_optimizer: bool) -> tuple[State, State | None]:
+    """Weights, and the optimizer's state if wanted; whole on the first rank alone. All ranks call it."""
+    # It warns that a weight which two dimensions cut is gathered in two steps, as it must be.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    options = StateDictOptions(full_state_dict=True, cpu_offload=wrapped.pipeline is None)  # to rank 0 alone
+    optimizer: State | None = None
+    if with_optimizer:
+        weights, optimizer = get_state_dict(wrapped.model, wrapped.inner, options=options)
+    else:
+        weights = get_model_state_dict(wrapped.model, options=options)
+    return (weights, optimizer) if wrapped.pipeline is None else _of_all_stages(wrapped.mesh, weights, optimizer)
+
+
+def put_state(wrapped: Wrapped, weights: State, optimizer: State | None) -> None:
+    """Puts back what `whole_state` gave the first rank; the others' arguments are not used. All ranks call it.
+
+    `wrapped` may be of another number of ranks, and cut otherwise. `optimizer` is None where its state is left alone.
+    """
+    several = dist.is_initialized() and dist.get_world_size() > 1
+    if wrapped.pipeline is not None:
+        box: list[Any] = [weights, optimizer]
+        dist.broadcast_object_list(box)
+        weights, optimizer = box
+        own = wrapped.model.state_dict().keys()
+        weights = {name: tensor for name, tensor in weights.items() if name in own}
+        if optimizer is not None:
+            groups = [
+                {**group, "params": [name for name in group["params"] if name in own]}
+                for group in optimizer["param_groups"]
+            ]
+            states = {name: state for name, state in optimizer["state"].items() if name in own}
+            optimizer = {"state": states, "param_groups": groups}
+        several = False  # each rank has now all that it takes its shards from
+    options = StateDictOptions(full_state_dict=True, cpu_offload=not several, broadcast_from_rank0=several)
+    set_model_state_dict(wrapped.model, weights, options=options)
+    if optimizer is not None:
+        set_optimizer_state_dict(wrapped.model, wrapped.inner, optimizer, options=options)
+
+
+def _of_all_stages(mesh: Any, weights: State, optimizer: State | None) -> tuple[State, State | None]:
+    """Joined on the first stage of each data rank, of which one is the first rank."""
+    stages = mesh["stage"]
+    group, found = stages.get_group(), [None] * stages.size()
+    is_first = stages.get_local_rank() == 0
+    first = dist.get_process_group_ranks(group)[0]
+    dist.gather_object(_on_host([weights, optimizer]), found if is_first else None, dst=first, group=group)
+    parts: list[Any] = found if is_first else [[weights, optimizer]]
+    whole = {name: tensor for of_stage, _ in parts for name, tensor in of_stage.items()}
+    if optimizer is None:
+        return whole, None
+    states = {name: state for _, of_stage in parts for name, state in of_stage["state"].items()}
+    groups = [group for _, of_stage in parts for group in of_stage["param_groups"]]  # all with the same options
+    names = [name for group in groups for name in group["params"]]
+    return whole, {"state": states, "param_groups": [{**groups[0], "params": names}]}
+
+
+def _on_host(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.cpu()
+    if isinstance(value, dict):
+        return {name: _on_host(one) for name, one in value.items()}
+    return [_on_host(one) for one in value] if isinstance(value, list) else value

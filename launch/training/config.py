@@ -8,13 +8,14 @@ import difflib
 import importlib.util
 import math
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
+
+import torch
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -24,6 +25,7 @@ else:
 from distaccum import DistaccumError
 
 ROOT = Path(__file__).resolve().parents[2]
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def option(default: Any, text: str) -> Any:
@@ -61,8 +63,8 @@ class Config:
     lr: float = option(0.02, "the highest learning rate")
     momentum: float = option(0.9, "of sgd")
     weight_decay: float = option(0.0, "of either optimizer")
-    base_batch_size: int = option(0, "the batch that lr is meant for; lr_scaling needs it")
-    lr_scaling: Literal["none", "linear", "sqrt"] = option("none", "lr times batch_size / base_batch_size, or its root")
+    base_batch_size: int = option(0, "the batch that lr is meant for, which scales it to batch_size; 0: it is for any")
+    lr_scaling: Literal["linear", "sqrt"] = option("linear", "lr times batch_size / base_batch_size, or times its root")
     warmup: int = option(0, "updates until the learning rate reaches lr")
     schedule: Literal["cosine", "constant"] = option("cosine", "after the warm-up, counted in updates")
     max_norm: float = option(1.0, "clip the gradient's norm; 0: do not")
@@ -85,25 +87,22 @@ class Config:
 
     out: str = option("", "the run's folder; runs/ and the name of the config file (runs/train)")
     resume: bool = option(False, "continue from the newest checkpoint in the run's folder, if there is one")
-    checkpoint_every: str = option(
-        "50", "updates between checkpoints, or minutes as in 10m; 0: only at the end and at a stop"
-    )
+    checkpoint_every: int = option(50, "updates between checkpoints; 0: only at the end and at a stop")
+    checkpoint_minutes: float = option(0.0, "minutes between checkpoints, also within an update; 0: none by the clock")
     keep: int = option(2, "checkpoints that stay")
     timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
-    progress_every: float = option(30.0, "seconds between lines of progress where there is no terminal; 0: none")
+    progress_every: float = option(10.0, "seconds between lines of progress; 0: none")
     quiet: bool = option(False, "print only warnings and errors")
     tensorboard: bool = option(False, "write events for TensorBoard too")
     measure_noise: bool = option(False, "measure the gradient noise scale, and say whether a larger batch would help")
 
 
-# A run may resume a checkpoint that was made with another value of these.
-MAY_CHANGE = {
-    "data", "data_folder", "micro_batch_size", "epochs", "updates", "lr", "schedule", "warmup", "on_nonfinite",
-    "engine", "sync", "replicas", "tp", "cp", "pp", "stage", "deepspeed_config", "device", "workers", "out", "resume",
-    "checkpoint_every", "keep", "timeout", "evaluate_every", "progress_every", "quiet", "tensorboard",
-    "measure_noise",
-}  # fmt: skip
+# A run resumes a checkpoint that was made with the same values of these.
+LASTING = (
+    "task", "model", "norm", "image_size", "augment", "context", "width", "layers", "batch_size", "optimizer",
+    "momentum", "weight_decay", "base_batch_size", "lr_scaling", "max_norm", "precision", "seed",
+)  # fmt: skip
 # Each option does nothing unless another one has this value.
 NEEDS = {
     "stage": ("engine", "deepspeed"), "deepspeed_config": ("engine", "deepspeed"), "replicas": ("engine", "fsdp2"),
@@ -111,7 +110,6 @@ NEEDS = {
     "data_folder": ("task", "vision"), "context": ("task", "language"), "width": ("model", "gpt"),
     "layers": ("model", "gpt"), "momentum": ("optimizer", "sgd"),
 }  # fmt: skip
-LARGEST = 2**31
 ABOVE_0 = {
     "image_size", "context", "width", "layers", "batch_size", "micro_batch_size", "epochs", "lr", "replicas",
     "tp", "cp", "pp", "keep", "timeout",
@@ -141,28 +139,25 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         else:
             parser.add_argument(flag, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
     given = parser.read(arguments)
-    options = {name: value for name, value in given.items() if name in kinds}
+    path, plan = given.pop("config", None), given.pop("plan", None)
     in_file: dict[str, Any] = {}
-    if path := given.get("config"):
+    if path:
         parser.where = f"{path}: "
-        in_file = {name: value for name, value in parser.read(_words_of(path)).items() if name in kinds}
-    if "epochs" in options:  # which beats the file, and updates would beat it
+        in_file = parser.read(_words_of(path))
+    if "epochs" in given:  # which beats the file, and updates would beat it
         in_file.pop("updates", None)
-    config = Config(**{**in_file, **options})
-    name = path.stem if path else "train"
-    default = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "docs"))}[config.task]
+    config = Config(**{name: value for name, value in {**in_file, **given}.items() if name in kinds})
+    model, data = {"vision": ("resnet18", "digits"), "language": ("gpt", str(ROOT / "docs"))}[config.task]
     config = dataclasses.replace(
         config,
-        model=config.model or default[0],
-        data=config.data or default[1],
-        out=config.out or str(Path("runs") / name),
+        model=config.model or model,
+        data=config.data or data,
+        out=config.out or str(Path("runs") / (path.stem if path else "train")),
     )
     for name, (other, value) in NEEDS.items():
-        meant = name in options or (name in in_file and other not in options)  # what beats the file may make it idle
-        if meant and getattr(config, other) != value:
+        if name in given and getattr(config, other) != value:
             stop(f"{name} does nothing unless {other} is {value!r}, and it is {getattr(config, other)!r}; leave it out")
     _check(config)
-    plan = given.get("plan")
     if plan is None:
         _check_folder(Path(config.out), config.resume)
     elif plan < 0:
@@ -175,13 +170,12 @@ def _words_of(path: Path) -> list[str]:
     try:
         values = tomllib.loads(read_text(path))
     except OSError as error:
-        near = ", ".join(str(file) for file in sorted(path.glob("*.toml"))[:4])
-        stop(f"{path} cannot be read ({error.strerror}), expected a TOML file{f' such as {near}' if near else ''}")
+        stop(f"{path} cannot be read ({error.strerror}), expected a TOML file such as those in configs/")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         stop(f"{path} is not TOML: {error}")
-    flags = {name: name.replace("_", "-") for name in values}
     return [
-        f"--{'' if value is not False else 'no-'}{flags[name]}" + ("" if isinstance(value, bool) else f"={value}")
+        f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        + ("" if isinstance(value, bool) else f"={value}")
         for name, value in values.items()
     ]
 
@@ -195,52 +189,22 @@ def _check(config: Config) -> None:
     for name, value in dataclasses.asdict(config).items():
         if isinstance(value, bool | str):
             continue
-        if value >= LARGEST and not (name == "lr" and value < math.inf):
-            stop(f"{name} = {value!r}, expected a number below {LARGEST}")
         if not math.isfinite(value) or value < 0 or (name in ABOVE_0 and value == 0):
             stop(f"{name} = {value!r}, expected a number {'above' if name in ABOVE_0 else 'of at least'} 0")
-    read_interval(config.checkpoint_every)
-    if config.context == 1:
-        stop("context = 1, expected at least 2 tokens: the last one has none to come")
-    if config.stage > 3:
-        stop(f"stage = {config.stage}, expected a ZeRO stage from 0 to 3")
-    if (config.lr_scaling == "none") != (config.base_batch_size == 0):
-        stop(
-            f"lr_scaling = {config.lr_scaling!r} and base_batch_size = {config.base_batch_size}: one needs the other; "
-            "give the batch that lr is meant for and 'linear' or 'sqrt', or neither"
-        )
     if config.engine == "deepspeed" and config.precision == "float64":
         stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
         stop("tensorboard is asked for and not installed; pip install tensorboard, or leave it out")
-    if config.task == "language" and config.precision == "float64" and config.model != "gpt":
-        stop("precision = 'float64' with a Hugging Face model, expected float32, bf16 or fp16")
 
 
 def _check_folder(folder: Path, resume: bool) -> None:
-    if folder.exists() and not folder.is_dir():
-        stop(f"{folder} is a file, expected a folder for the run; give another --out")
-    log = folder / "log.jsonl"
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         stop(f"{folder} cannot be made ({error.strerror}); give another --out")
-    if not os.access(folder, os.W_OK):
-        stop(f"{folder} cannot be written to; give another --out")
+    log = folder / "log.jsonl"
     if not resume and ((log.exists() and log.stat().st_size) or any(folder.glob("checkpoints/update-*"))):
         stop(f"{folder} holds a run already; go on with it by --resume, or give another --out")
-
-
-def read_interval(text: str) -> tuple[int, float]:
-    """Updates and minutes between checkpoints; what is 0 asks for none.
-
-    >>> read_interval("50"), read_interval("2.5m")
-    ((50, 0.0), (0, 2.5))
-    """
-    found = re.fullmatch(r"(\d+)|(\d+(?:\.\d+)?) ?m(?:in|inutes?)?", text.strip())
-    if found is None or int(found[1] or 0) >= LARGEST or (found[2] and float(found[2]) == 0):
-        stop(f"checkpoint_every = {text!r}, expected a number of updates (50), minutes (10m), or 0")
-    return int(found[1] or 0), float(found[2] or 0)
 
 
 def check_batch(config: Config, ranks: int) -> None:
@@ -283,16 +247,6 @@ def stop(message: str, everywhere: bool = False, status: int = 2) -> NoReturn:
     raise SystemExit(status)
 
 
-class BrokenFileError(Exception):
-    """A file of the data that cannot be read.
-
-    A worker process of the loader hands its whole traceback on as the text, of which the last line is kept.
-    """
-
-    def __init__(self, text: str) -> None:
-        super().__init__(text.rstrip().splitlines()[-1].split(f"{type(self).__name__}: ")[-1])
-
-
 @contextmanager
 def refusals_in_a_line() -> Iterator[None]:
     """Reports a refusal by the library or a wrapper like any other mistake in the options."""
@@ -308,17 +262,22 @@ def failures_in_a_line() -> Iterator[None]:
     resume = "what was saved is whole, and --resume goes on from it"
     try:
         yield
-    except DistaccumError as error:
-        stop(f"{' '.join(str(error).split())}; {resume}", everywhere=True, status=1)
-    except BrokenFileError as error:
-        stop(str(error), everywhere=True, status=1)
-    except OSError as error:
+    except (DistaccumError, OSError) as error:
         stop(f"{a_line(error)}; {resume}", everywhere=True, status=1)
     except KeyboardInterrupt:
         stop(f"stopped by SIGINT before there was anything to save; {resume}", status=130)
 
 
 def a_line(error: object) -> str:
-    """The first of an error's text, or its kind where it has none."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    """An error's text in a line, or its kind where it has none."""
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+class BrokenFileError(OSError):
+    """A file of the data that cannot be read.
+
+    A worker process of the loader hands its whole traceback on as the text, of which the last line is kept.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text.rstrip().splitlines()[-1].split(f"{type(self).__name__}: ")[-1])

@@ -1,4 +1,4 @@
-"""Job: this process among those that were started, whoever started them."""
+"""Job: this process among those that were started, whoever started them; and the signals that stop it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from torch.distributed import PrefixStore, rendezvous  # type: ignore[attr-defin
 
 from distaccum import DistaccumError
 
-from .config import Config, check_batch, stop
-from .sharing import check_sharing, sharing
+from .config import DTYPES, Config, check_batch, stop
+from .meshes import check_sharing, sharing
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bf16": torch.bfloat16, "fp16": torch.float16}
 EXCHANGE_SECONDS = 0.5  # between two questions of the ranks whether one of them was sent a signal
 
 
@@ -29,16 +28,13 @@ EXCHANGE_SECONDS = 0.5  # between two questions of the ranks whether one of them
 class Job:
     """Rank, number of ranks and device, from the variables that torchrun, Accelerate, DeepSpeed or Slurm set."""
 
+    config: Config
     rank: int
     ranks: int
     local_rank: int
     device: torch.device
     engine: str
-    precision: str
-    timeout: float = 10.0  # minutes
-    is_planned: bool = False  # nothing is started
-    is_quiet: bool = False
-    sharing: int = 1  # ranks that share samples
+    is_planned: bool  # nothing is started
 
     @classmethod
     def find(cls, config: Config, plan: int | None = None) -> Job:
@@ -46,7 +42,9 @@ class Job:
         if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun python launch/train.py
             named = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
             os.environ.update({name: os.environ[f"SLURM_{slurm}"] for name, slurm in named.items()})
-        rank, ranks, local_rank = _number("RANK", 0), _number("WORLD_SIZE", 1), _number("LOCAL_RANK", 0)
+        rank, ranks, local_rank = (
+            int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0))
+        )
         if plan is not None:
             rank, ranks, local_rank = 0, plan or ranks, 0
         elif ranks > 1 and not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -68,13 +66,8 @@ class Job:
             engine = "fsdp2" if sharing(config)[0] else "ddp" if ranks > 1 else "plain"
         if engine == "plain" and ranks > 1:
             stop(f"engine = 'plain' on {ranks} ranks, whose gradients nothing would reduce; use ddp or one process")
-        index = {"index": local_rank} if kind == "cuda" else {}
-        device = torch.device(kind, **index)
-        is_planned = plan is not None
-        return cls(
-            rank, ranks, local_rank, device, engine, config.precision, config.timeout, is_planned,
-            config.quiet and not is_planned, sharing(config)[1],
-        )  # fmt: skip
+        device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
+        return cls(config, rank, ranks, local_rank, device, engine, plan is not None)
 
     def __enter__(self) -> Job:
         warnings.formatwarning = _in_a_line  # type: ignore[assignment]
@@ -84,7 +77,7 @@ class Job:
             torch.cuda.set_device(self.device)
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         if self.ranks > 1:
-            timeout = timedelta(minutes=self.timeout)
+            timeout = timedelta(minutes=self.config.timeout)
             store, rank, ranks = next(rendezvous("env://", self.rank, self.ranks, timeout=timeout))
             if os.environ.get("GROUP_WORLD_SIZE") == "1":
                 # torchrun keeps its store when it starts all processes again (torch 2.15), with addresses of dead ones
@@ -101,8 +94,12 @@ class Job:
             dist.destroy_process_group()
 
     @property
+    def sharing(self) -> int:
+        """How many ranks, neighbours, share samples."""
+        return sharing(self.config)[1]
+
+    @property
     def data_rank(self) -> int:
-        """Among the groups of ranks that share samples, which are neighbours."""
         return self.rank // self.sharing
 
     @property
@@ -120,13 +117,14 @@ class Job:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Where the engine does not lower the precision by itself."""
-        if self.precision in ("float32", "float64") or self.engine in ("fsdp2", "deepspeed", "accelerate"):
+        precision = self.config.precision
+        if precision in ("float32", "float64") or self.engine in ("fsdp2", "deepspeed", "accelerate"):
             return nullcontext()
-        return torch.autocast(self.device.type, DTYPES[self.precision])
+        return torch.autocast(self.device.type, DTYPES[precision])
 
     def sum(self, numbers: Tensor) -> Tensor:
         """Over the ranks, on the host."""
-        return self._reduce(numbers.cpu(), dist.ReduceOp.SUM)
+        return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def largest(self, *numbers: int) -> list[int]:
         """Of the ranks' numbers, each."""
@@ -145,23 +143,22 @@ class Job:
         self.largest(0)
 
     def say(self, text: str) -> None:
-        if self.is_first and not self.is_quiet:
+        if self.is_first and (self.is_planned or not self.config.quiet):
             print(text, flush=True)
 
 
 class Signals:
     """SIGTERM or Ctrl-C asks for a stop; the ranks agree on the micro-batch after which all of them leave.
 
-    A launcher passes one Ctrl-C on a second time, so that a second signal changes nothing. Each rank notes a signal by
-    itself. The ranks exchange their notes after as many micro-batches as take `seconds` on the slowest rank: an
-    exchange in each micro-step would let every rank wait for the slowest one.
+    A launcher passes one Ctrl-C on a second time, so that a second signal changes nothing. The ranks exchange what each
+    was asked for after as many micro-batches as take `seconds` on the slowest rank: an exchange in each micro-step
+    would let every rank wait for the slowest one.
     """
 
-    def __init__(self, job: Job, seconds: float = EXCHANGE_SECONDS) -> None:
-        self._job = job
+    def __init__(self, job: Job, seconds: float) -> None:
+        self._job, self._seconds = job, seconds
         self._number = 0
-        self._seconds = seconds
-        self._calls, self._every = 0, 1  # calls of `agreed` since the last exchange, and until the next
+        self._calls, self._every = 0, 1  # calls of `asked` since the last exchange, and until the next
         self._time = time.monotonic()  # of the last exchange
 
     def __enter__(self) -> Signals:
@@ -176,38 +173,20 @@ class Signals:
     def _note(self, number: int, _: object) -> None:
         self._number = number
 
-    def agreed(self, is_due: bool = False, *, in_window: bool = False) -> tuple[bool, bool]:
-        """Whether all ranks stop here, and whether all save here. All ranks call it at the same places.
+    def asked(self, is_due: bool, *, in_window: bool = False) -> int:
+        """What all ranks do here: 0, go on; 1, save, which is due on one of them; else stop by this signal.
 
-        Most calls on several ranks exchange nothing and answer no. Where there is an exchange, it is one small
-        reduction on the host; inside a window it never follows two micro-batches in a row.
+        All ranks call it at the same places. Most calls on several ranks exchange nothing; where there is an exchange,
+        it is one small reduction on the host, and inside a window it never follows two micro-batches in a row.
         """
         self._calls += 1
         if self._job.ranks > 1 and self._calls < max(self._every, 1 + in_window):
-            return False, False
+            return 0
         now = time.monotonic()
         pace = int(1e6 * (now - self._time) / self._calls) + 1  # microseconds
-        number, due, slowest = self._job.largest(self._number, is_due, pace)
-        self._calls, self._every, self._time = 0, int(1e6 * self._seconds) // slowest, now
-        self._number = number or self._number  # a signal may have come during the exchange
-        return number > 0, due > 0
-
-    @property
-    def name(self) -> str:
-        return signal.Signals(self._number).name
-
-    @property
-    def status(self) -> int:
-        """The exit status of a process that such a signal ends."""
-        return 128 + self._number
-
-
-def _number(name: str, default: int) -> int:
-    """Of a variable that a launcher sets."""
-    value = os.environ.get(name, str(default))
-    if not value.isdigit():
-        stop(f"the variable {name} is {value!r}, expected a number; a launcher such as torchrun sets it")
-    return int(value)
+        asked, slowest = self._job.largest(self._number or is_due, pace)
+        self._calls, self._every, self._time = 0, max(1, int(1e6 * self._seconds / slowest)), now
+        return asked
 
 
 def _in_a_line(message: Warning | str, *_: object) -> str:

@@ -1,8 +1,8 @@
-"""The model, and what a rank has of each batch, cut over a mesh of data ranks and ranks that share samples."""
+"""Ranks that share samples: tensor-parallel (tp) and context-parallel (cp) ranks, and stages of a pipeline (pp)."""
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,11 +10,47 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from .config import Config
-from .gpt import GPT
-from .job import DTYPES
-from .sharing import SHARING, sharing
-from .tasks import IGNORED, Task, measure_tokens, token_loss
+from .config import DTYPES, Config, stop
+from .gpt import GPT, num_heads
+from .tasks import IGNORED, Batch, loss_of
+
+SHARING = {"tp": "tensor", "cp": "context", "pp": "stage"}  # options, and the dimensions of the mesh
+SHARERS = {"tp": "tensor-parallel ranks", "cp": "context-parallel ranks", "pp": "stages"}
+Collate = Callable[[list[Any]], Batch]
+
+
+def sharing(config: Config) -> tuple[str, int]:
+    """The option by which ranks share samples, and how many do; "" and 1 where each rank has its own."""
+    return next(((name, getattr(config, name)) for name in SHARING if getattr(config, name) > 1), ("", 1))
+
+
+def check_sharing(config: Config, ranks: int) -> None:
+    """Stops at a combination that the program does not support."""
+    name, number = sharing(config)
+    if not name:
+        return
+    given = f"{name} = {number}"
+    if several := [f"{one} = {getattr(config, one)}" for one in SHARING if one != name and getattr(config, one) > 1]:
+        stop(f"{given} and {several[0]}, expected one of tp, cp and pp above 1; FSDP2 takes the ranks that are left")
+    if config.model != "gpt":
+        stop(f"{given} with model = {config.model!r}, expected task = 'language' and 'gpt', whose layers can be cut")
+    if config.engine not in ("auto", "fsdp2"):
+        stop(f"{given} with engine = {config.engine!r}, expected 'fsdp2', which works over the data ranks alone")
+    for other, is_given in (("replicas", config.replicas > 1), ("measure_noise", config.measure_noise)):
+        if is_given:
+            stop(f"{given} with {other}, expected one of them; leave the other out")
+    if name == "pp" and config.layers < number:
+        stop(f"{given} and layers = {config.layers}, expected a layer for each stage")
+    if name == "pp" and config.sync != "last":
+        stop(f"{given} with sync = {config.sync!r}, expected 'last': a pipeline reduces once per update")
+    cut = {
+        "tp": {f"width = {config.width}, which makes {num_heads(config.width)} heads": num_heads(config.width)},
+        "cp": {f"context = {config.context}": config.context},
+        "pp": {f"micro_batch_size = {config.micro_batch_size}": config.micro_batch_size},
+    }
+    for what, size in {f"{ranks} rank{'s' * (ranks > 1)}": ranks, **cut[name]}.items():
+        if size % number:
+            stop(f"{given} and {what}, expected a number that divides them")
 
 
 def cut_model(model: nn.Module, config: Config, device: torch.device) -> tuple[Any, Any]:
@@ -43,47 +79,43 @@ def make_pipeline(model: nn.Module, mesh: Any, device: torch.device) -> Any:
     """The schedule of the stages, of which this rank has one; a micro-batch is cut into a chunk for each stage."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    stage, number = mesh.get_local_rank(), mesh.size()
-    pipeline_stage = PipelineStage(model, stage, number, device, group=mesh.get_group())
-    return Schedule1F1B(pipeline_stage, number, loss_fn=token_loss, scale_grads=False)
+    stage = PipelineStage(model, mesh.get_local_rank(), mesh.size(), device, group=mesh.get_group())
+    return Schedule1F1B(stage, mesh.size(), loss_fn=loss_of, scale_grads=False)
 
 
-def cut_task(task: Task, config: Config, mesh: Any) -> Task:
-    """The task of this rank: what it has of each batch, and measures of it."""
+def run_stages(model: nn.Module, mesh: Any, config: Config, tokens: Tensor) -> Tensor | None:
+    """Scores on the last stage, one stage after the other. The schedule's own `eval` would prepare its stages anew."""
+    stage, group = mesh.get_local_rank(), mesh.get_group()
+    ranks, entering = dist.get_process_group_ranks(group), tokens
+    if stage > 0:
+        entering = torch.empty(*tokens.shape, config.width, dtype=DTYPES[config.precision], device=tokens.device)
+        dist.recv(entering, ranks[stage - 1], group)
+    outputs: Tensor = model(entering)
+    if stage == mesh.size() - 1:
+        return outputs
+    dist.send(outputs.contiguous(), ranks[stage + 1], group)
+    return None
+
+
+def cut_batches(collate: Collate, config: Config, mesh: Any) -> Collate:
+    """Collates what this rank has of a batch."""
     name, number = sharing(config)
     if name in ("", "tp"):  # tensor-parallel ranks have whole batches
-        return task
-    own = mesh[SHARING[name]]
-    rank, group = own.get_local_rank(), own.get_group()
+        return collate
+    part = mesh[SHARING[name]].get_local_rank()
 
-    def part_of_rows(rows: list[Tensor]) -> dict[str, Tensor]:
-        batch = task.collate(rows)
-        missing = -batch["tokens"].shape[1] % number
-        return {key: _padded(one, 0, missing, key).chunk(number, dim=1)[rank] for key, one in batch.items()}
+    def part_of_rows(rows: list[Tensor]) -> Batch:
+        batch = collate(rows)
+        missing = -batch["inputs"].shape[1] % number
+        return {key: _padded(one, 0, missing, key).chunk(number, dim=1)[part] for key, one in batch.items()}
 
-    def of_one_shape(rows: list[Tensor]) -> dict[str, Tensor]:
+    def of_one_shape(rows: list[Tensor]) -> Batch:
         """What stages send each other has the same shape in each micro-batch."""
-        batch = task.collate(rows)
-        missing = config.micro_batch_size - len(rows), config.context - batch["tokens"].shape[1]
+        batch = collate(rows)
+        missing = config.micro_batch_size - len(rows), config.context - batch["inputs"].shape[1]
         return {key: _padded(one, *missing, key) for key, one in batch.items()}
 
-    def measure_in_last(model: nn.Module, batch: Any) -> Tensor:
-        """One stage after the other. The schedule's own `eval` would prepare its stages anew, there and back."""
-        ranks, tokens = dist.get_process_group_ranks(group), batch["tokens"]
-        entering = tokens
-        if rank > 0:
-            sizes = (*tokens.shape, config.width)
-            entering = torch.empty(sizes, dtype=DTYPES[config.precision], device=tokens.device)
-            dist.recv(entering, ranks[rank - 1], group)
-        outputs = model(entering)
-        if rank == number - 1:
-            return measure_tokens(outputs, batch["labels"])
-        dist.send(outputs.contiguous(), ranks[rank + 1], group)
-        return torch.zeros(3)
-
-    if name == "cp":
-        return dataclasses.replace(task, collate=part_of_rows)
-    return dataclasses.replace(task, collate=of_one_shape, measure=measure_in_last)
+    return part_of_rows if name == "cp" else of_one_shape
 
 
 def _padded(one: Tensor, rows: int, tokens: int, key: str) -> Tensor:

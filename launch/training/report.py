@@ -1,9 +1,8 @@
-"""The output of a run: its plan, a bar and a log during the run, a summary and a picture at its end."""
+"""The output of a run: its plan, lines and a log during the run, a summary and a picture at its end."""
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -13,24 +12,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from distaccum import Update
 
-from .config import Config
+from .config import DTYPES, Config
 from .data import Order
-from .job import DTYPES, Job
-from .sharing import SHARERS, sharing
+from .job import Job
+from .meshes import SHARERS, sharing
 from .tasks import Task
 from .wrapping import read_deepspeed
 
-NAMES = {
-    "plain": "a plain module",
-    "ddp": "DDP",
-    "fsdp2": "FSDP2",
-    "deepspeed": "DeepSpeed",
-    "accelerate": "Accelerate",
-}
+NAMES = {"plain": "a plain module", "deepspeed": "DeepSpeed", "accelerate": "Accelerate"}
 
 
 def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates: int) -> str:
@@ -38,7 +29,7 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     number = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
     batch, epoch = config.batch_size, order.updates_per_epoch
     largest, tail = -(-batch // (job.data_ranks * steps)), order.num_samples % batch
-    engine = NAMES[job.engine]
+    engine = NAMES.get(job.engine, job.engine.upper())
     if job.engine == "deepspeed":
         engine += f" ZeRO {read_deepspeed(config).get('zero_optimization', {}).get('stage', 0)}"
     name, number_sharing = sharing(config)
@@ -56,18 +47,14 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     ]
     # What autocast and FSDP2's policy lower is not the gradient; DeepSpeed's bf16 and fp16 lower that too.
     dtype = config.precision if job.engine == "deepspeed" or config.precision == "float64" else "float32"
-    gradients = f"{number * DTYPES[dtype].itemsize / 1e6:.1f} MB of gradients"
-    if name in ("tp", "pp"):
-        gradients += f" over {number_sharing} {SHARERS[name]}"
     each = f"in each of {steps} micro-steps" if steps > 1 else "in its one micro-step"
-    if job.ranks == 1:
-        lines.append("one rank: nothing to reduce")
-    elif config.sync == "every":
-        lines.append(f"{gradients}, reduced {each}")
-    elif config.sync == "replicas":
-        lines.append(f"{gradients}, scattered over shards {each}, and reduced between replicas once per update")
-    else:
-        lines.append(f"{gradients}, reduced once per update" + (f" and not {each}" if steps > 1 else ""))
+    when = {
+        "every": each,
+        "replicas": f"over shards {each}, and between replicas once per update",
+    }.get(config.sync, "once per update" + (f" and not {each}" if steps > 1 else ""))
+    if job.ranks > 1:
+        shared = f" over {number_sharing} {SHARERS[name]}" if name in ("tp", "pp") else ""
+        lines.append(f"{number * DTYPES[dtype].itemsize / 1e6:.1f} MB of gradients{shared}, reduced {when}")
     if batch > order.num_samples:
         lines.append(
             f"no update is that large: an epoch has {order.num_samples} samples, and an update takes none twice"
@@ -80,33 +67,22 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
 
 
 class Report:
-    """The log of updates, the bar and the rest; all but rank 0 write nothing.
+    """The log of updates, lines of progress and the rest; all but rank 0 write nothing.
 
-    An update's numbers are read one update later, when they are there without waiting for the device. Where there is
-    no terminal for the bar, a line comes every `progress_every` seconds.
+    An update's numbers are read one update later, when they are there without waiting for the device.
     """
 
     def __init__(self, config: Config, job: Job, unit: str, updates: int, start: int) -> None:
-        self._config, self._job, self._unit = config, job, unit
+        self._config, self._job, self._unit, self._updates, self._start = config, job, unit, updates, start
         self._folder = Path(config.out)
         self._last: tuple[Update, float, float] | None = None  # with its learning rate and the time of its end
-        self._began, self._counted, self._start = time.perf_counter(), 0.0, start
-        self._losses: list[float] = []
-        self._batches: list[float] = []  # counts of updates
-        self._noise: float | None = None  # the noise scale
-        self._updates, self._told = updates, self._began  # when the last line on progress came
-        self._seconds = 0.0  # within updates
-        self._rate = 0.0  # in `unit`s per second
+        self._began = self._told = time.perf_counter()
+        self._read: list[Update] = []
+        self._counted = self._rate = 0.0  # `unit`s, and those per second
         self._board: Any = None
-        is_shown = job.is_first and not job.is_quiet
-        self._bar = tqdm(
-            total=updates, initial=start, unit="update", disable=None if is_shown else True, dynamic_ncols=True
-        )
-        self._says_progress = is_shown and self._bar.disable and config.progress_every > 0
         if job.is_first:
-            self._folder.mkdir(parents=True, exist_ok=True)
             (self._folder / "weights.pt").unlink(missing_ok=True)  # of a shorter run that this one goes on with
-            _write(self._folder / "config.json", json.dumps(dataclasses.asdict(config), indent=1) + "\n")
+            (self._folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
             for name in ("log.jsonl", "evaluation.jsonl"):
                 _cut(self._folder / name, start)
             self._log = (self._folder / "log.jsonl").open("a")
@@ -121,7 +97,6 @@ class Report:
     def __exit__(self, kind: Any, *_: object) -> None:
         if kind is None:  # else the last update's numbers may wait for ranks that are gone
             self.flush()
-        self._bar.close()
         if self._job.is_first:
             self._log.close()
         if self._board is not None:
@@ -134,49 +109,36 @@ class Report:
     def flush(self, to_disk: bool = False) -> None:
         """Writes the update that is still to be read."""
         if self._job.is_first and self._last is not None:
-            self._write_last()
+            (update, lr, now), self._last = self._last, None
+            self._read.append(update)
+            self._counted += _count(update)
+            self._rate = self._counted / (now - self._began)
+            self._log.write(_json({**update.as_dict(), "lr": lr}) + "\n")
+            self._log.flush()
+            if not update.stepped:
+                self._job.say(f"update {update.index} was skipped: {update.reason}")
+            values = {"loss": update.loss, "lr": lr, "gradient norm": update.grad_norm, "noise": update.noise_scale}
+            self._show_on_board(update.index, values)
         if self._job.is_first and to_disk:
             os.fsync(self._log.fileno())
 
-    def _write_last(self) -> None:
-        assert self._last is not None
-        (update, lr, now), self._last = self._last, None
-        batch = sum(list(update.counts.values())[:1])
-        self._counted += batch
-        self._batches.append(batch)
-        self._noise = update.noise_scale
-        self._seconds += update.seconds
-        rate = self._counted / (now - self._began)
-        self._losses.append(update.loss)
-        self._log.write(_json({**update.as_dict(), "noise_scale": self._noise, "lr": lr}) + "\n")
-        self._log.flush()
-        self._rate = rate
-        shown = {"loss": f"{update.loss:.4f}", f"{self._unit}/s": f"{rate:.0f}"}
-        if self._noise is not None:
-            shown["noise"] = f"{self._noise:.0f}"
-        self._bar.set_postfix(shown, refresh=False)
-        self._bar.update()
-        if not update.stepped:
-            self._tell(f"update {update.index} was skipped: {update.reason}")
-        self._show_on_board(update.index, loss=update.loss, lr=lr, gradient_norm=update.grad_norm, noise=self._noise)
-
-    def _show_on_board(self, index: int, **values: float | None) -> None:
+    def _show_on_board(self, index: int, values: dict[str, Any]) -> None:
         for name, value in values.items():
             if self._board is not None and value is not None:
-                self._board.add_scalar(name.replace("_", " "), value, index)
+                self._board.add_scalar(name, value, index)
 
     def progress(self, index: int, micro_batches: int) -> None:
         """Reports the number of finished updates, and of finished micro-batches of the next one."""
         now = time.perf_counter()
-        if not self._says_progress or now - self._told < self._config.progress_every:
+        if not 0 < self._config.progress_every <= now - self._told:
             return
         self.flush()
         self._told = now
-        done = index - self._start
         line = f"{index} of {self._updates} updates and {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
-        if self._losses:
-            line += f": loss {self._losses[-1]:.4f}, {self._rate:.0f} {self._unit}/s"
-            line += f", {timedelta(seconds=round((self._updates - index) * (now - self._began) / done))} left"
+        if self._read:
+            line += f": loss {self._read[-1].loss:.4f}, {self._rate:.0f} {self._unit}/s"
+            seconds = (self._updates - index) * (now - self._began) / (index - self._start)
+            line += f", {timedelta(seconds=round(seconds))} left"
         self._job.say(line)
 
     def evaluation(self, index: int, measured: dict[str, float]) -> None:
@@ -184,50 +146,41 @@ class Report:
             return
         with (self._folder / "evaluation.jsonl").open("a") as file:
             file.write(_json({"index": index, **measured}) + "\n")
-        self._tell(f"after update {index}: {_listed(measured)}")
-        self._show_on_board(index, **{f"held out/{name}": value for name, value in measured.items()})
-
-    def _tell(self, line: str) -> None:
-        if self._bar.disable:
-            self._job.say(line)
-        else:
-            self._bar.write(line)
+        self._job.say(f"after update {index}: {_listed(measured)}")
+        self._show_on_board(index, {f"held out/{name}": value for name, value in measured.items()})
 
     def summary(self, measured: dict[str, float]) -> None:
         """Printed, and in summary.json; with a picture beside the log."""
         if not self._job.is_first:
             return
         self.flush()
-        self._bar.close()
-        seconds = time.perf_counter() - self._began
-        updates = len(self._losses)
+        seconds, updates, say = time.perf_counter() - self._began, self._read, self._job.say
         values = {
-            "updates": self._start + updates,
+            "updates": self._start + len(updates),
             "seconds": seconds,  # of this start, with evaluation and checkpoints
-            "seconds_per_update": self._seconds / max(1, updates),
+            "seconds_per_update": sum(update.seconds for update in updates) / max(1, len(updates)),
             f"{self._unit}_per_second": self._counted / seconds,
             "ranks": self._job.ranks,
             "engine": self._job.engine,
-            "loss": self._losses[-1] if self._losses else None,
+            "loss": updates[-1].loss if updates else None,
             "held_out": measured,
         }
-        if self._noise is not None:
-            batch = statistics.median(self._batches)
-            values["noise_scale"] = self._noise
-            values["batch"] = batch
-            # As of the last updates; it grows as the loss falls.
-            noise = f"noise scale {self._noise:.0f} {self._unit}, the batch {batch:.0f}"
-        _write(self._folder / "summary.json", _json(values, indent=1) + "\n")
-        say = self._job.say
-        say(f"{updates} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second")
-        if self._losses:
-            say(f"loss {self._losses[0]:.4f} -> {self._losses[-1]:.4f}; held out: {_listed(measured)}")
-        if self._noise is not None:
-            say(noise)
-        if importlib.util.find_spec("matplotlib") is None:
-            say("no picture: matplotlib is not installed (pip install matplotlib)")
+        say(f"{len(updates)} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second")
+        if updates:
+            say(f"loss {updates[0].loss:.4f} -> {updates[-1].loss:.4f}; held out: {_listed(measured)}")
+        noise = updates[-1].noise_scale if updates else None
+        if noise is not None:  # as of the last updates; it grows as the loss falls
+            batch = statistics.median(map(_count, updates))
+            values |= {"noise_scale": noise, "batch": batch}
+            say(f"noise scale {noise:.0f} {self._unit}, the batch {batch:.0f}")
+        (self._folder / "summary.json").write_text(_json(values, indent=1) + "\n")
         picture = draw(self._folder)
         say(f"in {self._folder}: log.jsonl, checkpoints/, weights.pt" + (f", {picture.name}" if picture else ""))
+
+
+def _count(update: Update) -> float:
+    """In the unit of the task: its only count."""
+    return float(sum(update.counts.values()))
 
 
 def draw(folder: Path) -> Path | None:
@@ -265,39 +218,26 @@ def draw(folder: Path) -> Path | None:
 
 def _cut(path: Path, start: int) -> None:
     """Keeps the lines before update `start`: a killed run may have logged updates that no checkpoint has."""
-    if not path.exists():
-        return
-    lines = path.read_text(errors="replace").splitlines(keepends=True)
     kept = []
-    for line in lines:
+    for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
         try:
             index = json.loads(line)["index"]
         except (ValueError, TypeError, KeyError):
             break  # half a line
         if index < start + (path.name == "evaluation.jsonl"):  # which counts the updates before it
             kept.append(line)
-    if kept != lines:
-        _write(path, "".join(kept))
-
-
-def _write(path: Path, text: str) -> None:
-    """The whole file or, when something goes wrong, the one that was there."""
-    partial = path.with_name(f".{path.name}")
-    partial.write_text(text)
-    partial.replace(path)
+    path.write_text("".join(kept))
 
 
 def _json(value: Any, indent: int | None = None) -> str:
     """With null for NaN and the infinities, which JSON has no word for."""
-    return json.dumps(_finite(value), indent=indent, allow_nan=False)
 
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(part) for name, part in value.items()}
+        return None if isinstance(value, float) and not math.isfinite(value) else value
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
 def _listed(measured: dict[str, float]) -> str:

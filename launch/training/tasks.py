@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, interpolate, pad
 from torch.nn.utils.rnn import pad_sequence
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 from distaccum import count_samples, count_tokens
 from distaccum.batchnorm import to_groupnorm
@@ -21,10 +21,10 @@ from distaccum.batchnorm import to_groupnorm
 from .config import BrokenFileError, Config, a_line, read_text, stop
 from .data import Keyed
 from .gpt import GPT
-from .job import DTYPES
 
 HELD_OUT = 5  # one sample in five is held out, where the data has no split of its own
 IGNORED = -100  # the label of what has no next token, which cross_entropy leaves out
+Batch = dict[str, Tensor]  # "inputs" of the model, and "labels" of its scores
 
 
 @dataclass(frozen=True)
@@ -32,21 +32,32 @@ class Task:
     model: nn.Module
     title: str  # of model and data
     train: Keyed
-    held_out: Dataset[Any]
-    collate: Callable[[list[Any]], Any]
-    loss: Callable[[nn.Module, Any], Tensor]  # model, batch -> the mean over what `count` counts
-    measure: Callable[[nn.Module, Any], Tensor]  # model, batch -> sums over it: of `count`, the loss, what is right
-    count: Callable[[Any], Any]
+    held_out: Any  # as a sequence of samples
+    collate: Callable[[list[Any]], Batch]
+    count: Callable[[Any], Any]  # what the loss is a mean over
     unit: str  # of what `count` counts
     per_sample: float = 1.0  # of it, on average
+
+
+def loss_of(scores: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
+    scores = getattr(scores, "logits", scores)  # Hugging Face's models wrap them
+    scores = scores if scores.dtype == torch.float64 else scores.float()
+    return cross_entropy(scores.flatten(0, -2), labels.flatten(), reduction=reduction, ignore_index=IGNORED)
+
+
+def measure(scores: Any, labels: Tensor) -> Tensor:
+    """Sums over a batch: of what the loss is a mean over, the loss, and what is right."""
+    total = loss_of(scores, labels, "sum")
+    right = getattr(scores, "logits", scores).argmax(-1) == labels
+    return torch.stack([labels.ne(IGNORED).sum(), total, right.sum()]).double().cpu()
 
 
 def make_task(config: Config, is_first_here: bool = True, wait: Callable[[], None] = lambda: None) -> Task:
     """`is_first_here` is the one process of a machine that downloads, and `wait` makes the others wait for it."""
     torch.manual_seed(config.seed)
-    task = (_vision if config.task == "vision" else _language)(config, is_first_here, wait)
-    if not len(task.train) or not len(task.held_out):  # type: ignore[arg-type]
-        sizes = f"{len(task.train)} samples to train on and {len(task.held_out)} held out"  # type: ignore[arg-type]
+    task = _vision(config, is_first_here, wait) if config.task == "vision" else _language(config)
+    if not len(task.train) or not len(task.held_out):
+        sizes = f"{len(task.train)} samples to train on and {len(task.held_out)} held out"
         stop(f"{config.data} has {sizes}, expected some of both")
     if config.precision == "float64":
         task.model.double()
@@ -57,18 +68,15 @@ def make_task(config: Config, is_first_here: bool = True, wait: Callable[[], Non
 def try_model(task: Task, device: torch.device) -> None:
     """Stops where the model does not take the data: two copies of a sample go forward, and nothing is left of them."""
     task.model.to(device)
-    try:
-        batch = to_device(task.collate([task.train[0]] * 2), device)
-    except BrokenFileError as error:
-        stop(str(error))
+    batch = to_device(task.collate([task.train[0]] * 2), device)
     buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
     try:
         with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
-            task.loss(task.model, batch)
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            loss_of(task.model(batch["inputs"]), batch["labels"])
     except Exception as error:
         stop(f"{task.title}: the model does not take a sample of this data ({a_line(error)})")
+    for buffer, before in buffers:
+        buffer.copy_(before)
 
 
 # Vision
@@ -76,36 +84,14 @@ def try_model(task: Task, device: torch.device) -> None:
 
 def _vision(config: Config, is_first_here: bool, wait: Callable[[], None]) -> Task:
     train, held_out, classes = _images(config, is_first_here, wait)
-    model = _vision_model(config, classes)
-    dtype = DTYPES["float64" if config.precision == "float64" else "float32"]
+    dtype = torch.float64 if config.precision == "float64" else torch.float32
 
-    def collate(samples: list[Any]) -> Any:
+    def collate(samples: list[Any]) -> Batch:
         images, labels = zip(*samples, strict=True)
-        return torch.stack(images).to(dtype), torch.tensor([int(label) for label in labels])
+        return {"inputs": torch.stack(images).to(dtype), "labels": torch.tensor([int(label) for label in labels])}
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        images, labels = batch
-        return cross_entropy(model(images).to(dtype), labels)
-
-    def measure(model: nn.Module, batch: Any) -> Tensor:
-        images, labels = batch
-        scores = model(images).to(dtype)
-        right = (scores.argmax(1) == labels).sum()
-        return torch.stack(
-            [torch.tensor(len(labels), device=right.device), cross_entropy(scores, labels, reduction="sum"), right]
-        )
-
-    return Task(
-        model,
-        f"{config.model} on {config.data}",
-        Keyed(train, config.seed, draws=config.augment),
-        held_out,
-        collate,
-        loss,
-        measure,
-        count_samples,
-        "samples",
-    )
+    model, data = _vision_model(config, classes), Keyed(train, config.seed, draws=config.augment)
+    return Task(model, f"{config.model} on {config.data}", data, held_out, collate, count_samples, "samples")
 
 
 def _images(config: Config, is_first_here: bool, wait: Callable[[], None]) -> tuple[Any, Any, int]:
@@ -124,26 +110,19 @@ def _images(config: Config, is_first_here: bool, wait: Callable[[], None]) -> tu
 
     folder = Path(config.data)
     if folder.is_dir():
+        has_split = (folder / "train").is_dir() or (folder / "val").is_dir()
+        folders = [folder / "train", folder / "val"] if has_split else [folder, folder]
         try:
-            if (folder / "train").is_dir() and (folder / "val").is_dir():
-                train, test = (
-                    datasets.ImageFolder(folder / "train", changed, loader=_load_image),
-                    datasets.ImageFolder(folder / "val", plain, loader=_load_image),
-                )
-                if train.classes != test.classes:
-                    stop(
-                        f"{folder}/train has {train.classes} and {folder}/val {test.classes}, expected the same classes"
-                    )
-                return train, test, len(train.classes)
-            if (folder / "train").is_dir() or (folder / "val").is_dir():
-                stop(f"{folder} has one of train and val, expected both, or folders by class alone")
             train, test = (
-                datasets.ImageFolder(folder, transform, loader=_load_image) for transform in (changed, plain)
+                datasets.ImageFolder(one, transform, loader=_load_image)
+                for one, transform in zip(folders, (changed, plain), strict=True)
             )
         except FileNotFoundError as error:
-            stop(f"{folder} is no folder of images by class (folder/class/image.png): {error}")
-        if len(train.classes) < 2:
-            stop(f"{folder} has images of {train.classes} alone, expected at least two classes")
+            stop(f"{folder} is no folder of images by class, nor one with train and val (class/image.png): {error}")
+        if train.classes != test.classes or len(train.classes) < 2:
+            stop(f"{folder} has images of {train.classes} and {test.classes}, expected the same two classes or more")
+        if has_split:
+            return train, test, len(train.classes)
         held_out, kept = _split(len(train), config.seed)
         return torch.utils.data.Subset(train, kept), torch.utils.data.Subset(test, held_out), len(train.classes)
 
@@ -176,23 +155,17 @@ def _load_image(path: str) -> Any:
 
 
 def _digits(config: Config) -> tuple[TensorDataset, TensorDataset]:
-    rows = torch.from_numpy(_rows_of_digits())
+    # `load_digits` reads this file; its import takes each rank three seconds.
+    found = importlib.util.find_spec("sklearn")
+    if found is None:
+        stop("data = 'digits' needs scikit-learn; pip install 'distaccum[launch]', or give other data")
+    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz"
+    rows = torch.from_numpy(numpy.loadtxt(file, delimiter=","))  # 64 pixels from 0 to 16, and the digit
     images = (rows[:, :-1] / 16).reshape(-1, 1, 8, 8)
     images = interpolate(images, size=(config.image_size, config.image_size), mode="bilinear").expand(-1, 3, -1, -1)
     labels = rows[:, -1].long()
     held_out, kept = _split(len(labels), config.seed)
     return TensorDataset(images[kept], labels[kept]), TensorDataset(images[held_out], labels[held_out])
-
-
-def _rows_of_digits() -> Any:
-    """64 pixels from 0 to 16, and the digit."""
-    found = importlib.util.find_spec("sklearn")
-    file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if found is not None else Path()
-    if file.is_file():  # what `load_digits` reads: its import takes each rank three seconds
-        return numpy.loadtxt(file, delimiter=",")
-    from sklearn.datasets import load_digits
-
-    return numpy.column_stack(load_digits(return_X_y=True))
 
 
 def _split(number: int, seed: int) -> tuple[list[int], list[int]]:
@@ -202,31 +175,25 @@ def _split(number: int, seed: int) -> tuple[list[int], list[int]]:
 
 def _vision_model(config: Config, classes: int) -> nn.Module:
     if config.model == "cnn":
-        model: nn.Module = _cnn(classes)
-    else:
-        from torchvision import models
+        return _with_norm(_cnn(classes), config)
+    from torchvision import models
 
-        if config.model not in models.list_models(module=models):
-            near = [name for name in models.list_models(module=models) if name.startswith(config.model[:3].lower())]
-            stop(
-                f"model = {config.model!r} is no torchvision model; "
-                + (
-                    f"there are {', '.join(near[:8])}"
-                    if near
-                    else "there are resnet18, resnet50, resnet101, vit_b_16 and others"
-                )
-            )
-        more: dict[str, Any] = {}
-        if config.model.startswith("vit_"):
-            more["image_size"] = config.image_size
-        elif config.model.startswith("maxvit"):
-            more["input_size"] = (config.image_size, config.image_size)
-        elif config.model in ("googlenet", "inception_v3"):
-            more.update(aux_logits=False, init_weights=True)  # second outputs, which the loss here has no use for
-        try:
-            model = models.get_model(config.model, num_classes=classes, **more)
-        except (ValueError, AssertionError) as error:
-            stop(f"model = {config.model!r} with image_size = {config.image_size}: {a_line(error)}")
+    if config.model not in models.list_models(module=models):
+        stop(f"model = {config.model!r} is no torchvision model; there are resnet18, resnet50, vit_b_16 and others")
+    more: dict[str, Any] = {}
+    if config.model.startswith("vit_"):
+        more["image_size"] = config.image_size
+    elif config.model.startswith("maxvit"):
+        more["input_size"] = (config.image_size, config.image_size)
+    elif config.model in ("googlenet", "inception_v3"):
+        more.update(aux_logits=False, init_weights=True)  # second outputs, which the loss here has no use for
+    try:
+        return _with_norm(models.get_model(config.model, num_classes=classes, **more), config)
+    except (ValueError, AssertionError) as error:
+        stop(f"model = {config.model!r} with image_size = {config.image_size}: {a_line(error)}")
+
+
+def _with_norm(model: nn.Module, config: Config) -> nn.Module:
     return to_groupnorm(model) if config.norm == "group" else model
 
 
@@ -248,59 +215,36 @@ def _cnn(classes: int) -> nn.Module:
 # Language
 
 
-def _language(config: Config, *_: object) -> Task:
-    texts = _paragraphs(Path(config.data))
+def _language(config: Config) -> Task:
     if config.model == "gpt":
         model: nn.Module = GPT(config.width, config.layers, config.context)
         encode: Callable[[str], list[int]] = lambda text: list(text.encode())  # noqa: E731  # a token is a byte
     else:
         model, encode = _from_hugging_face(config)
     rows: list[Tensor] = []
-    for text in texts:
-        tokens = encode(text)
+    for tokens in map(encode, _paragraphs(Path(config.data))):
         rows += [torch.tensor(tokens[at : at + config.context]) for at in range(0, len(tokens), config.context)]
     rows = [row for row in rows if len(row) > 1]  # one token has no next one
     held_out, kept = _split(len(rows), config.seed)
 
-    def collate(rows: list[Tensor]) -> dict[str, Tensor]:
+    def collate(rows: list[Tensor]) -> Batch:
         """The label of a token is the next one. Padded at the end, where a causal model's earlier tokens do not see it.
 
         Labels are moved here and not in the loss: where ranks have parts of a row, the next token may be another's.
         """
-        tokens = pad_sequence(rows, batch_first=True)
         labels = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
-        return {"tokens": tokens, "labels": pad(labels, (0, 1), value=IGNORED)}
+        return {"inputs": pad_sequence(rows, batch_first=True), "labels": pad(labels, (0, 1), value=IGNORED)}
 
-    def loss(model: nn.Module, batch: Any) -> Tensor:
-        return token_loss(model(batch["tokens"]), batch["labels"])
-
-    def measure(model: nn.Module, batch: Any) -> Tensor:
-        return measure_tokens(model(batch["tokens"]), batch["labels"])
-
-    count = count_tokens("labels")
     return Task(
         model,
         f"{config.model} on {Path(config.data).name}",
         Keyed([rows[i] for i in kept], config.seed, draws=False),
-        [rows[i] for i in held_out],  # type: ignore[arg-type]
+        [rows[i] for i in held_out],
         collate,
-        loss,
-        measure,
-        count,
+        count_tokens("labels"),
         "tokens",
         sum(len(rows[i]) - 1 for i in kept) / max(1, len(kept)),
     )
-
-
-def token_loss(scores: Any, labels: Tensor, reduction: str = "mean") -> Tensor:
-    scores = getattr(scores, "logits", scores)  # Hugging Face's models wrap them
-    scores = scores if scores.dtype == torch.float64 else scores.float()
-    return cross_entropy(scores.flatten(0, 1), labels.flatten(), reduction=reduction, ignore_index=IGNORED)
-
-
-def measure_tokens(scores: Any, labels: Tensor) -> Tensor:
-    total = token_loss(scores, labels, "sum")
-    return torch.stack([labels.ne(IGNORED).sum(), total, torch.zeros_like(total)])
 
 
 def _paragraphs(path: Path) -> list[str]:
@@ -335,12 +279,9 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
     return model, lambda text: list(tokenizer(text)["input_ids"])
 
 
-def to_device(batch: Any, device: torch.device) -> Any:
-    """Tensors in a dict or a tuple, moved without waiting for the copy."""
-    move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
-    if isinstance(batch, dict):
-        return {name: move(tensor) for name, tensor in batch.items()}
-    return tuple(move(tensor) for tensor in batch)
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Moves it without waiting for the copy."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 
 def blocks(model: nn.Module) -> Sequence[nn.Module]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import wrappers
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from .config import ROOT, Config, read_text, stop
-from .job import DTYPES, Job
-from .meshes import cut_model, make_pipeline
+from .config import DTYPES, ROOT, Config, read_text, stop
+from .job import Job
+from .meshes import cut_model, make_pipeline, run_stages
 from .tasks import blocks
 
 
@@ -29,9 +32,10 @@ class Wrapped:
     inner: Optimizer  # the torch optimizer in it
     scaler: torch.amp.GradScaler | None = None
     accelerator: Any = None
-    trained: set[str] = field(default_factory=set)  # the names of its trainable parameters
     mesh: Any = None  # of data ranks and those that share samples, if there are any
     pipeline: Any = None  # the schedule that calls the model, which is then one of its stages
+    stages: Callable[[Tensor], Tensor | None] | None = None  # the pipeline's forward in evaluation
+    trained: set[str] = field(default_factory=set)  # the names of its trainable parameters
 
     @property
     def lr(self) -> float:
@@ -52,37 +56,39 @@ class Wrapped:
 
 def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wrapped = _wrap(model.to(job.device), config, job, updates)
+    model.to(job.device)
+    how = {"deepspeed": _deepspeed, "accelerate": _accelerate}.get(job.engine, _with_torch)
+    wrapped = how(model, config, job, updates)
     wrapped.trained = trained
     return wrapped
 
 
-def _wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
-    if job.engine == "deepspeed":
-        return _deepspeed(model, config, job, updates)
-    if job.engine == "accelerate":
-        return _accelerate(model, config, job, updates)
+def _with_torch(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
     mesh: Any = None
-    shards = pipeline = None
     if job.engine == "ddp":
         model = wrappers.ddp(model, gradient_as_bucket_view=True)
     elif job.engine == "fsdp2":
+        shards: Any = None
         if job.sharing > 1:
             mesh, shards = cut_model(model, config, job.device)
-        _shard(model, config, job, shards)
-        if config.pp > 1:
-            pipeline = make_pipeline(model, mesh["stage"], job.device)
+        policy = MixedPrecisionPolicy()
+        if config.precision in ("bf16", "fp16"):
+            policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
+        shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else ()
+        wrappers.fully_sharded(model, blocks(model), shape=shape, mesh=shards, mp_policy=policy)
     optimizer, schedule = make_optimizer(model, config, updates)
     scaler = torch.amp.GradScaler(job.device.type) if config.precision == "fp16" else None
-    return Wrapped(model, optimizer, schedule, optimizer, scaler, mesh=mesh, pipeline=pipeline)
+    wrapped = Wrapped(model, optimizer, schedule, optimizer, scaler, mesh=mesh)
+    if config.pp > 1:
+        wrapped.pipeline = make_pipeline(model, mesh["stage"], job.device)
+        wrapped.stages = partial(run_stages, model, mesh["stage"], config)
+    return wrapped
 
 
 def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Optimizer, LambdaLR]:
     """The optimizer and its schedule, which counts updates."""
-    lr = config.lr
-    if config.base_batch_size:
-        ratio = config.batch_size / config.base_batch_size
-        lr *= ratio if config.lr_scaling == "linear" else math.sqrt(ratio)
+    ratio = config.batch_size / (config.base_batch_size or config.batch_size)
+    lr = config.lr * (ratio if config.lr_scaling == "linear" else math.sqrt(ratio))
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer: Optimizer
     if config.optimizer == "sgd":
@@ -101,16 +107,6 @@ def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Opti
     return optimizer, LambdaLR(optimizer, factor)
 
 
-def _shard(model: nn.Module, config: Config, job: Job, shards: Any) -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    policy = MixedPrecisionPolicy()
-    if config.precision in ("bf16", "fp16"):
-        policy = MixedPrecisionPolicy(param_dtype=DTYPES[config.precision], reduce_dtype=torch.float32)
-    shape = (config.replicas, job.ranks // config.replicas) if config.replicas > 1 else ()
-    wrappers.fully_sharded(model, blocks(model), shape=shape, mesh=shards, mp_policy=policy)
-
-
 def read_deepspeed(config: Config) -> dict[str, Any]:
     """DeepSpeed's JSON, with what the run says in the place of "auto" and of what is not there."""
     path = Path(config.deepspeed_config or ROOT / "configs" / "deepspeed" / f"zero{config.stage}.json")
@@ -120,8 +116,6 @@ def read_deepspeed(config: Config) -> dict[str, Any]:
         stop(f"{path} cannot be read: {error.strerror}; configs/deepspeed/ has a file for each stage")
     except ValueError as error:
         stop(f"{path} is not JSON: {error}")
-    if not isinstance(values, dict) or not isinstance(values.get("zero_optimization", {}), dict):
-        stop(f'{path} is no config of DeepSpeed, expected one such as {{"zero_optimization": {{"stage": 2}}}}')
     ours = {
         "train_micro_batch_size_per_gpu": config.micro_batch_size,
         "gradient_accumulation_steps": 1,  # distaccum accumulates
