@@ -9,7 +9,6 @@ from enum import Enum, auto
 from operator import is_ as is_same
 from typing import Any, NoReturn, final
 
-import torch
 from torch import Tensor, nn
 
 from .engines import Engine
@@ -23,11 +22,13 @@ TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, clipp
 
 
 class Stage(Enum):
-    PLANNED = auto()
-    RUNNING = auto()
-    COMPLETE = auto()  # after the loop: gradients are final
-    STEPPED = auto()
-    LEFT = auto()  # discarded
+    """The stage of a window, in words."""
+
+    PLANNED = "not begun"
+    RUNNING = "in its loop"
+    COMPLETE = "complete but not stepped"  # gradients are final
+    STEPPED = "stepped already"
+    LEFT = "discarded (its loop was left, or another window was requested)"
 
 
 class Turn(Enum):
@@ -50,9 +51,9 @@ class Tamper:
     checkpoints add to one several times in one backward.
     """
 
-    def __init__(self, job: Job, groups: Sequence[Sequence[nn.Parameter]]) -> None:
-        self._job, self._engine, self._groups = job, job.engine, groups
-        self._own = groups[0] if len(groups) == 1 else [one for group in groups for one in group]
+    def __init__(self, job: Job) -> None:
+        self._job, self._engine, self._groups = job, job.engine, job.groups
+        self._own = job.groups[0] if len(job.groups) == 1 else [one for group in job.groups for one in group]
         self._holders: Sequence[Any] = ()  # whose gradients were looked at
         self._seen: list[Tensor | None] = []  # these
         self._versions: list[int] = []
@@ -99,19 +100,43 @@ def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
     return [-1 if one is None else version_of(one) for one in gradients]
 
 
-def refuse_backward(stage: Stage, turn: Turn, where: str, described: str) -> NoReturn:
-    """No micro-batch waits for one."""
-    if stage is not Stage.RUNNING:
-        raise DistaccumError(f"backward() on a window that is {described}; call it in the loop over its micro-batches")
-    if turn is FAILED:
+def refuse_backward(window: Any) -> NoReturn:
+    """Raises, since no micro-batch waits for a backward."""
+    if window.stage is not Stage.RUNNING:
         raise DistaccumError(
-            f"backward() after one that failed {where}: gradients are half added up; leave the loop, "
+            f"backward() on a window that is {window.describe()}; call it in the loop over its micro-batches"
+        )
+    if window.turn is FAILED:
+        raise DistaccumError(
+            f"backward() after one that failed {window.where()}: gradients are half added up; leave the loop, "
             "which discards the window, and go on with the next"
         )
     raise DistaccumError(
-        f"a second backward() {where}, which would count its samples twice; add the losses up, or go "
+        f"a second backward() {window.where()}, which would count its samples twice; add the losses up, or go "
         "through window.parts(items), which gives each item a backward of its own"
     )
+
+
+def refuse_unfinished(window: Any) -> None:
+    """Raises where the micro-batch at work lacks a backward, a part or a named loss."""
+    if window.stage is Stage.LEFT:
+        raise DistaccumError(f"this window is {window.describe()}")
+    if window.has_more_parts:
+        raise DistaccumError("parts() or heads() was left before its last item; go through all of them")
+    refuse_missing_backward(window, "a micro-batch")
+    if missing := window.losses.missing(window.counts_here):
+        raise DistaccumError(
+            f"micro-batch {window.num_done - 1} got no loss for {missing}, although its count is above 0; give each "
+            "name its loss, or let count give 0 where there is none"
+        )
+
+
+def refuse_missing_backward(window: Any, what: str) -> None:
+    if window.turn is not DONE:
+        raise DistaccumError(
+            f"{what} without window.backward(loss) ({window.where()}); call it for each one (to leave a micro-batch "
+            "out, let count give 0 for it)"
+        )
 
 
 def refuse_copy(window: Any) -> None:
@@ -121,19 +146,6 @@ def refuse_copy(window: Any) -> None:
             "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
             "model and optimizer and give it load_state_dict(accumulator.state_dict())"
         )
-
-
-def without_backward(what: str, where: str) -> DistaccumError:
-    return DistaccumError(
-        f"{what} without window.backward(loss) ({where}); call it for each one (to leave a micro-batch "
-        "out, let count give 0 for it)"
-    )
-
-
-def refuse_inference_mode() -> None:
-    """Raises inside it: what is made there (a scale, DDP's buckets) could not be written to outside."""
-    if torch.is_inference_mode_enabled():
-        raise DistaccumError("a window inside torch.inference_mode(), where nothing is trained; leave that mode first")
 
 
 def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], bool]) -> None:

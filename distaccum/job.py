@@ -35,6 +35,11 @@ class Micro:
     number: int  # among all that were drawn, also those in which nothing counts
     pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
 
+    def take(self) -> Any:
+        """Hands the batch over."""
+        batch, self.batch = self.batch, None
+        return batch
+
 
 class Hooks(NamedTuple):
     """By event, the methods of extensions that override it, looked up once; the first argument is the window."""
@@ -54,13 +59,6 @@ class Trace:
 
     update: int  # its index
     lacks_step: bool = False  # its loop is complete
-
-
-@dataclass(frozen=True)
-class Parameters:
-    every: list[nn.Parameter]  # the models' and the optimizers', each once
-    stepped: list[nn.Parameter]  # the optimizers'
-    groups: list[Sequence[nn.Parameter]]  # that take part as a whole, an optimizer's each
 
 
 @final
@@ -94,8 +92,10 @@ class Job:
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.hooks = Hooks()
         self._models_parameters = self.engine.parameters()
-        self._owned: list[int] = []  # ids of what the optimizers had when they were seen last
-        self._known: Parameters | None = None
+        self._every: list[nn.Parameter] = []  # the models' and the optimizers', each once
+        self.groups: list[Sequence[nn.Parameter]] = []  # that take part as a whole, an optimizer's each
+        self._owned: list[int] | None = None  # ids of what the optimizers had when they were seen last
+        self.parameters()
         self._refuse(config)
         self.begin_anew()
 
@@ -119,36 +119,27 @@ class Job:
                 "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
             )
 
-    def after_step(self, stepped: bool) -> None:
-        """Lets the libraries whose wrappers were taken off know of a step, or of one that was skipped."""
-        for one in self.adapters:
-            one.after_step(stepped)
-
     @property
     def forwards_communicate(self) -> bool:
         """True if each forward or backward waits for all ranks."""
         return self.engine.lockstep and self.engine.sync != "gathered"
 
-    def parameters(self) -> Parameters:
-        """The parameters of now: an optimizer may have got others."""
+    def parameters(self) -> list[nn.Parameter]:
+        """All parameters of now, each once: an optimizer may have got others."""
         owned = [id(p) for one in self.optimizers for group in one.param_groups for p in group["params"]]
-        if self._known is None or not owned or owned != self._owned:
-            self._owned, self._known = owned, self._found()  # which keeps them, so that no other has their ids
-        return self._known
+        if owned != self._owned:  # it keeps them, so that no other has their ids
+            groups = [[p for group in one.param_groups for p in group["params"]] for one in self.optimizers]
+            self._owned, self.groups = owned, [*groups] or [self._models_parameters]
+            self._every = unique([*self._models_parameters, *self.stepped()])
+        return self._every if owned else self.engine.parameters()
 
     def stepped(self) -> list[nn.Parameter]:
         """The optimizers' parameters, or all of the models' if the caller steps."""
-        return self.parameters().stepped or self.engine.parameters()
-
-    def _found(self) -> Parameters:
-        groups = [[p for group in one.param_groups for p in group["params"]] for one in self.optimizers]
-        stepped = unique(p for group in groups for p in group)
-        every = unique([*self._models_parameters, *stepped]) if self.optimizers else self.engine.parameters()
-        return Parameters(every, stepped, [*groups] or [self._models_parameters])
+        return unique(p for group in self.groups for p in group) if self._owned else self.engine.parameters()
 
     def _refuse(self, config: Config) -> None:
         """Refuses options that the engine or the optimizers do not support."""
-        engine, stepped = self.engine, self.parameters().stepped
+        engine = self.engine
         if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
             raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
         if any(isinstance(one, LBFGS) for one in self.optimizers):
@@ -179,7 +170,7 @@ class Job:
             refuse_mixed(self.optimizers)
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
-        if self.optimizers and not {*map(id, self._models_parameters)} & {*map(id, stepped)}:
+        if self.optimizers and not {*map(id, self._models_parameters)} & {*(self._owned or ())}:
             raise ValueError(
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"

@@ -1,4 +1,4 @@
-"""Losses: the factor of each loss of a window, and what its record gets of them. The only place that scales a loss."""
+"""Losses: the factor of each loss of a window, and the record of them. The only place that scales a loss."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
+from torch.amp import GradScaler
 
 from .engines.shards import whole_loss
-from .job import Counts, Job
+from .job import Counts, Job, Micro
 from .law import Reduction, share_of
 from .norms import HALF, number_of
+from .ranks import Peers
 from .scaling import is_scaled_by, stamp_of_scale
 
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
@@ -44,36 +46,38 @@ class Losses:
         self.of_pairs: tuple[Tensor, float] | None = None
         self.largest: list[tuple[int, Loss]] | None = None
 
-    def begin(self) -> None:
+    def begin(self, scaler: GradScaler) -> None:
         """Notes the scale that all seeds of a window will have, also on a rank that gives none."""
-        if self._scaler is not None:
-            if stamp_of_scale(self._scaler) is None:
-                self._scaler.scale(torch.zeros((), device=self._device))  # which makes its scale
-            self.scale_stamp = stamp_of_scale(self._scaler)
+        if stamp_of_scale(scaler) is None:
+            scaler.scale(torch.zeros((), device=self._device))  # which makes its scale
+        self.scale_stamp = stamp_of_scale(scaler)
 
     def weigh(
-        self, counts: Counts, is_stand_in: bool, loss: Tensor | None, named: Mapping[str, Tensor | None]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Term]]:
-        """Losses and seeds for a backward, and what `note` is given once it ended."""
+        self, counts: Counts, micro: Micro | None, loss: Tensor | None, named: Mapping[str, Tensor | None]
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Losses of `micro` and their seeds for a backward; None: of a stand-in, whose share is 0."""
         if not named and not self.has_several:
-            share = 0.0 if is_stand_in else self._share(0, counts) or 0.0
-            one, seed = self._seed(loss, share)
-            return (one,), (seed,), ((self._names[0], share, _recorded(one)),) if share else ()
+            share = self._share(0, counts)
+            return self._weigh(micro, self._names[0], loss, share or 0.0)
         given = self._by_name(loss, named)
         self._given.update(given)
-        losses, seeds, terms = [], [], []
+        losses, seeds = list[Tensor](), list[Tensor]()
         for place, name in enumerate(self._names):
-            found = self._share(place, counts)
+            share = self._share(place, counts)
             # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
-            if name not in given or found is None:
-                continue
-            share = 0.0 if is_stand_in else found
-            one, seed = self._seed(given[name], share)
-            losses.append(one)
-            seeds.append(seed)
-            if share:
-                terms.append((name, share, _recorded(one)))
-        return losses, seeds, terms
+            if name in given and share is not None:
+                one, seed = self._weigh(micro, name, given[name], share)
+                losses += one
+                seeds += seed
+        return losses, seeds
+
+    def _weigh(
+        self, micro: Micro | None, name: str, loss: Tensor | None, share: float
+    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        one, seed = self._seed(loss, 0.0 if micro is None else share)
+        if share and micro is not None:
+            self._terms.append((micro.number, (name, share, _recorded(one))))
+        return (one,), (seed,)
 
     def _share(self, place: int, counts: Counts) -> float | None:
         """The factor of a named loss of a micro-batch; None: the term is left out."""
@@ -143,19 +147,10 @@ class Losses:
 
     # The record
 
-    def note(self, terms: Sequence[Term], number: int) -> None:
-        """Keeps the losses of micro-batch `number`."""
-        for term in terms:
-            self._terms.append((number, term))
-
-    def expect_none(self) -> None:
-        """The losses of this micro-batch are another rank's."""
-        self._given.update(self._names)
-
     def missing(self, counts: Counts) -> list[str]:
-        """Names with a count in the micro-batch that ended, of which no backward got a loss."""
+        """Names that count in the micro-batch and got no loss; none where another rank has the losses."""
         given, self._given = self._given, set()
-        return [name for name, n in zip(self._names, counts, strict=True) if n and name not in given]
+        return [name for name, n in zip(self._names, counts, strict=True) if n and given and name not in given]
 
     def numbers(self) -> list[float] | None:
         """This rank's losses by name, weighted; None where they are on a device."""
@@ -206,6 +201,50 @@ class Losses:
     def clear(self) -> None:
         """Frees the losses."""
         self._terms, self.of_pairs, self.largest = [], None, None
+
+
+@final
+class Record:
+    """Losses by name, numbers of extensions, and with a scaler whether gradients overflowed: ranks add them up at a
+    step, while nobody waits.
+    """
+
+    def __init__(
+        self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, peers: Peers
+    ) -> None:
+        """`flags` of overflow on this rank; None: there is no scaler."""
+        self.sums: dict[str, Tensor] = {}  # of numbers, by the extension's key
+        self._sending: Any = None
+        is_ready = flags is None and peers.is_alone and not numbers
+        self._losses: Tensor | list[float] | None = losses.numbers() if is_ready else None
+        if self._losses is not None:
+            return
+        own = losses.sums()
+        pieces = [own, *(one.to(own) for one in numbers.values())]
+        if flags is not None:
+            found = [flag.to(own.device, own.dtype).reshape(1) for flag in flags]
+            pieces.append(torch.stack(found).sum(0) if found else own.new_zeros(1))
+        self._values = torch.cat(pieces) if len(pieces) > 1 else own
+        self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
+        self.sums = dict(zip(numbers, others, strict=False))
+        self._sending = peers.sum(self._values)
+
+    def wait(self) -> None:
+        if self._sending is not None:
+            self._sending.wait()
+
+    def losses(self) -> list[float]:
+        """The losses by name over all ranks, which it waits for, times the engine's divisor."""
+        self.wait()
+        return self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses or []
+
+    def overflows(self, peers: Peers) -> Tensor:
+        """The number of ranks whose gradients overflowed, the same on all."""
+        self.wait()
+        found = self._values[-1]
+        if peers.shares_samples:  # one rank's part of a gradient may overflow alone
+            found.fill_(max(peers.gather_largest([float(found)]))[0])
+        return found
 
 
 def _recorded(loss: Tensor) -> Loss:

@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from .engines import Engine
 from .law import DistaccumError
-from .losses import Losses
+from .losses import Losses, Record
 from .norms import local, names_of, norm_on_host, read
 from .options import OnNonfinite
-from .record import Record
 
 SHOWN = 3  # parameters by name; of the others the number
 
@@ -117,7 +116,7 @@ def judge_loss(
     on_nonfinite: OnNonfinite,
 ) -> None:
     """Raises where an overflow is no scaler's business, since a loss was not finite before it was scaled."""
-    if on_nonfinite == "raise" and not record.has_finite_losses():
+    if on_nonfinite == "raise" and not all(map(math.isfinite, record.losses())):
         judge(engine, losses, parameters, "loss", "raise")
 
 

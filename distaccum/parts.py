@@ -9,17 +9,16 @@ import torch
 from torch import Tensor
 
 from .cutting import map_tensors
-from .guard import DONE, WAITING, without_backward
+from .guard import DONE, WAITING, refuse_missing_backward
 from .law import DistaccumError
-from .losses import Term
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
 
 
-def each_part(window: Any, items: Iterable[Item], where: Callable[[], str]) -> Iterator[Item]:
+def each_part(window: Any, items: Iterable[Item]) -> Iterator[Item]:
     """Yields `items`, one drawn ahead: the last one is known before its backward."""
-    _refuse_nesting("parts()", window, where())
+    _refuse_nesting("parts()", window)
     sequence, nothing = iter(items), object()
     item: Any = next(sequence, nothing)
     if item is nothing:
@@ -29,8 +28,7 @@ def each_part(window: Any, items: Iterable[Item], where: Callable[[], str]) -> I
         following: Any = next(sequence, nothing)
         window.has_more_parts, window.turn = following is not nothing, WAITING
         yield item
-        if window.turn is not DONE:
-            raise without_backward("a part", where())
+        refuse_missing_backward(window, "a part")
         item = following
 
 
@@ -38,11 +36,10 @@ def each_head(
     window: Any,
     outputs: Outputs,
     items: Iterable[Item],
-    where: Callable[[], str],
     run_trunk: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
 ) -> Iterator[tuple[Item, Outputs]]:
     """Yields each item with `outputs` cut off from their trunk; then `run_trunk` gets these and their gradients."""
-    _refuse_nesting("heads()", window, where())
+    _refuse_nesting("heads()", window)
     cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
 
     def cut_off(output: Tensor) -> Tensor:
@@ -60,8 +57,7 @@ def each_head(
     for item in items:
         window.turn = WAITING
         yield item, given
-        if window.turn is not DONE:
-            raise without_backward("a head", where())
+        refuse_missing_backward(window, "a head")
     window.has_more_parts = False
     if window.turn is not DONE:
         raise ValueError("heads() got no items, expected one for each backward")
@@ -71,31 +67,30 @@ def each_head(
     run_trunk([output for output, _ in reached], [gradient for _, gradient in reached])
 
 
-def _refuse_nesting(what: str, window: Any, where: str) -> None:
+def _refuse_nesting(what: str, window: Any) -> None:
     if window.has_more_parts:
         raise DistaccumError(
-            f"{what} {where} inside parts() or heads(), which give each backward a part of its own; "
+            f"{what} {window.where()} inside parts() or heads(), which give each backward a part of its own; "
             "go through one list of all parts"
         )
     if window.turn is not WAITING:
-        raise DistaccumError(f"{what} {where}, expected it in a micro-batch that had no backward yet")
+        raise DistaccumError(f"{what} {window.where()}, expected it in a micro-batch that had no backward yet")
 
 
-def weigh_chunks(window: Any, found: list[Sequence[Term]]) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:
-    """Returns the function that a schedule calls with each chunk's number, outputs and loss; fills `found`.
+def weigh_chunks(window: Any) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:
+    """Returns the function that a schedule calls with each chunk's number, outputs and loss.
 
     The loss is multiplied by its share, since a schedule gives backward no seed.
     """
-    pieces, losses_of = window.pieces_here, window.losses
+    losses_of, micro = window.losses, window.at_work
 
     def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor | None:
-        counts = pieces[piece] if pieces else ()
+        counts = () if micro is None else micro.pieces[piece]
         if not any(counts):
             return None
         loss = take_loss()
         named = loss if isinstance(loss, Mapping) else {}
-        losses, seeds, terms = losses_of.weigh(counts, False, None if named else loss, named)
-        found.append(terms)
+        losses, seeds = losses_of.weigh(counts, micro, None if named else loss, named)
         return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
 
     return weigh

@@ -139,7 +139,7 @@ class Planner:
         if trace is None or self.window is not None:
             return
         self.job.engine.release()  # Ctrl-C may have come while the window was discarded
-        self.job.engine.clear(self.job.parameters().every)
+        self.job.engine.clear(self.job.parameters())
         self.job.trace = None
         if trace.lacks_step and warns:
             self.job.once(

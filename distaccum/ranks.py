@@ -22,7 +22,6 @@ from torch import Tensor
 
 from .law import DistaccumError, LostRanksError, in_short
 from .private import new_group, timeout_of
-from .update import Waitable
 
 # The errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
 LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed? ?out|ncclRemoteError|aborted")
@@ -211,7 +210,7 @@ class Peers:
             dist.all_gather_into_tensor(rows, padded, group=group)
         return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
-    def sum(self, values: Tensor) -> Waitable | None:
+    def sum(self, values: Tensor) -> _Sent | None:
         """Starts to sum `values` in place over the ranks; None: they are summed already."""
         group = self._record_host if values.device.type == "cpu" else self._record_group
         if group is None:

@@ -6,13 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-
-class Waitable(Protocol):
-    def wait(self) -> Any: ...
+from .losses import Record
 
 
 @dataclass(frozen=True, repr=False)
@@ -36,22 +34,17 @@ class Update:
     reason: str | None
     seconds: float
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
-    _terms: Tensor | list[float] | None = field(default=None, compare=False)  # the losses by name, times `_divisor`
-    _divisor: float = field(default=1, compare=False)
-    _reduction: Waitable | None = field(default=None, compare=False)  # of `_terms` over the ranks
+    _record: Record | None = field(default=None, compare=False)  # None where nothing counted
+    _divisor: float = field(default=1, compare=False)  # of the record's losses
     _norm: Tensor | None = field(default=None, compare=False)
     _read: float = field(default=math.inf, compare=False)  # the norm, where the step has read it
-    _numbers: Mapping[str, Tensor] = field(default_factory=dict, compare=False)  # of extensions, added up as `_terms`
 
     @cached_property
     def losses(self) -> dict[str, float]:
         """The loss of each name over all ranks, the same on each; a mean or a sum, as its reduction says."""
-        if self._terms is None:
+        if self._record is None:
             return dict.fromkeys(self.counts, 0.0)
-        if self._reduction is not None:
-            self._reduction.wait()
-        terms: list[float] = self._terms.tolist() if isinstance(self._terms, Tensor) else self._terms
-        return {name: term / self._divisor for name, term in zip(self.counts, terms, strict=True)}
+        return {name: one / self._divisor for name, one in zip(self.counts, self._record.losses(), strict=True)}
 
     @cached_property
     def loss(self) -> float:
@@ -86,9 +79,10 @@ class Update:
         Args:
             key: The extension's.
         """
-        if self._reduction is not None:
-            self._reduction.wait()
-        return self._numbers.get(key)
+        if self._record is None:
+            return None
+        self._record.wait()
+        return self._record.sums.get(key)
 
     def as_dict(self) -> dict[str, Any]:
         """All public fields as plain numbers, texts and dicts, as for a line of a log. Reads what is on the device."""
@@ -99,7 +93,7 @@ class Update:
     def __getstate__(self) -> dict[str, Any]:
         """Read numbers travel; a running reduction does not."""
         read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale")}
-        return {**self.__dict__, **read, "_terms": None, "_reduction": None, "_norm": None, "_numbers": {}}
+        return {**self.__dict__, **read, "_record": None, "_norm": None}
 
     def __repr__(self) -> str:
         return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"

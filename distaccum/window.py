@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, final
 
+import torch
 from torch import Tensor, nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from .drawing import Manner
 from .guard import (
@@ -20,17 +21,16 @@ from .guard import (
     clear_stale,
     refuse_backward,
     refuse_copy,
-    refuse_inference_mode,
+    refuse_unfinished,
     untouched_statistics,
-    without_backward,
 )
 from .job import Counts, Job, Micro, Trace
 from .law import DistaccumError, Plan, Reduction
-from .losses import Losses, Term
-from .nonfinite import judge, look_at
+from .losses import Losses, Record
+from .nonfinite import judge, judge_loss, look_at
+from .norms import EPSILON, clip
 from .parts import each_head, each_part, weigh_chunks
-from .scaling import forget
-from .stepping import Step
+from .scaling import forget, note_overflow, refuse_another_scale, unscale
 from .update import Update
 
 Item = TypeVar("Item")
@@ -55,6 +55,8 @@ class Window:
     Attributes:
         index (int): The update's index, from 0; a skipped update counts too.
         counts (dict[str, float]): The denominators over all ranks, by name.
+        num_micro_steps (int): The micro-batches that the loop yields on this rank, stand-ins included; 0 where nothing
+            counts.
         stand_in (bool): True while the micro-batch at work only keeps this rank in step with the others; it was there
             before, its share is 0, and it is counted nowhere. A plain module and DDP never need one.
     """
@@ -71,25 +73,31 @@ class Window:
         self.index, self.counts = job.index, dict(plan.counts)
         # For the library's own:
         self.plan, self.micros, self.spare = plan, list(micros), spare
-        trained = job.parameters()
-        self.parameters: Sequence[nn.Parameter] = trained.every
-        reductions = SUM if manner.is_sum else job.config.reductions
-        self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
+        self.parameters: Sequence[nn.Parameter] = job.parameters()
+        self.losses = Losses(
+            job, SUM if manner.is_sum else job.config.reductions, plan.counts, self.parameters[0].device
+        )
         self.numbers: dict[str, Tensor] = {}  # of extensions, by their key
+        self.num_micro_steps = 0 if plan.is_empty else job.engine.num_micro_steps(plan)  # stand-ins too
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
+        self.at_work: Micro | None = None  # in the loop; None while this rank stands in
+        self.counts_here = Counts()  # of the micro-batch that the loop has
         self.has_more_parts = False  # of parts() or heads()
         self.may_be_dropped = False  # another window may discard this one without an error
         self.trace = Trace(self.index)
-        self._job, self._engine, self._own = job, job.engine, len(micros)
+        self._job, self._engine, self._num_own = job, job.engine, len(micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
-        self._turns = 0 if plan.is_empty else job.engine.num_micro_steps(plan)
-        self._early = job.engine.num_early(plan)
+        self._num_early = job.engine.num_early(plan)
         self._pace = pace  # draws a part of the next window
-        self._place, self.counts_here = -1, Counts()  # the micro-step at work, and the counts of its micro-batch
+        self._place = -1  # of the micro-batch at work
         self._is_begun = False  # by begin(), and not iterated yet
         self._is_heard = False  # extensions heard of its begin, and not of its end
         self._is_first = True  # no backward ended yet
-        self._tamper, self._stepped = Tamper(job, trained.groups), trained.stepped
+        self._has_stepped = False  # the weights have moved
+        self._tamper = Tamper(job)
+        self._record: Record | None = None
+        self._norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
+        self._read = math.inf  # it, where the look for what is not finite has read it
         self._started = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -98,26 +106,16 @@ class Window:
 
     def __len__(self) -> int:
         """This rank's micro-batches; stand-ins are not among them."""
-        return self._own
+        return self._num_own
 
     def __bool__(self) -> bool:
         """True, also where this rank has nothing to do: it still steps with the others."""
         return True
 
     @property
-    def num_micro_steps(self) -> int:
-        """The micro-batches that the loop yields on this rank, stand-ins included; 0 where nothing counts."""
-        return self._turns
-
-    @property
     def num_done(self) -> int:
         """The micro-batches of this rank that went backward, stand-ins included."""
         return self._place + (self.turn is DONE and not self.has_more_parts)
-
-    @property
-    def pieces_here(self) -> Sequence[Counts]:
-        """The counts of what the micro-batch at work is run in, where a pipeline cuts it."""
-        return () if self.stand_in else self.micros[self._place].pieces
 
     @property
     def is_open(self) -> bool:
@@ -129,18 +127,18 @@ class Window:
         """True once it was stepped, skipped or discarded."""
         return self.stage in (Stage.STEPPED, Stage.LEFT)
 
-    def _where(self) -> str:
-        return f"in micro-batch {self._place} of {self._own}" if self._place >= 0 else "outside the loop"
+    def to_come(self) -> list[Any]:
+        """The micro-batches that the loop will yield, stand-ins too."""
+        spare = [] if self.spare is None else [self.spare.batch]
+        return [*(one.batch for one in self.micros), *spare * (self.num_micro_steps - self._num_own)]
+
+    def where(self) -> str:
+        """The place of the loop, in words."""
+        return f"in micro-batch {self._place} of {self._num_own}" if self._place >= 0 else "outside the loop"
 
     def describe(self) -> str:
-        """Where it stands, in words."""
-        return {
-            Stage.PLANNED: "not begun",
-            Stage.RUNNING: f"in its loop ({self._where()})",
-            Stage.COMPLETE: "complete but not stepped",
-            Stage.STEPPED: "stepped already",
-            Stage.LEFT: "discarded (its loop was left, or another window was requested)",
-        }[self.stage]
+        """The stage, in words."""
+        return self.stage.value + (f" ({self.where()})" if self.stage is Stage.RUNNING else "")
 
     # The loop
 
@@ -153,21 +151,21 @@ class Window:
             self.begin()
         self._is_begun = False
         try:
-            for place in range(self._turns):
-                self._place, self.turn = place, WAITING
-                self.stand_in = place >= self._own
-                self._pace(self.index, place, self._turns)
+            for place in range(self.num_micro_steps):
+                self._place, self.turn, self.stand_in = place, WAITING, place >= self._num_own
+                self._pace(self.index, place, self.num_micro_steps)
                 if self.stand_in:
                     assert self.spare is not None  # the engine's check has seen to it
-                    self.counts_here = self.spare.counts
+                    self.at_work, self.counts_here = None, self.spare.counts
                     self._engine.stand_in()
                     with untouched_statistics([module for _, module in self._job.batchnorms]):
                         yield self.spare.batch
                 else:
-                    self.counts_here = self.micros[place].counts
-                    yield self._take(place)
+                    self.at_work = micro = self.micros[place]
+                    self.counts_here = micro.counts
+                    yield micro.take()  # which is the caller's to free
                 if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
-                    self._end_micro_batch()
+                    refuse_unfinished(self)
             self.stand_in = False
             if self._tamper.differs():
                 self._refuse_lost(TAMPERED)
@@ -178,42 +176,31 @@ class Window:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
 
-    def _take(self, place: int) -> Any:
-        """A micro-batch, which is the caller's to free."""
-        micro = self.micros[place]
-        batch, micro.batch = micro.batch, None
-        return batch
-
-    def to_come(self) -> list[Any]:
-        """The micro-batches that the loop will yield, stand-ins too."""
-        num = self._turns - self._own
-        return [*(one.batch for one in self.micros), *([self.spare.batch] * num if self.spare is not None else [])]
-
     def begin(self) -> None:
         """Starts the engine, which may communicate. Iterating calls it; call it yourself if your ranks communicate
         before their first micro-batch.
         """
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
-        self.stage, self._is_begun, self._job.trace = Stage.RUNNING, True, self.trace
+        job, engine = self._job, self._engine
+        self.stage, self._is_begun, job.trace = Stage.RUNNING, True, self.trace
         try:
+            if torch.is_inference_mode_enabled():  # what is made in it could not be written to outside
+                raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
             if not self.plan.is_empty:
-                self._begin()
+                job.random.begin()
+                if engine.stale(self.parameters):
+                    clear_stale(engine, self.parameters, job.once)
+                engine.begin(self.plan, self.parameters)
+                if job.scaler is not None:
+                    forget(job.scaler, job.optimizers)  # a window that was dropped may have left marks
+                    self.losses.begin(job.scaler)
             self._is_heard = True
             for hear in self._hooks.begin:
                 hear(self)
         except BaseException:
             self.discard()
             raise
-
-    def _begin(self) -> None:
-        job, engine = self._job, self._engine
-        refuse_inference_mode()
-        job.random.begin()
-        clear_stale(engine, self.parameters, job.once)
-        engine.begin(self.plan, self.parameters)
-        forget(job.scaler, job.optimizers)  # a window that was dropped may have left marks
-        self.losses.begin()
 
     def backward(self, loss: Tensor | None = None, **named: Tensor | None) -> None:
         """Runs backward for this micro-batch, weighted so that the window adds up to the big batch.
@@ -229,28 +216,25 @@ class Window:
         """
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
         reduces = self._start_backward()
-        losses, seeds, terms = self.losses.weigh(self.counts_here, self.stand_in, loss, named)
+        losses, seeds = self.losses.weigh(self.counts_here, self.at_work, loss, named)
         if losses:
             self._run(reduces, self._engine.backward, losses, seeds, reduces)
         else:
             self._run(reduces, self._engine.skip)
-        self._note(terms)
-        self._tamper.look()
 
     def _start_backward(self) -> bool:
-        """Raises where no backward may come now; whether the one that comes reduces."""
+        """Raises where no backward may come now; returns whether the one that comes reduces."""
         if self.turn is not WAITING:
-            refuse_backward(self.stage, self.turn, self._where(), self.describe())
+            refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters, in_window=True):
             self._refuse_lost("gradients came into the window that its backward() did not make")
         if self._tamper.differs():
             self._refuse_lost(TAMPERED)
-        return self._reduces and not self.has_more_parts
+        return not self.has_more_parts and self._reduces()
 
-    @property
     def _reduces(self) -> bool:
-        """True if the last backward of the micro-step at work reduces."""
-        return self._place == self._turns - 1 or self._place < self._early
+        """Returns whether the last backward of the micro-step at work reduces."""
+        return self._place == self.num_micro_steps - 1 or self._place < self._num_early
 
     def _run(self, reduces: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward."""
@@ -268,41 +252,24 @@ class Window:
         for heard in self._hooks.after_backward:
             heard(self)
         self.turn, self._is_first = DONE, False
+        self._tamper.look()
         return outputs
-
-    def _note(self, terms: Sequence[Term]) -> None:
-        if not self.stand_in:
-            self.losses.note(terms, self.micros[self._place].number)
-
-    def _end_micro_batch(self) -> None:
-        """Raises where the micro-batch at work lacks a backward, a part or a named loss."""
-        if self.stage is Stage.LEFT:
-            raise DistaccumError(f"this window is {self.describe()}")
-        if self.has_more_parts:
-            raise DistaccumError("parts() or heads() was left before its last item; go through all of them")
-        if self.turn is not DONE:
-            raise without_backward("a micro-batch", self._where())
-        if missing := self.losses.missing(self.counts_here):
-            raise DistaccumError(
-                f"micro-batch {self._place} got no loss for {missing}, although its count is above 0; give each "
-                "name its loss, or let count give 0 where there is none"
-            )
 
     def _finish(self) -> None:
         """Gradients become final."""
+        engine, job = self._engine, self._job
         for hear in self._hooks.finishing:
             hear(self)
         try:
-            self._engine.finish()
+            engine.finish()
         except RuntimeError as error:
-            self._engine.peers.refuse_lost(error)
+            engine.peers.refuse_lost(error)
             raise
-        self._engine.release()
+        engine.release()
         self._tamper.complete()
-        job = self._job
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
-        if looks and not look_at(self._engine, self.parameters).finite:
-            judge(self._engine, self.losses, self.parameters, "gradient", "raise")
+        if looks and not look_at(engine, self.parameters).finite:
+            judge(engine, self.losses, self.parameters, "gradient", "raise")
         for give in self._hooks.numbers:
             found = give(self)
             if found is not None:
@@ -322,7 +289,7 @@ class Window:
             ValueError: `items` is empty.
             DistaccumError: An item got no `backward`, the loop is left early, or this micro-batch had a backward.
         """
-        return each_part(self, items, self._where)
+        return each_part(self, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
         """Yields each item with `outputs`, cut off from their trunk, which goes backward once after the last head::
@@ -340,17 +307,16 @@ class Window:
         """
         if "step" in self._engine.owns:
             raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
-        return each_head(self, outputs, items, self._where, self._run_trunk)
+        return each_head(self, outputs, items, self._run_trunk)
 
     def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Runs the backward of what `heads` cut off."""
         if self._tamper.differs():
             self._refuse_lost(TAMPERED)
-        losses, seeds, reduces = list(outputs), self.losses.unscaled(gradients), self._reduces
+        losses, seeds, reduces = list(outputs), self.losses.unscaled(gradients), self._reduces()
         if self._engine.will_reduce(reduces):
             losses, seeds = map(list, self._engine.with_earlier(losses, seeds))
         self._run(reduces, self._engine.backward, losses, seeds, reduces)
-        self._tamper.look()
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
@@ -366,14 +332,7 @@ class Window:
         Raises:
             DistaccumError: The model is no pipeline's schedule, or as in `backward()`.
         """
-        reduces, found = self._start_backward(), list[Sequence[Term]]()
-        outputs = self._run(reduces, self._engine.run, inputs, options, weigh_chunks(self, found))
-        for terms in found:
-            self._note(terms)
-        if not found:
-            self.losses.expect_none()
-        self._tamper.look()
-        return outputs
+        return self._run(self._start_backward(), self._engine.run, inputs, options, weigh_chunks(self))
 
     # The update
 
@@ -390,55 +349,97 @@ class Window:
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
         job, schedules, self.trace.lacks_step = self._job, list(self._job.schedulers), False
-        if (job.optimizers or "step" in self._engine.owns) and self._tamper.is_cleared():
+        if job.steps and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
-        step = Step(job, self.parameters, self._stepped, self.losses)
         try:
             if self.plan.is_empty:
                 reason: str | None = f"no {' and no '.join(self.counts)} in any micro-batch of any rank"
             else:
-                reason = step(self.numbers, self._refusal)
-                if reason is None and self._engine.lockstep:
-                    job.spare = self.spare
-                job.skipped = 0 if reason is None else job.skipped + 1
+                reason = self._step()
+            if reason is None and self._engine.lockstep and not self.plan.is_empty:
+                job.spare = self.spare
+            job.skipped = 0 if reason is None else job.skipped + 1
             self._close(Stage.STEPPED)
             job.index += 1
-            job.after_step(reason is None)
-            if reason is None:
-                _step_all(schedules)
+            for one in job.adapters:
+                one.after_step(reason is None)
+            while schedules and reason is None:  # each once, also where Ctrl-C comes between two of them
+                schedules.pop(0).step()
         except BaseException:
-            if step.has_stepped:
-                # Ctrl-C, or a rank that was lost: what counts the weights' steps goes with them.
-                job.index = self.index + 1
-                self._close(Stage.STEPPED)
-                if job.scaler is not None:
-                    job.scaler.update(job.scaler.get_scale())  # it keeps to which optimizers it was shown
-                _step_all(schedules)
-            else:
+            if not self._has_stepped:
                 self.discard()  # it may be half unscaled or clipped
+                raise
+            # Ctrl-C, or a rank that was lost: what counts the weights' steps goes with them.
+            job.index = self.index + 1
+            self._close(Stage.STEPPED)
+            if job.scaler is not None:
+                job.scaler.update(job.scaler.get_scale())  # it keeps to which optimizers it was shown
+            while schedules:
+                schedules.pop(0).step()
             raise
-        record = step.record
+        record, self._record = self._record, None
         update = Update(
             index=self.index,
             counts=self.counts,
-            micro_batches=self._own,
+            micro_batches=self._num_own,
             stepped=reason is None,
             reason=reason,
             seconds=time.perf_counter() - self._started,
-            _terms=None if record is None else record.losses,
+            _record=record,
             _divisor=self._engine.divisor,
-            _reduction=None if record is None else record.sending,
-            _norm=None if job.config.max_norm is None else step.norm,
-            _read=step.read,
-            _numbers={} if record is None else record.sums,
+            _norm=None if job.config.max_norm is None else self._norm,
+            _read=self._read,
         )
         self._end(update)
         job.refuse_to_skip_on(reason)
         return update
 
-    def _refusal(self) -> str | None:
-        """The reason of an extension not to step."""
-        return next((why for one in self._hooks.judge if (why := one(self)) is not None), None)
+    def _step(self) -> str | None:
+        """Sums the record, unscales, judges, clips and steps; returns the reason not to step, the same on all ranks."""
+        job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
+        if not job.steps:
+            self._record = Record(self.losses, self.numbers, None if scaler is None else [], engine.peers)
+            return None
+        flags = None
+        if scaler is not None:
+            refuse_another_scale(scaler, self.losses.scale_stamp)
+            flags = unscale(scaler, job.optimizers)
+        stepped = [p for p in job.stepped() if p.grad is not None]
+        if config.max_norm is not None and "norm" not in engine.owns:
+            self._norm = engine.norm(stepped)
+        self._record = Record(self.losses, self.numbers, flags, engine.peers)
+        reason = None
+        if scaler is not None:
+            overflows = self._record.overflows(engine.peers)
+            note_overflow(scaler, job.optimizers, overflows)
+            if bool(overflows):
+                reason = "the scaled gradients overflowed"
+                judge_loss(engine, self.losses, self._record, self.parameters, config.on_nonfinite)
+        elif config.on_nonfinite != "ignore" and "norm" not in engine.owns:
+            finite, self._norm, self._read = look_at(engine, stepped, self._norm)
+            if not finite:
+                reason = judge(engine, self.losses, self.parameters, "gradient", config.on_nonfinite)
+        if reason is None:
+            reason = next((why for one in self._hooks.judge if (why := one(self)) is not None), None)
+        if reason is None:
+            most = None if "clip" in engine.owns else config.max_norm
+            if self._norm is not None and most is not None and self._read + EPSILON > most and not math.isinf(most):
+                clip([p.grad for p in stepped if p.grad is not None], most, self._norm)
+            job.is_stepping = True
+            try:
+                reason = engine.step(job.optimizers)
+                self._has_stepped = reason is None
+            finally:
+                job.is_stepping = False
+            if "norm" in engine.owns:  # it judged the gradient as it stepped
+                self._norm = None if config.max_norm is None else engine.norm(stepped)
+                if reason is not None:
+                    judge_loss(engine, self.losses, self._record, self.parameters, config.on_nonfinite)
+                    if config.on_nonfinite == "raise" and "scale" not in engine.owns:
+                        judge(engine, self.losses, self.parameters, "gradient", "raise")
+        if scaler is not None:
+            scaler.update()
+        return reason
 
     # The end
 
@@ -450,7 +451,7 @@ class Window:
             self._engine.release()
             self._engine.clear(self.parameters)
             forget(self._job.scaler, self._job.optimizers)
-        self._close(Stage.LEFT, clears=False)  # late, so that what Ctrl-C breaks off is done again
+        self._close(Stage.LEFT)  # late, so that what Ctrl-C breaks off is done again
         self._end(None)
 
     def _refuse_lost(self, what: str) -> NoReturn:
@@ -461,11 +462,11 @@ class Window:
             "and their clearing to window.step()"
         )
 
-    def _close(self, stage: Stage, *, clears: bool = True) -> None:
+    def _close(self, stage: Stage) -> None:
         self.stage, self.turn, self.stand_in = stage, DONE, False
-        if clears:
+        if stage is Stage.STEPPED:
             self._engine.clear(self.parameters)
-        self.micros, self.spare = [], None
+        self.micros, self.spare, self.at_work = [], None, None
         self.losses.clear()
         self._tamper.clear()
         self._job.trace = None
@@ -481,9 +482,3 @@ class Window:
                 errors.append(error)
         if errors:
             raise errors[0]
-
-
-def _step_all(schedules: list[LRScheduler]) -> None:
-    """Steps each once, also where Ctrl-C comes between two of them."""
-    while schedules:
-        schedules.pop(0).step()

@@ -43,7 +43,7 @@ class Comparison:
     def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
         setup = trial.job
         self.engine, self.models, self.reductions = setup.engine, setup.models, setup.config.reductions
-        self.parameters: list[nn.Parameter] = [p for p in setup.parameters().every if p.requires_grad]
+        self.parameters: list[nn.Parameter] = [p for p in setup.parameters() if p.requires_grad]
         self.before = before
         self._trial, self._loss_fn, self._columns, self.whole = trial, loss_fn, columns, columns.whole
         self._own, self._own_length = batch, -1  # this rank's

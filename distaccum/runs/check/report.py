@@ -103,7 +103,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
         raise DistaccumError(
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
         )
-    every, warned = setup.parameters().every, set(setup.once.keys)
+    every, warned = setup.parameters(), set(setup.once.keys)
     with warnings.catch_warnings(), kept(setup.models, every if engine.stale(every) else ()) as before:
         warnings.simplefilter("ignore")
         try:
