@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -44,11 +45,10 @@ class Finding:
     name: str
     seen: str
     state: State = "ok"
-    cure: str = ""
 
     def __str__(self) -> str:
         shown = {"ok": "ok", "absent": "-", "wrong": "WRONG"}[self.state]
-        return f"  {shown:5} {self.name:34} {self.seen}{'; ' if self.cure else ''}{self.cure}"
+        return f"  {shown:5} {self.name:34} {self.seen}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,21 +74,19 @@ class Examination:
 
 def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
     """Examines this process and, under a launcher, the job; every rank calls it."""
-    findings = [*_examine_packages(), *_examine_devices(), examine_launcher(os.environ)]
-    job = Trials(timeout)
-    findings += job.differences()
-    findings += _try_engines(job, all_engines)
+    findings = [
+        Finding("software", name, version or f"not installed; {cure(name)}", "ok" if version else "absent")
+        for name, version in _versions().items()
+    ]
+    findings += [_examine_devices(), examine_launcher(os.environ)]
+    job = Launched(timeout)
+    findings += [*job.differences(), *_try_engines(job, all_engines)]
     dist.destroy_process_group()
     return Examination(tuple(findings), job.rank)
 
 
-# This process
-
-
-def _examine_packages() -> Iterator[Finding]:
-    for name, version in _versions().items():
-        cure = "" if version else f"pip install 'distaccum[{name}]'"
-        yield Finding("software", name, version or "not installed", "ok" if version else "absent", cure)
+def cure(package: str) -> str:
+    return f"pip install 'distaccum[{package}]'"
 
 
 def _versions() -> dict[str, str]:
@@ -97,84 +95,62 @@ def _versions() -> dict[str, str]:
     return found | {name: importlib.metadata.version(name) if find_spec(name) else "" for name in OPTIONAL}
 
 
-def _examine_devices() -> Iterator[Finding]:
-    about = "devices"
-    yield Finding(about, "cpu", f"{os.cpu_count()} cores, torch takes {torch.get_num_threads()} threads")
-    if torch.accelerator.is_available():
-        kind = _device_kind()
-        for i in range(torch.accelerator.device_count()):
-            device = torch.get_device_module(kind).get_device_properties(i) if kind != "mps" else None
-            seen = "" if device is None else f"{device.name}, {device.total_memory / 2**30:.1f} GiB"
-            yield Finding(about, f"{kind}:{i}", seen)
-    elif Path("/dev/nvidia0").exists():
-        cure = f"this torch is {torch.__version__}; install one built for its driver"
-        yield Finding(about, "cuda", "a GPU is here, and torch does not see it", "absent", cure)
-    else:
-        yield Finding(about, "accelerators", "none", "absent")
-
-
-def _device_kind() -> str:
-    accelerator = torch.accelerator.current_accelerator()
-    return "cpu" if accelerator is None or not torch.accelerator.is_available() else accelerator.type
+def _examine_devices() -> Finding:
+    accelerator, name = torch.accelerator.current_accelerator(check_available=True), "accelerators"
+    if accelerator is not None:
+        return Finding("devices", name, f"{torch.accelerator.device_count()} of {accelerator.type}")
+    is_hidden = Path("/dev/nvidia0").exists()
+    seen = "a GPU is here, and torch does not see it; install one that is built for its driver" if is_hidden else "none"
+    return Finding("devices", name, seen, "absent")
 
 
 def examine_launcher(environment: Mapping[str, str]) -> Finding:
     """The variables that a launcher sets, or a launcher that sets none that torch reads."""
     shown = ", ".join(f"{name}={environment[name]}" for name in VARIABLES if name in environment)
-    if "RANK" not in environment:
-        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
-            if environment.get(name, "1") != "1":
-                seen = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
-                return Finding("launcher", "variables", seen, "wrong", "let each node's task start torchrun")
-        shown = "none: one process"
-    return Finding("launcher", "variables", shown)
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):  # SLURM_NTASKS is set before srun, too
+        if "RANK" not in environment and environment.get(name, "1") != "1":
+            seen = f"{name}={environment[name]} and no RANK: each of these processes would train alone"
+            return Finding("launcher", "variables", f"{seen}; let each node's task start torchrun", "wrong")
+    return Finding("launcher", "variables", shown or "none: one process")
 
 
-# The job
-
-
-class Trials:
+class Launched:
     """The ranks of the job, in a process group."""
 
     def __init__(self, timeout: float) -> None:
-        self.rank = rank = int(os.environ.get("RANK", "0"))
-        self.world = world = int(os.environ.get("WORLD_SIZE", "1"))
-        kind, local_rank = _device_kind(), int(os.environ.get("LOCAL_RANK", "0"))
+        self.rank, self.world = (int(os.environ.get(name, one)) for name, one in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        kind = "cpu" if accelerator is None or local_rank >= torch.accelerator.device_count() else accelerator.type
         backend = dist.get_default_backend_for_device(kind)
-        is_usable = backend != "gloo" and dist.is_backend_available(backend)
-        if not is_usable or local_rank >= torch.accelerator.device_count():
-            kind = "cpu"  # it has no device of its own
-        backend = "cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}"
-        given: dict[str, Any] = {"rank": rank, "world_size": world, "timeout": timedelta(seconds=timeout)}
+        if backend == "gloo" or not dist.is_backend_available(backend):
+            kind = "cpu"
+        options: dict[str, Any] = {"rank": self.rank, "world_size": self.world, "timeout": timedelta(seconds=timeout)}
+        if self.world == 1:
+            options["store"] = dist.HashStore()  # type: ignore[attr-defined]  # public
         try:
-            if world == 1:
-                given["store"] = dist.HashStore()  # type: ignore[attr-defined]  # public
-            dist.init_process_group(backend, **given)
+            dist.init_process_group("cpu:gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{backend}", **options)
             # A rank that failed waits here for those in its trial, who wait for it there, and to connect before that.
             self._control: Any = dist.new_group(backend="gloo", timeout=timedelta(seconds=3 * timeout))
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistaccumError(
                 f"the ranks did not all meet at {where} within {timeout:g} seconds ({_first_line(error)}); this is "
-                f"rank {rank} of {world} on {socket.gethostname()}: check that all were started and reach that "
-                "address, or wait longer with --timeout"
+                f"rank {self.rank} of {self.world} on {socket.gethostname()}: check that all were started and reach "
+                "that address, or wait longer with --timeout"
             ) from None
-        about = {"host": socket.gethostname(), "kind": kind, "versions": _versions()}
-        self.ranks: list[dict[str, Any]] = self.gather(about)
+        self.ranks: list[dict[str, str]] = self.gather({"host": socket.gethostname(), "kind": kind, **_versions()})
         self.kind = kind if all(one["kind"] == kind for one in self.ranks) else "cpu"
-        self.device = torch.device(self.kind, *([local_rank] if self.kind != "cpu" else []))
         if self.kind != "cpu":
             torch.accelerator.set_device_index(local_rank)
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, in their order."""
-        every: list[Any] = [value] * self.world
-        if self.world > 1:
-            try:
-                dist.monitored_barrier(self._control, wait_all_ranks=True)  # its error names who is missing
-                dist.all_gather_object(every, value, group=self._control)
-            except RuntimeError as error:
-                raise DistaccumError(f"a rank went away ({_first_line(error)}); look at its own output") from None
+        every: list[Any] = [None] * self.world
+        try:
+            dist.all_gather_object(every, value, group=self._control)
+        except RuntimeError as error:
+            raise DistaccumError(f"a rank went away ({_first_line(error)}); look at its own output") from None
         return every
 
     def differences(self) -> Iterator[Finding]:
@@ -183,13 +159,11 @@ class Trials:
             return
         hosts = ", ".join(f"{number} on {host}" for host, number in Counter(one["host"] for one in self.ranks).items())
         yield Finding("ranks", "hosts", f"ranks: {hosts}; {dist.get_backend_config()}, tensors on {self.kind}")
-        for name in self.ranks[0]["versions"]:
-            of_ranks: dict[str, list[str]] = {}
-            for rank, one in enumerate(self.ranks):
-                of_ranks.setdefault(one["versions"][name] or "none", []).append(str(rank))
-            if len(of_ranks) > 1:
-                seen = "; ".join(f"{version} on rank {', '.join(ranks)}" for version, ranks in of_ranks.items())
-                yield Finding("ranks", name, seen, "wrong", "install the same on all nodes")
+        for name in _versions():
+            of_ranks = [one[name] or "none" for one in self.ranks]
+            if len(set(of_ranks)) > 1:
+                seen = "; ".join(f"{version} on rank {rank}" for rank, version in enumerate(of_ranks))
+                yield Finding("ranks", name, f"{seen}; install the same on all nodes", "wrong")
 
 
 def _first_line(error: Exception) -> str:
@@ -211,14 +185,14 @@ def _fsdp2(net: nn.Linear) -> tuple[Any, ...]:
     return _with_sgd(fully_shard(net, mesh=init_device_mesh(net.weight.device.type, (dist.get_world_size(),))))
 
 
-def _zero2(net: nn.Module) -> tuple[Any, ...]:
+def _zero2(net: nn.Linear) -> tuple[Any, ...]:
     """DeepSpeed's engine. The variables that it needs are unset again: Accelerate would take them for a launcher's."""
-    kind, before = next(net.parameters()).device.type, dict(os.environ)
-    os.environ.setdefault("LOCAL_RANK", "0")
-    if kind == "cpu":  # else it looks for a GPU
-        world = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
-        os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": world})
-    try:
+    kind = net.weight.device.type
+    with patch.dict(os.environ):
+        os.environ.setdefault("LOCAL_RANK", "0")
+        if kind == "cpu":  # else it looks for a GPU
+            world = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
+            os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": world})
         import deepspeed
 
         if kind == "cpu":  # it would compile a kernel for shared memory; gloo needs none
@@ -233,15 +207,12 @@ def _zero2(net: nn.Module) -> tuple[Any, ...]:
             "steps_per_print": 10**9,
         }
         return deepspeed.initialize(model=net, optimizer=_with_sgd(net)[1], config=config)[:2]  # type: ignore[no-any-return]
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
-def _accelerated(net: nn.Module) -> tuple[Any, ...]:
+def _accelerated(net: nn.Linear) -> tuple[Any, ...]:
     from accelerate import Accelerator
 
-    accelerator = Accelerator(cpu=next(net.parameters()).device.type == "cpu")
+    accelerator = Accelerator(cpu=net.weight.device.type == "cpu")
     return *accelerator.prepare(*_with_sgd(net)), accelerator
 
 
@@ -255,23 +226,16 @@ ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # by name:
 }
 
 
-def _try_engines(job: Trials, all_engines: bool) -> Iterator[Finding]:
+def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
     """Findings on each engine: whether its windows have the norm of the big batch's gradient."""
     about = f"engines, each tried on {job.world} {'rank' if job.world == 1 else 'ranks'} on {job.kind}"
-    failed = ""
     for name, (package, wrap) in ENGINES.items():
-        lacking = [str(rank) for rank, one in enumerate(job.ranks) if one["versions"].get(package) == ""]
         if name == "a plain module" and job.world > 1:
-            cure = "wrap the model in DistributedDataParallel"
-            yield Finding(about, name, "for one process", "absent", cure)
-        elif lacking:  # a rank that tried alone would wait for the others
-            where = "" if len(lacking) == job.world else f" on rank {', '.join(lacking)}"
-            cure = f"pip install 'distaccum[{package}]'"
-            yield Finding(about, name, f"{package} is not installed{where}", "absent", cure)
+            yield Finding(about, name, "for one process; wrap the model in DistributedDataParallel", "absent")
+        elif any(one.get(package) == "" for one in job.ranks):  # a rank that tried alone would wait for the others
+            yield Finding(about, name, f"{package} is not installed everywhere; {cure(package)}", "absent")
         elif package and not all_engines:
             yield Finding(about, name, f"{package} is installed; --all tries it (about 20 seconds)", "absent")
-        elif failed:
-            yield Finding(about, name, f"not tried, since {failed} failed", "absent")
         else:
             seen = wrong = ""
             try:
@@ -281,14 +245,14 @@ def _try_engines(job: Trials, all_engines: bool) -> Iterator[Finding]:
             try:
                 wrong = next(filter(None, job.gather(wrong)), "")
             except DistaccumError as error:
-                yield Finding(about, name, "; ".join(filter(None, [wrong, str(error)])), "wrong")
+                wrong = f"{wrong} {error}"
+            cured = f"{wrong}; see docs/limits.md, or try another version of it"
+            yield Finding(about, name, cured if wrong else seen, "wrong" if wrong else "ok")
+            if wrong and job.world > 1:  # some ranks may still be inside a collective
                 return
-            cure = "see docs/limits.md, or try another version of it" if wrong else ""
-            yield Finding(about, name, wrong or seen, "wrong" if wrong else "ok", cure)
-            failed = name if wrong and job.world > 1 else ""  # some ranks may still be inside a collective
 
 
-def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Trials) -> str:
+def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Launched) -> str:
     """The policies of an engine, after a window of two uneven micro-batches under each."""
 
     def micro_batches(rank: int) -> list[torch.Tensor]:
@@ -302,7 +266,7 @@ def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Trials) -> str:
     expected, policies = math.hypot(*(float(one.norm()) for one in gradients)), []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model, optimizer, *more = wrap(net.to(job.device))
+        model, optimizer, *more = wrap(net.to(job.kind))
         for sync in get_args(Sync):
             options: dict[str, Any] = {"accelerator": more[0]} if more else {}
             try:
@@ -311,7 +275,7 @@ def _tried(wrap: Callable[[Any], tuple[Any, ...]], job: Trials) -> str:
                 if sync == "last":  # which every engine has
                     raise
                 continue
-            for window in accumulator.windows([one.to(job.device) for one in micro_batches(job.rank)]):
+            for window in accumulator.windows([one.to(job.kind) for one in micro_batches(job.rank)]):
                 for inputs in window:
                     window.backward(model(inputs).square().mean())
                 norm = window.step().grad_norm
