@@ -5,20 +5,23 @@ from collections.abc import Callable, Generator, Iterator
 from importlib import metadata
 
 import pytest
-from programs import Programs
-from ranks import Ranks
+
+from tests.support.programs import Programs
+from tests.support.ranks import Ranks
 
 # --quick runs the tests of these files that are not marked slow, and all doctests.
 QUICK = (
-    "suite architecture reference leaving law waits engines transaction state loaders batches memory ddp ddp_shared "
-    "ddp_forms heads fully_shard deepspeed accelerate parts precision accumulate_dtype limits"
+    "house/suite house/architecture docs/reference core/leaving core/law core/waits grids/engines core/window "
+    "core/state core/loaders core/cutting runs/update engines/ddp engines/ddp_shared engines/ddp_forms core/heads "
+    "engines/fsdp2 wrappers/deepspeed wrappers/accelerate core/parts core/scaling extensions/wide_sums core/limits"
 )
 # With several workers the slowest files come first, so that no worker starts one at the end.
 SLOWEST = (
-    "train launch bench engines train_meshes transformers doctor memory meshes families mesh_states state faults noise "
-    "models pipeline docs fully_shard"
+    "launch/train launch/launchers launch/bench grids/engines launch/train_meshes trainers/transformers tools/doctor "
+    "runs/update meshes/sharing trainers/families meshes/states core/state programs/faults extensions/noise "
+    "grids/models meshes/pipeline docs/pages engines/fsdp2"
 )
-collect_ignore = ["preloaded.py"]  # slow to import, and without doctests
+collect_ignore = ["support/preloaded.py"]  # slow to import, and without doctests
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +76,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in the random order of this seed")
 
 
+def file_of(item: pytest.Item) -> str:
+    """`core/law` for a test of tests/core/test_law.py."""
+    return f"{item.path.parent.name}/{item.path.stem.removeprefix('test_')}"
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        name = item.path.stem.removeprefix("test_")
-        if isinstance(item, pytest.DoctestItem) or (name in QUICK.split() and not item.get_closest_marker("slow")):
+        quick = file_of(item) in QUICK.split() and not item.get_closest_marker("slow")
+        if quick or isinstance(item, pytest.DoctestItem):
             item.add_marker("quick")
     seed = config.getoption("--shuffle")
     if seed is not None:
         random.Random(seed).shuffle(items)
     elif hasattr(config, "workerinput"):  # one of several workers
         places = {name: place for place, name in enumerate(SLOWEST.split())}
-        items.sort(key=lambda item: places.get(item.path.stem.removeprefix("test_"), 99))
+        items.sort(key=lambda item: places.get(file_of(item), 99))

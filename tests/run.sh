@@ -5,7 +5,7 @@
 #   bash tests/run.sh --quick             # style, types, doctests, and the tests that find most mistakes: 2 minutes
 #   bash tests/run.sh --quick -k resumed  # of those, the tests with this in their name
 #   bash tests/run.sh --slowest 20        # and which took longest
-#   bash tests/run.sh -n 0 tests/test_law.py
+#   bash tests/run.sh -n 0 tests/core/test_law.py
 #   bash tests/run.sh --shuffle 7         # in a random order, which the number names
 #   bash tests/run.sh --oldest            # on the oldest versions that the README names, in .venv-oldest
 #

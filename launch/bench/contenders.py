@@ -6,8 +6,8 @@
     loop = one_of("DDP", "distaccum").set_up(task)
     loop.run(micro_batches)  # one whole update: forwards, backwards, reduction, step, clearing
 
-All take the same micro-batches, on the CPU, and end with the same weights, as tests/test_bench.py shows. Those on
-ranks expect a gloo group and the environment that torchrun makes (`as_torchrun` makes it too).
+All take the same micro-batches, on the CPU, and end with the same weights, as tests/launch/test_bench.py shows. Those
+on ranks expect a gloo group and the environment that torchrun makes (`as_torchrun` makes it too).
 """
 
 from __future__ import annotations

@@ -1,0 +1,268 @@
+"""heads(): the trunk runs once, and the heads run their backwards one at a time."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError, count_samples
+from tests.support.counting import Counting
+from tests.support.engines import full_weights, zero
+from tests.support.problems import error, gradient, join, make_batch, refused, weights
+from tests.support.ranks import on_ranks
+
+NAMES = ("first", "second", "third")
+
+
+class Tasks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.trunk = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 8))
+        self.heads = nn.ModuleDict({name: nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 2)) for name in NAMES})
+        self.double()
+
+    def forward(self, x: Tensor, head: str | None = None) -> Tensor:
+        return self.trunk(x) if head is None else self.heads[head](x)
+
+
+def loss_of(outputs: Tensor, place: int) -> Tensor:
+    return (outputs - place).square().mean()
+
+
+def summed(model: nn.Module, x: Tensor) -> Tensor:
+    features = model(x)
+    return sum(loss_of(model(features, name), i) for i, name in enumerate(NAMES))
+
+
+def run(window: Any, model: nn.Module) -> None:
+    for batch in window:
+        for name, features in window.heads(model(batch["x"]), NAMES):
+            window.backward(loss_of(model(features, name), NAMES.index(name)))
+
+
+def exact_at(at: Tensor, batches: list[Any]) -> tuple[float, Tensor]:
+    model = Tasks()
+    nn.utils.vector_to_parameters(at, model.parameters())
+    loss = summed(model, join(batches)["x"])
+    loss.backward()
+    return loss.item(), gradient(model)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradient_equals_that_of_the_summed_loss(scaled):
+    model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 1, 4)]
+    scaler = GradScaler("cpu", init_scale=64.0) if scaled else None
+    options: Any = {"steps": 3, "scaler": scaler, "on_nonfinite": "ignore"}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **options)
+    before = weights(model)
+    for window in accumulator.windows(batches):
+        run(window, model)
+        update = window.step()
+    loss, exact = exact_at(before, batches)
+    assert error(before - weights(model), exact) <= 1e-12 and abs(update.loss - loss) <= 1e-12 * loss
+
+
+@dataclass
+class Outputs:
+    hidden: Any
+    raw: Any
+
+
+@pytest.mark.parametrize("kind", [dict, Outputs])
+def test_nested_outputs_of_the_trunk_are_exact(kind):
+    model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 2)]
+    window = Accumulator(model).window(batches)
+    for batch in window:
+        outputs = kind(hidden=[model.trunk(batch["x"]), None], raw=(batch["x"], model.trunk[0](batch["x"])))
+        for name, given in window.heads(outputs, NAMES):
+            given = given if kind is dict else vars(given)
+            assert given["hidden"][0].grad_fn is None and given["hidden"][1] is None and given["raw"][0] is batch["x"]
+            window.backward(loss_of(model(given["hidden"][0], name), NAMES.index(name)))
+    assert error(gradient(model), exact_at(weights(model), batches)[1]) <= 1e-12
+    window.discard()
+
+
+def test_trunk_runs_once_and_graphs_of_heads_live_one_at_a_time():
+    model, alive, calls = Tasks(), [], []
+    model.trunk.register_forward_hook(lambda *_: calls.append("forward"))
+    model.trunk[0].weight.register_hook(lambda _: calls.append("backward"))
+    window = Accumulator(model).window([make_batch(3, seed=1)])
+    gc.disable()
+    try:
+        for batch in window:
+            for name, features in window.heads(model(batch["x"]), NAMES):
+                assert all(one() is None for one in alive)
+                hidden = model.heads[name][0](features)
+                alive.append(weakref.ref(hidden))
+                loss = loss_of(model.heads[name][1:](hidden), 0)
+                del hidden
+                window.backward(loss)
+                del loss
+    finally:
+        gc.enable()
+    assert calls == ["forward", "backward"]
+    window.step()
+
+
+def test_head_without_a_count_is_left_out():
+    model, batches = Tasks(), [make_batch(n, seed=n) for n in (2, 3)]
+    counts = {name: (lambda batch, i=i: len(batch["x"]) if len(batch["x"]) > i else 0) for i, name in enumerate(NAMES)}
+    accumulator = Accumulator(model, count=counts)
+    window = accumulator.window(batches)
+    for batch in window:
+        for name, features in window.heads(model(batch["x"]), NAMES):
+            window.backward(**{name: loss_of(model(features, name), NAMES.index(name))})
+    exact = Tasks()
+    for i, name in enumerate(NAMES):
+        counted = join([batch for batch in batches if len(batch["x"]) > i])
+        loss_of(exact(exact(counted["x"]), name), i).backward()
+    assert error(gradient(model), gradient(exact)) <= 1e-12
+    window.step()
+
+
+def test_trunk_used_only_by_a_left_out_loss_is_accepted():
+    model = Tasks()
+    accumulator = Accumulator(model, count={"a": lambda batch: len(batch["x"]) - 2, "b": count_samples})
+    window = accumulator.window([make_batch(2, seed=1), make_batch(3, seed=2)])
+    for batch in window:
+        for name, hidden in window.heads(model(batch["x"]), ("a", "b")):
+            alone = model.heads["second"](torch.ones(3, 8, dtype=torch.float64)).square().mean()
+            window.backward(**{name: loss_of(model(hidden, "first"), 0) if name == "a" else alone})
+    assert model.trunk[0].weight.grad is not None
+    window.step()
+
+
+def each_head(act: Any) -> Any:
+    def loop(window: Any, model: Any, x: Tensor) -> None:
+        for name, features in window.heads(model(x), NAMES):
+            act(window, model, name, features)
+
+    return loop
+
+
+def left(window: Any, model: Any, x: Tensor) -> None:
+    for _, features in window.heads(model(x), NAMES):
+        window.backward(loss_of(features, 0))
+        break
+
+
+def clears_after_the_last_head(window: Any, model: Any, name: str, features: Tensor) -> None:
+    window.backward(loss_of(model(features, name), 0))
+    if name == NAMES[-1]:
+        model.zero_grad()
+
+
+def past_the_trunk(window: Any, model: Any, name: str, features: Tensor) -> None:
+    window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
+
+
+def after_backward(window: Any, model: Any, x: Tensor) -> None:
+    window.backward(summed(model, x))
+    next(window.heads(model(x), NAMES))
+
+
+def in_parts(window: Any, model: Any, x: Tensor) -> None:
+    for _ in window.parts([1, 2]):
+        next(window.heads(model(x), NAMES))
+
+
+MISUSES = {
+    "clears": (each_head(clears_after_the_last_head), DistaccumError, "cleared or changed"),
+    "left": (left, DistaccumError, "heads.. was left before its last item"),
+    "no backward": (each_head(lambda *_: None), DistaccumError, "a head without window.backward"),
+    "no items": (lambda w, model, x: next(w.heads(model(x), [])), ValueError, "heads.. got no items"),
+    "past the trunk": (each_head(past_the_trunk), DistaccumError, "no loss of heads.. depends on the trunk's outputs"),
+    "after backward": (after_backward, DistaccumError, "in a micro-batch that had no backward yet"),
+    "no graph": (
+        lambda w, model, x: next(w.heads(model(x).detach(), NAMES)),
+        ValueError,
+        "got outputs without a graph.* of a frozen|frozen, go through window.parts",
+    ),
+    "in parts": (in_parts, DistaccumError, "heads.. in micro-batch 0 of 2 inside parts.. or heads.."),
+    "parts in it": (
+        each_head(lambda w, *_: next(w.parts([1, 2]))),
+        DistaccumError,
+        "parts.. in micro-batch 0 of 2 inside parts.. or heads..",
+    ),
+}
+
+
+@pytest.mark.parametrize(("loop", "kind", "message"), MISUSES.values(), ids=MISUSES)
+def test_misuse_of_heads_raises_an_error_and_leaves_no_trace(loop, kind, message):
+    model, batches = Tasks(), [make_batch(2, seed=1), make_batch(3, seed=2)]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0))
+    before = weights(model)
+    window = accumulator.window(batches)
+    with pytest.raises(kind, match=message):
+        for batch in window:
+            loop(window, model, batch["x"])
+    assert all(p.grad is None for p in model.parameters()) and torch.equal(weights(model), before)
+    window = accumulator.window(batches)
+    run(window, model)
+    window.step()
+    assert error(before - weights(model), exact_at(before, batches)[1]) <= 1e-12
+
+
+# Ranks
+
+LAYOUTS = [[(3, 2), (4, 1)], [(1, 2, 3), (2,)], [(3,), (2, 2)], [(2, 1), ()]]
+
+
+@pytest.mark.parametrize(
+    ("name", "sync"),
+    [
+        ("DDP", "last"),
+        ("DDP views", "last"),
+        ("DDP find", "last"),
+        ("DDP", "every"),
+        *(("FSDP2", sync) for sync in ("last", "gathered", "every")),
+    ],
+)
+@on_ranks(2)
+def test_gradient_is_exact_on_uneven_ranks(name, sync):
+    model: Any = Tasks()
+    if name == "FSDP2":
+        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+        for part in (model.trunk, *model.heads.values()):
+            fully_shard(part)
+        fully_shard(model)
+        register_fsdp_forward_method(model, "forward")
+    else:
+        model = DistributedDataParallel(
+            model, gradient_as_bucket_view="views" in name, find_unused_parameters="find" in name
+        )
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), sync=sync)
+    wrongs, reductions = [], []
+    for index, layout in enumerate(LAYOUTS if name != "FSDP2" else LAYOUTS[:3]):
+        batches = [[make_batch(n, seed=100 * index + 10 * r + i) for i, n in enumerate(layout[r])] for r in range(2)]
+        before = full_weights(model)
+        window = accumulator.window(batches[dist.get_rank()])
+        with Counting() as count:
+            run(window, model)
+            reductions.append(sum(kind == "allreduce_" and size > 40 for kind, size in count.take()))
+        update = window.step()
+        loss, exact = exact_at(before, batches[0] + batches[1])
+        wrongs += [error(before - full_weights(model), exact), abs(update.loss - loss) / loss]
+    assert max(wrongs) <= (1e-10 if name == "FSDP2" else 1e-12), wrongs
+    if name.startswith("DDP") and sync == "last":
+        assert reductions == [1] * len(LAYOUTS)
+
+
+@on_ranks(2)
+def test_deepspeed_is_refused():
+    engine, _ = zero(1)(Tasks().float(), 1.0)
+    assert "heads() with DeepSpeed, whose backward takes losses" in refused(
+        run, Accumulator(engine).window([make_batch(2, seed=1, dtype=torch.float32)]), engine
+    )

@@ -1,0 +1,238 @@
+"""The law: windows equal one big batch. Here on a plain module; grids/test_engines.py has gloo ranks."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+from tests.support.problems import (
+    CASES,
+    IGNORED,
+    big_batch,
+    error,
+    gradient,
+    make_batch,
+    make_net,
+    sample_loss,
+    token_loss,
+    weights,
+)
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+
+class OnDevice(torch.Tensor):
+    """Losses whose value the record does not take at once, as that of one on a GPU."""
+
+
+@pytest.mark.parametrize("sizes", [[4], [4, 4], [1, 7, 2]], ids=str)
+@pytest.mark.parametrize("kind", [torch.Tensor, OnDevice])
+def test_record_has_losses_as_they_went_backward(kind, sizes):
+    """Whatever the caller does to them in place."""
+    batches = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction={"a": "mean", "b": "sum"})
+    expected = {"a": big_batch("samples mean", batches)[0], "b": big_batch("samples sum", batches)[0]}
+
+    window = accumulator.window(batches)
+    for batch in window:
+        a, b = (sample_loss(net, batch, how).as_subclass(kind) for how in ("mean", "sum"))
+        window.backward(a=a, b=b)
+        a.detach().zero_()
+        b.detach().mul_(3)
+    assert window.step().losses == pytest.approx(expected, rel=1e-12)
+
+
+def test_window_that_was_stepped_holds_no_losses():
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    window = accumulator.window([make_batch(2, seed=0), make_batch(3, seed=1)])
+    for batch in window:
+        window.backward(sample_loss(net, batch, "mean").as_subclass(OnDevice))
+    held = lambda: sum(type(one) is OnDevice for one in gc.get_objects())  # noqa: E731
+    assert held() == 2
+    window.step()
+    gc.collect()
+    assert held() == 0
+
+
+def test_hook_that_writes_to_its_gradient_changes_no_other_micro_batch():
+    batches = [make_batch(4, seed=i) for i in range(3)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    exact = big_batch("samples mean", batches)[1]
+    for _ in range(2):
+        window = accumulator.window(batches)
+        for batch in window:
+            loss = sample_loss(net, batch)
+            loss.register_hook(lambda gradient: gradient.mul_(2))
+            window.backward(loss)
+        assert error(gradient(net), 2 * exact) <= 1e-12
+        window.step()
+
+
+def test_micro_batch_whose_labels_are_all_masked_is_left_out():
+    masked = make_batch(2, seed=1, kept=0.0)
+    micro_batches = [make_batch(2, seed=0), masked, make_batch(2, seed=2)]
+    net = make_net()
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))
+    window = accumulator.window(micro_batches)
+    for micro_batch in window:
+        assert (micro_batch["labels"] != IGNORED).any()
+        window.backward(token_loss(net, micro_batch))  # a mean over no tokens is NaN
+    assert len(window) == 2
+    assert error(gradient(net), big_batch("tokens mean", micro_batches)[1]) <= 1e-12
+
+
+def test_window_without_counts_makes_no_update_and_names_the_reason():
+    net = make_net()
+    optimizer = SGD(net.parameters(), lr=1.0, weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accumulator = Accumulator(net, optimizer, steps=2, count=count_tokens("labels"), scheduler=schedule)
+    before = weights(net)
+    loader = [make_batch(2, seed=i, kept=0.0) for i in range(2)]
+    updates = []
+    for window in accumulator.windows(loader):
+        assert list(window) == []
+        updates.append(window.step())
+    (update,) = updates
+    assert (update.stepped, update.micro_batches, update.counts, update.loss) == (False, 0, {"tokens": 0}, 0.0)
+    assert "no tokens" in update.reason
+    assert schedule.last_epoch == 0
+    assert torch.equal(weights(net), before)
+    assert accumulator.index == 1
+
+
+def two_losses(net, batch):
+    """A token loss through the head and a sample loss through the router: different parameters and means."""
+    hidden = net.body(batch["x"])
+    tokens = torch.nn.functional.cross_entropy(
+        net.head(hidden).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
+    )
+    return tokens, net.router(hidden).square().mean()
+
+
+def two_losses_of_the_big_batch(batches):
+    net = make_net()
+    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    tokens, samples = two_losses(net, joined)
+    (tokens + 0.1 * samples).backward()
+    return gradient(net), tokens.item(), 0.1 * samples.item()
+
+
+@pytest.mark.parametrize("together", [True, False], ids=["one backward", "parts"])
+def test_named_denominators_give_each_loss_its_own_mean(together):
+    batches = [make_batch(size, seed=i) for i, size in enumerate([2, 5, 1])]
+    net = make_net()
+    accumulator = Accumulator(
+        net, SGD(net.parameters(), lr=0.0), count={"tokens": count_tokens("labels"), "samples": count_samples}
+    )
+    window = accumulator.window(batches)
+    for batch in window:
+        if together:
+            tokens, samples = two_losses(net, batch)
+            window.backward(tokens=tokens, samples=0.1 * samples)
+        else:
+            for name in window.parts(["tokens", "samples"]):
+                tokens, samples = two_losses(net, batch)
+                window.backward(**{name: tokens if name == "tokens" else 0.1 * samples})
+    exact, tokens, samples = two_losses_of_the_big_batch(batches)
+    assert error(gradient(net), exact) <= 1e-12
+    update = window.step()
+    assert update.losses == pytest.approx({"tokens": tokens, "samples": samples}, rel=1e-12)
+    assert update.loss == pytest.approx(tokens + samples, rel=1e-12)
+
+
+def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_count():
+    batches = [make_batch(3, seed=0), make_batch(2, seed=1, kept=0.0), make_batch(1, seed=2)]
+    net = make_net()
+    accumulator = Accumulator(
+        net,
+        SGD(net.parameters(), lr=0.0),
+        reduction={"tokens": "mean", "samples": "sum"},
+        count={"tokens": count_tokens("labels"), "samples": count_samples},
+    )
+    window = accumulator.window(batches)
+    for batch in window:
+        hidden = net(batch["x"])
+        window.backward(tokens=token_loss(net, batch), samples=hidden.square().sum())  # one loss is NaN
+    reference = make_net()
+    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    big = token_loss(reference, joined) + reference(joined["x"]).square().sum()
+    big.backward()
+    assert error(gradient(net), gradient(reference)) <= 1e-12
+    assert set(window.counts) == {"tokens", "samples"}
+    update = window.step()
+    assert update.stepped
+    assert update.loss == pytest.approx(big.item(), rel=1e-12), "the mean over nothing is no part of the record"
+
+
+def scaled_by(weight, micro_batch, dtype):
+    return (weight * micro_batch.mean()).to(dtype)
+
+
+def test_loss_in_half_precision_rounds_its_share_and_warns():
+    x = torch.linspace(1, 2, 3)
+    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(()))})
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
+    with pytest.warns(UserWarning, match=r"bfloat16.*criterion\(outputs.float\(\)"):
+        window = accumulator.window(x.split(1))
+        for micro_batch in window:
+            window.backward(scaled_by(model["weight"], micro_batch, torch.bfloat16))
+    assert model["weight"].grad.item() == pytest.approx(1.5, rel=2e-3)  # a third in bf16 is 0.33398
+    assert window.step().loss == pytest.approx(1.5, rel=1e-6), "the record has the share itself"
+    for dtype, num in [(torch.float32, 3), (torch.bfloat16, 2)]:  # a half is exact, so no warning
+        window = accumulator.window(x[:num].split(1))
+        for micro_batch in window:
+            window.backward(scaled_by(model["weight"], micro_batch, dtype))
+        assert model["weight"].grad.item() == pytest.approx(x[:num].mean().item(), rel=1e-6)
+        window.step()
+
+
+def test_counts_that_are_tensors_are_read_together():
+    batches = [make_batch(3, seed=0), make_batch(1, seed=1)]
+    net = make_net()
+    count = {"tokens": count_tokens("labels"), "rows": lambda batch: len(batch["x"]) / 2}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count)
+    window = accumulator.window(batches)
+    kept = sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
+    assert window.counts == {"tokens": kept, "rows": 2.0}
+
+
+windows = st.lists(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 1.0])), max_size=6),
+    min_size=1,
+    max_size=3,
+)
+
+
+@settings(max_examples=int(os.environ.get("WINDOWS", "300")), deadline=None, derandomize="WINDOWS" not in os.environ)
+@given(drawn=windows, case=st.sampled_from(sorted(CASES)), dtype=st.sampled_from(list(BOUNDS)))
+def test_random_window_equals_one_big_batch(drawn, case, dtype):
+    """Random sizes (some empty) and masks, in consecutive windows of one accumulator."""
+    loss_fn, how, reduction, count = CASES[case]
+    net = make_net(dtype)
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
+    for sizes in drawn:
+        batches = [make_batch(size, seed=seed, kept=kept, dtype=dtype) for size, seed, kept in sizes]
+        window = accumulator.window(batches)
+        for batch in window:
+            window.backward(loss_fn(net, batch, how))
+        total = sum(float(count(batch)) for batch in batches)
+        assert window.counts == {next(iter(window.counts)): total}
+        if total:
+            loss, exact = big_batch(case, batches)
+            assert error(gradient(net), exact) <= BOUNDS[dtype]
+            update = window.step()
+            assert update.loss == pytest.approx(loss, rel=BOUNDS[dtype])
+            assert update.stepped
+        else:
+            assert gradient(net).count_nonzero() == 0
+            assert not window.step().stepped

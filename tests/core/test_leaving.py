@@ -1,0 +1,179 @@
+"""Accumulators remove their hooks from models and optimizers when they are deleted."""
+
+from __future__ import annotations
+
+import gc
+import linecache
+import os
+import subprocess
+import sys
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.extensions import WideSums
+from tests.support.engines import KINDS
+from tests.support.problems import make_net_without_router, micro_batches_of, run_window
+from tests.support.ranks import on_ranks
+
+HOOKS = (
+    "_forward_pre_hooks",
+    "_forward_hooks",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "_optimizer_step_pre_hooks",
+    "_optimizer_step_post_hooks",
+)
+
+
+def num_hooks(model: nn.Module, optimizer: Any) -> int:
+    holders = [*model.modules(), *model.parameters(), getattr(optimizer, "optimizer", optimizer)]
+    return sum(len(getattr(holder, name, None) or ()) for holder in holders for name in HOOKS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "options"),
+    [
+        ("plain", 1, {}),
+        ("plain", 1, {"extensions": [WideSums(torch.float64)]}),
+        ("DDP", 2, {"extensions": [WideSums(torch.float64)]}),
+        *(pytest.param(kind, 2, {}, marks=pytest.mark.slow) for kind in ("DDP", "FSDP2", "ZeRO 1")),
+    ],
+)
+@on_ranks()
+def test_hundred_accumulators_leave_no_hook(kind, world, options):
+    model, optimizer = KINDS[kind].wrap(make_net_without_router().float(), 0.1)
+    before, most = num_hooks(model, optimizer), 0
+    gc.disable()  # reference counts must suffice: a collection might run while torch iterates over its hooks
+    for _ in range(100):
+        accumulator = Accumulator(model, optimizer, steps=2, **options)
+        for window in accumulator.windows(micro_batches_of([[2, 1]], 0, 0, torch.float32)):
+            run_window(window, model).step()
+        most = max(most, num_hooks(model, optimizer))
+        del accumulator, window
+    gc.enable()
+    assert most > before, "the accumulators must add hooks, or this test shows nothing"
+    assert num_hooks(model, optimizer) == before
+
+
+def lines_of_warnings(run: Callable[[], object]) -> list[str]:
+    """The lines of this file that the warnings name."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run()
+    assert {one.filename for one in caught} == {__file__}
+    return [linecache.getline(__file__, one.lineno).strip() for one in caught]
+
+
+def test_warning_names_the_callers_line_at_any_depth(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    optimizer, batch = SGD(model.parameters(), lr=0.1), torch.randn(4, 2)
+
+    def loop() -> None:
+        model(batch).sum().backward()  # before the window, so not part of it
+        for window in Accumulator(model, optimizer, steps=2).windows([batch, batch]):
+            for inputs in window:
+                window.backward(model(inputs).square().mean())
+            window.step()
+
+    def whole() -> None:
+        Accumulator(model, optimizer, micro_batch_size=2).update(batch, lambda rows: model(rows).square().mean())
+
+    assert lines_of_warnings(loop) == ["for window in Accumulator(model, optimizer, steps=2).windows([batch, batch]):",
+                                       "for inputs in window:"]  # fmt: skip
+    (line,) = lines_of_warnings(whole)
+    assert line.startswith("Accumulator(model, optimizer, micro_batch_size=2).update(")
+
+
+@pytest.mark.slow
+def test_doctor_restores_the_environment(programs):
+    code = """
+import os
+from distaccum.tools.cli import main
+names = ("DS_ACCELERATOR", "LOCAL_SIZE", "LOCAL_RANK")
+for name in names:
+    os.environ.pop(name, None)
+os.environ["LOCAL_SIZE"] = "7"
+try:
+    main(["doctor", "--json", "--all"])
+except SystemExit:
+    pass
+found = {name: os.environ.get(name) for name in names}
+assert found == {"DS_ACCELERATOR": None, "LOCAL_SIZE": "7", "LOCAL_RANK": None}, found
+"""
+    done = programs.run("-c", code)
+    assert done.status == 0, done.text
+    assert '"name": "DeepSpeed"' in done.text
+
+
+def test_window_without_micro_batches_is_not_false():
+    net = nn.Linear(2, 2)
+    window = Accumulator(net, SGD(net.parameters(), lr=0.1)).window([])
+    assert len(window) == 0 and window
+
+
+def warned_and_left(model: nn.Module, optimizer: SGD) -> list[weakref.ref[Any]]:
+    """The accumulator and a local variable of a function in which the library warned."""
+    accumulator = Accumulator(model, optimizer, steps=2)
+    model(torch.ones(1, 2)).sum().backward()  # a stale gradient, hence the warning
+    local = torch.zeros(1)
+    with pytest.warns(UserWarning, match="stood before the window"):
+        run_window(accumulator.window([{"x": torch.ones(1, 2)}]), model).step()
+    return [weakref.ref(accumulator), weakref.ref(local)]
+
+
+def test_warning_keeps_neither_the_accumulator_nor_its_callers_variables():
+    model = nn.Linear(2, 1)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    gc.disable()
+    try:
+        assert [found() for found in warned_and_left(model, optimizer)] == [None, None]
+        assert num_hooks(model, optimizer) == 0
+    finally:
+        gc.enable()
+
+
+LEAVES = """
+import sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from distaccum import Accumulator
+from distaccum.extensions import WideSums
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(nn.Linear(8, 8))
+accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), steps=2)
+for window in accumulator.windows([torch.randn(4, 8) for _ in range(6)]):
+    for x in window:
+        window.backward(model(x).square().mean())
+    if dist.get_rank() and window.index == 2:
+        time.sleep(0.5)
+    update = window.step()
+if "destroy" in sys.argv:
+    dist.destroy_process_group()
+if "delete" in sys.argv:
+    del accumulator, model, window, update
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [[], ["destroy"], ["delete"], ["delete", "destroy"]], ids=" ".join)
+def test_job_ends_whose_last_loss_nobody_reads(words, tmp_path):
+    """Its sum over ranks may be under way then, as one rank was late."""
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(
+        [*command, tmp_path / "leaves.py", *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,83 @@
+"""What ranks tell each other: rows, sums that nobody waits for, and what is lost with a rank."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError
+from tests.support.problems import (
+    error,
+    gradient,
+    gradient_of_trunk,
+    join,
+    loss_of,
+    micro_batches_of,
+    run_window,
+    trunk,
+)
+
+
+def accumulators():
+    """File descriptors and groups that twenty Accumulators leave, without a collector of garbage."""
+    ddp = DistributedDataParallel(trunk())
+
+    def train():
+        accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+        for index in range(2):
+            window = accumulator.window(micro_batches_of([[2], [1, 1]], index, dist.get_rank()))
+            run_window(window, ddp).step()
+        return accumulator
+
+    last = train()
+    gc.collect()
+    gc.disable()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for _ in range(20):
+        last = train()
+    left = len(list(Path("/proc/self/fd").iterdir())) - before
+    gc.enable()
+    said = []
+    for copied in (copy.deepcopy, pickle.dumps):
+        copied((ddp, SGD(ddp.parameters(), lr=0.1)))  # which torch can
+        with pytest.raises(DistaccumError) as caught:
+            copied((ddp, last))
+        said.append(str(caught.value))
+    return left, said
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts files in /proc")
+def test_accumulators_leave_no_files_and_refuse_to_be_copied(ranks):
+    for left, said in ranks(2).run(accumulators):
+        assert left == 0
+        assert all("cannot be copied or pickled" in one and "load_state_dict" in one for one in said)
+
+
+def on_another_device():
+    """Windows, a closure and a check where tensors that do not say their device have no numbers."""
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), micro_batch_size=2)
+    mine = [micro_batches_of([[2, 3], [4, 1]], 0, one) for one in range(2)]
+    batch, exact = join(mine[rank]), gradient_of_trunk([*mine[0], *mine[1]])
+    with torch.device("meta"):
+        window = run_window(accumulator.window(mine[rank]), ddp)
+        wrong = error(gradient(ddp), exact)
+        losses = [window.step().loss, accumulator.update(batch, partial(loss_of, ddp)).loss]
+        return wrong, losses, accumulator.check(batch, partial(loss_of, ddp)).equivalent
+
+
+def test_default_device_changes_nothing(ranks):
+    for wrong, losses, equivalent in ranks(2).run(on_another_device):
+        assert wrong <= 1e-12
+        assert losses[0] == pytest.approx(losses[1], rel=1e-12)
+        assert equivalent

@@ -1,0 +1,438 @@
+"""Loss scaling, clipping, and gradients that are not finite."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import StepLR
+
+from distaccum import Accumulator, DistaccumError
+from distaccum.job import MOST_SKIPS
+from tests.support.engines import full_gradient, full_weights, fully_sharded
+from tests.support.problems import (
+    error,
+    gradient,
+    gradient_of_trunk,
+    join,
+    loss_of,
+    make_batch,
+    refused,
+    run_window,
+    trunk,
+    weights,
+)
+from tests.support.ranks import on_ranks
+
+BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
+NARROW = [{**batch, "x": batch["x"].float()} for batch in BATCHES]
+
+
+def make(**options):
+    model = trunk()
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.1), **options)
+
+
+def scaled(model=None, optimizer=None, **options):
+    model = model or trunk()
+    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    return model, scaler, Accumulator(model, optimizer, scaler=scaler, **options)
+
+
+def steps_exactly(accumulator, model, before):
+    """Runs a window; asserts that the weights have moved by its exact gradient."""
+    update = run_window(accumulator.window(BATCHES), model).step()
+    assert update.stepped
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+    return update
+
+
+def test_step_is_refused_after_the_scale_was_set_in_mid_window():
+    model, scaler, accumulator = scaled()
+    before = weights(model)
+    window = run_window(accumulator.window(BATCHES), model)
+    scaler.update(2.0**5)
+    with pytest.raises(DistaccumError, match=r"scale was updated while this window was open.*GradScaler of its own"):
+        window.step()
+    assert torch.equal(weights(model), before)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    steps_exactly(accumulator, model, before)
+
+
+def test_window_after_a_load_has_the_loaded_scale():
+    model, scaler, accumulator = scaled(on_nonfinite="skip")
+    before, state = weights(model), accumulator.state_dict()
+    state["scaler"]["scale"] = 16.0
+    run_window(accumulator.window(BATCHES), model)  # and dropped
+    accumulator.load_state_dict(state)
+    assert scaler.get_scale() == 16.0
+    steps_exactly(accumulator, model, before)
+    with pytest.raises(ValueError, match="the state holds a scaler and this accumulator has none"):
+        make()[1].load_state_dict(accumulator.state_dict())
+
+
+def test_scaler_changes_no_gradient():
+    model, scaler, accumulator = scaled()
+    before = weights(model)
+    window = run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), 2.0**10 * gradient_of_trunk(BATCHES)) <= 1e-12
+    window.discard()
+    update = steps_exactly(accumulator, model, before)
+    assert update.loss == pytest.approx(loss_of(trunk(), join(BATCHES)).item(), rel=1e-12) and update.grad_norm is None
+    assert scaler.get_scale() == 2.0**10
+    run_window(accumulator.window(BATCHES), model).step()
+    assert scaler.get_scale() == 2.0**11, "one update() per window"
+    model, accumulator = make(scaler=GradScaler("cpu", enabled=False))
+    steps_exactly(accumulator, model, before)
+
+
+def test_caller_may_unscale_to_read_the_gradient():
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    _, scaler, accumulator = scaled(model, optimizer)
+    before = weights(model)
+    for _ in range(2):  # the second time after an abandoned window
+        window = run_window(accumulator.window(BATCHES), model)
+        scaler.unscale_(optimizer)
+        assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+        window.discard()
+    steps_exactly(accumulator, model, before)
+
+
+def poison(batch, value=math.nan):
+    return {**batch, "x": batch["x"] * value}
+
+
+def test_overflow_skips_the_update():
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    _, scaler, accumulator = scaled(model, optimizer, on_nonfinite="skip", scheduler=schedule)
+    before = weights(model)
+    update = run_window(accumulator.window([*BATCHES, poison(BATCHES[0])]), model).step()
+    assert (update.stepped, update.reason) == (False, "the scaled gradients overflowed")
+    assert torch.equal(weights(model), before)
+    assert (scaler.get_scale(), schedule.last_epoch) == (2.0**9, 0)
+    steps_exactly(accumulator, model, before)
+
+
+class Multiplied(torch.autograd.Function):
+    """Finite forward; in backward the gradient times `by`, as with a too large loss scale in float16."""
+
+    @staticmethod
+    def forward(ctx, x, by):
+        ctx.by = by
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.by, None
+
+
+def test_policy_raise_applies_to_the_loss_alone_with_a_scaler():
+    model, scaler, accumulator = scaled()
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(Multiplied.apply(model(batch["x"]), math.inf).square().mean())
+    assert window.step().reason == "the scaled gradients overflowed"
+    before = weights(model)
+    with pytest.raises(DistaccumError, match="the loss of this window is not finite"):
+        run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    scale = scaler.get_scale()
+    steps_exactly(accumulator, model, before)
+    assert scaler.get_scale() == scale, "an error leaves the scaler as it was"
+
+
+def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
+    one, two = trunk(), trunk()
+    optimizers = [SGD(one.parameters(), lr=0.1), SGD(two.parameters(), lr=0.2)]
+    scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=1)
+    accumulator = Accumulator([one, two], optimizers, scaler=scaler)
+    before = weights(one)
+    for by in (1.0, math.inf):  # then only the second overflows, but neither steps
+        window = accumulator.window(BATCHES)
+        for batch in window:
+            window.backward(loss_of(one, batch) + Multiplied.apply(two(batch["x"]), by).square().mean())
+        assert window.step().stepped == (by == 1.0)
+        assert error(before - weights(one), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+        assert error(before - weights(two), 0.2 * gradient_of_trunk(BATCHES)) <= 1e-12
+        assert scaler.get_scale() == (2.0**11 if by == 1.0 else 2.0**10)
+
+
+def test_optimizer_without_gradients_is_unscaled_in_a_later_window():
+    model = trunk()
+    optimizer = SGD(model[1].parameters(), lr=1.0)
+    accumulator = Accumulator(model, optimizer, scaler=GradScaler("cpu"))
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(model[0](batch["x"]).square().mean())
+    assert window.step().stepped
+    before = weights(model[1])
+    run_window(accumulator.window(BATCHES), model).step()
+    plain = trunk()
+    loss_of(plain, join(BATCHES)).backward()
+    assert error(before - weights(model[1]), gradient(plain[1])) <= 1e-12
+
+
+@pytest.mark.parametrize("what", ["overflows", "overflows after the reduction", "dry"])
+@on_ranks(2)
+def test_overflow_on_one_rank_skips_the_update_on_all(what):
+    ddp = DistributedDataParallel(trunk())
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler, on_nonfinite="skip")
+    before, rank = weights(ddp), dist.get_rank()
+    mine = {"overflows": [[poison(BATCHES[0])], [BATCHES[1]]], "dry": [[], BATCHES]}.get(what, [BATCHES, BATCHES])
+    window = run_window(accumulator.window(mine[rank]), ddp)
+    if what == "overflows after the reduction" and rank == 1:
+        next(ddp.parameters()).grad.view(-1)[0] = math.inf  # which DDP does not spread
+    update = window.step()
+    stepped, scale, moved = update.stepped, scaler.get_scale(), before - weights(ddp)
+    assert (stepped, scale) == ((True, 2.0**10) if what == "dry" else (False, 2.0**9))
+    assert error(moved, 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12 if stepped else not moved.any()
+
+
+# Clipping
+
+
+@pytest.mark.parametrize("of_norm", [1e-3, 0.9, 1.1, math.inf])
+def test_gradient_of_all_models_is_clipped_once(of_norm):
+    one, two = trunk(), trunk()
+    before = torch.cat([weights(one), weights(two)])
+    reference = nn.ModuleList([copy.deepcopy(one), copy.deepcopy(two)])
+    big = join(BATCHES)
+    (loss_of(reference[0], big) + 2 * loss_of(reference[1], big)).backward()
+    max_norm = of_norm * float(gradient(reference).norm())
+    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
+    optimizers = [SGD(one.parameters(), lr=1.0), SGD(two.parameters(), lr=1.0)]
+    accumulator = Accumulator([one, two], optimizers, max_norm=max_norm)
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(loss_of(one, batch) + 2 * loss_of(two, batch))
+    update = window.step()
+    assert update.grad_norm == pytest.approx(float(norm), rel=1e-12)
+    assert error(before - torch.cat([weights(one), weights(two)]), gradient(reference)) <= 1e-12
+
+
+def test_clipping_comes_after_unscaling():
+    model, _, accumulator = scaled(max_norm=1e-3)
+    before = weights(model)
+    update = run_window(accumulator.window(BATCHES), model).step()
+    assert update.grad_norm == pytest.approx(float(gradient_of_trunk(BATCHES).norm()), rel=1e-12)
+    assert float((before - weights(model)).norm()) == pytest.approx(0.1 * 1e-3, rel=1e-2)
+
+
+def test_large_finite_gradients_are_clipped_to_the_norm():
+    """Only their sum of squares overflows: they are clipped to a norm of 1, not to 0."""
+    model = nn.Linear(4, 1, bias=False)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
+    before = weights(model)
+    window = accumulator.window([torch.full((2, 4), 1e30)])
+    for batch in window:
+        window.backward(model(batch).mean())
+    assert window.step().grad_norm == pytest.approx(2e30)
+    assert float((before - weights(model)).norm()) == pytest.approx(1.0)
+
+
+def test_sparse_gradients_are_clipped():
+    model = nn.Embedding(10, 3, sparse=True)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1e-2)
+    before = model.weight.detach().clone()
+    window = accumulator.window([torch.tensor([1, 2, 2]), torch.tensor([5])])
+    for batch in window:
+        window.backward(model(batch).square().sum(1).mean())
+    update = window.step()
+    assert update.grad_norm > 1e-2
+    assert float((before - model.weight.detach()).norm()) == pytest.approx(1e-2, rel=1e-3)
+
+
+def test_norms_of_half_precision_are_taken_in_float32():
+    model = nn.Linear(300, 300).to(torch.bfloat16)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), max_norm=math.inf)
+    window = accumulator.window([torch.randn(4, 300, dtype=torch.bfloat16)])
+    for x in window:
+        window.backward(model(x).float().square().mean())
+    exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
+    assert window.step().grad_norm == pytest.approx(exact, rel=1e-5)
+
+
+def fused_sgd(parameters):
+    return SGD(parameters, lr=0.5, momentum=0.9, fused=True)
+
+
+def foreach_sgd(parameters):
+    return SGD(parameters, lr=0.5, momentum=0.9, foreach=True)
+
+
+def fused_adam(parameters):
+    return AdamW(parameters, lr=0.01, fused=True)
+
+
+@pytest.mark.parametrize("optimizer", [fused_sgd, fused_adam, foreach_sgd])
+def test_overflow_steps_no_fused_or_foreach_optimizer(optimizer):
+    model = trunk().float()
+    scaler = GradScaler("cpu", init_scale=2.0**10)
+    accumulator = Accumulator(model, optimizer(model.parameters()), scaler=scaler, max_norm=1.0)
+    before = weights(model)
+    window = run_window(accumulator.window(NARROW), model)
+    next(model.parameters()).grad[0] = math.inf
+    assert window.step().reason == "the scaled gradients overflowed"
+    assert torch.equal(weights(model), before)
+    assert scaler.get_scale() == 2.0**9
+    assert run_window(accumulator.window(NARROW), model).step().stepped
+    assert not torch.equal(weights(model), before)
+
+
+def test_gradient_unscaled_by_the_caller_is_not_unscaled_again():
+    (one, two) = (trunk().float(), trunk().float())
+    for model, looks in ((one, True), (two, False)):
+        optimizer = fused_sgd(model.parameters())
+        scaler = GradScaler("cpu", init_scale=2.0**10)
+        accumulator = Accumulator(model, optimizer, scaler=scaler, max_norm=0.1)
+        for _ in range(2):
+            window = run_window(accumulator.window(NARROW), model)
+            if looks:
+                scaler.unscale_(optimizer)
+            window.step()
+    assert error(weights(one), weights(two)) <= 1e-6
+
+
+# Not finite
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_policy_raise_names_the_loss_and_changes_nothing(value):
+    model = trunk()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer)
+    before = weights(model)
+    window = run_window(accumulator.window([*BATCHES, poison(BATCHES[0], value)]), model)
+    with pytest.raises(
+        DistaccumError,
+        match=r"gradient of this window is not finite \(the loss of micro-batch 3 on rank 0 is nan; first in 0.0.weight"
+        r", 0.0.bias, 0.2.weight and 3 more",
+    ):
+        window.step()
+    assert torch.equal(weights(model), before)
+    assert not optimizer.state
+    run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_policy_skip_leaves_weights_and_optimizer_unchanged():
+    model = trunk()
+    optimizer = AdamW(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1)
+    accumulator = Accumulator(model, optimizer, on_nonfinite="skip", scheduler=schedule, max_norm=1.0)
+    run_window(accumulator.window(BATCHES), model).step()
+    before, state = weights(model), copy.deepcopy(optimizer.state_dict())
+    update = run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    assert (update.index, update.stepped) == (1, False)
+    assert update.reason.startswith("a gradient is not finite (the loss of micro-batch 0 on rank 0 is nan; first in")
+    assert torch.equal(weights(model), before)
+    for mine, theirs in zip(optimizer.state_dict()["state"].values(), state["state"].values(), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
+    assert schedule.last_epoch == 1
+
+
+def test_policy_ignore_steps_with_nonfinite_gradients():
+    model, accumulator = make(on_nonfinite="ignore")
+    assert run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
+    assert weights(model).isnan().any()
+
+
+def test_nonfinite_gradient_raises_before_the_callers_step():
+    model = trunk()
+    accumulator = Accumulator(model)
+    with pytest.raises(DistaccumError, match="not finite"):
+        run_window(accumulator.window([poison(BATCHES[0])]), model)
+
+
+@pytest.mark.parametrize("where", ["loss", "backward"])
+@pytest.mark.parametrize("kind", ["DDP", "FSDP2"])
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@on_ranks(2)
+def test_ranks_agree_on_the_place_of_a_nan(kind, where, on_nonfinite):
+    """A nonfinite loss is found in its micro-batch; a NaN from a backward has no known place in a loop."""
+    model = DistributedDataParallel(trunk()) if kind == "DDP" else fully_sharded(parts=False)(trunk(), 0.1)[0]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
+    before = full_weights(model)
+    place = {
+        "loss": "not finite (the loss of micro-batch 1 on rank 1 is nan; first in 0.0.weight, 0.0.bias, ",
+        "backward": "not finite (every loss is finite, so it came up in a backward or in the reduction; first in 0.0",
+    }[where]
+    for _ in range(2):
+        window = accumulator.window(BATCHES)
+        for i, batch in enumerate(window):
+            is_bad = (dist.get_rank(), i) == (1, 1)
+            loss = loss_of(model, poison(batch) if is_bad and where == "loss" else batch)
+            window.backward(Multiplied.apply(loss, math.nan) if is_bad and where == "backward" else loss)
+        assert place in (refused(window.step) if on_nonfinite == "raise" else window.step().reason)
+        assert torch.equal(full_weights(model), before)
+    run_window(accumulator.window(BATCHES), model)
+    assert error(full_gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+def test_long_run_of_skips_is_an_error():
+    model, accumulator = make(on_nonfinite="skip")
+    for i in range(MOST_SKIPS - 1):
+        assert not run_window(accumulator.window([poison(BATCHES[0])]), model).step().stepped
+        if i == 3:
+            accumulator.load_state_dict(accumulator.state_dict())  # loading keeps the count
+    with pytest.raises(DistaccumError, match=r"50 updates in a row were skipped, the last because a gradient is not f"):
+        run_window(accumulator.window([poison(BATCHES[0])]), model).step()
+    run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+
+
+@pytest.mark.parametrize("scaler", [False, True], ids=["", "scaler"])
+def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
+    model, accumulator = scaled()[::2] if scaler else make()
+    with torch.no_grad():
+        model[0][2].bias[3] = math.nan
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(DistaccumError, match=r"weights that are not finite already, first in 0.2.bias.*a checkpoint"):
+        window.step()
+
+
+# Shares and scales
+
+
+@pytest.mark.parametrize("count", [2.0**-18, 1.1e6, 2.0**26], ids=["overflows", "subnormal", "underflows"])
+def test_share_that_float16_cannot_hold_is_refused(count):
+    model = nn.Linear(1, 1, bias=False)
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=0.1), reduction="sum_to_mean", count=lambda _: count / 3
+    )
+    window = accumulator.window([torch.ones(1, 1)])
+    with pytest.raises(ValueError, match=r"loss in torch.float16, which rounds its share, .* in float32"):
+        for x in window:
+            window.backward(model(x).sum().half())
+    window = accumulator.window([torch.ones(1, 1)])
+    for x in window:
+        window.backward(model(x).sum())
+    assert model.weight.grad.item() == pytest.approx(3 / count, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [
+        lambda scaler, loss: scaler.scale(loss),
+        lambda scaler, loss: scaler.scale(loss.half()),
+    ],
+    ids=["scaled", "half"],
+)
+def test_loss_scaled_by_the_caller_is_refused(scale):
+    model, scaler, accumulator = scaled()
+    run_window(accumulator.window(BATCHES), model).step()
+    window = accumulator.window(BATCHES)
+    with pytest.raises(ValueError, match=r"scaler.scale\(\) has multiplied"):
+        for micro_batch in window:
+            window.backward(scale(scaler, loss_of(model, micro_batch)))

@@ -1,0 +1,493 @@
+"""state_dict() anywhere: a job that is killed begins its window again, bit for bit, on each engine."""
+
+from __future__ import annotations
+
+import copy
+import io
+import random
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.amp import GradScaler
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+from distaccum import Accumulator, DistaccumError
+from distaccum.extensions import NoiseScale
+from tests.support.engines import fsdp1, fully_sharded, zero
+from tests.support.problems import make_batch, make_net_without_router, trunk
+from tests.wrappers.test_accelerate import accelerators
+
+
+class Noisy(nn.Module):
+    """Draws from each generator of the host in its forward."""
+
+    def __init__(self, rate: float = 0.3) -> None:
+        super().__init__()
+        net = make_net_without_router()
+        self.body, self.head, self.rate = net.body, net.head, rate
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        drawn = random.random() + numpy.random.rand() if self.rate else 1.0
+        return self.head(nn.functional.dropout(self.body(x), self.rate)) * drawn
+
+
+def prepared(net: nn.Module) -> nn.Module:
+    """By Accelerate, with the process group that is there."""
+    with accelerators() as make:
+        return make().prepare(net)
+
+
+MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+WRAPS = {
+    "plain": lambda net: net,
+    "DDP": DistributedDataParallel,
+    "DDP, views": lambda net: DistributedDataParallel(net, gradient_as_bucket_view=True),
+    "DDP, unused": lambda net: DistributedDataParallel(net, find_unused_parameters=True),
+    "Accelerate": prepared,
+    "FSDP2": lambda net: fully_sharded()(net, 0.0)[0],
+    "FSDP2, mixed": lambda net: fully_sharded(mp_policy=MIXED)(net.float(), 0.0)[0],
+    "HSDP": lambda net: fully_sharded(shape=(2, 1))(net, 0.0)[0],
+    "FSDP1": lambda net: fsdp1("FULL_SHARD")(net, 0.0)[0],
+}
+
+CASES = [
+    *((name, "last") for name in [*WRAPS, "ZeRO 2"] if name != "HSDP"),
+    ("DDP", "every"),
+    ("FSDP2", "every"),
+    ("FSDP2", "gathered"),
+    ("HSDP", "replicas"),
+]
+
+
+def make(name: str = "plain", sync: str = "last", rate: float = 0.3, **options: Any) -> Any:
+    net = Noisy(rate)
+    if name.startswith("ZeRO"):
+        model, optimizer = zero(int(name[-1]))(net.float(), 0.1)
+    else:
+        model = WRAPS[name](net)
+        optimizer = Adam(model.parameters(), lr=0.01)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="gradients of .* add up in half precision")
+        return model, optimizer, Accumulator(model, optimizer, **{"steps": 4, "sync": sync, **options})
+
+
+def micro_batches(first_update: int, rank: int) -> list[Any]:
+    return [
+        make_batch(size, seed=100 * update + 10 * rank + i)
+        for update in range(first_update, 3)
+        for i, size in enumerate([2, 3, 1, 2])
+    ]
+
+
+def loss_of(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(batch["x"].to(next(model.parameters()).dtype)).float().square().mean()
+
+
+# Where a job may be killed: (update, micro-batch, what it did last). Edges are of the loop, and of the window.
+DRAWN, FORWARD, BACKWARD, LOOP, STEP = "drawn", "forward", "backward", "loop", "step"
+EVERYWHERE = [
+    (update, *place)
+    for update in range(3)
+    for place in [(i, did) for i in range(4) for did in (DRAWN, FORWARD, BACKWARD)] + [(3, LOOP), (3, STEP)]
+]
+SOMEWHERE = [(0, 0, DRAWN), (1, 0, BACKWARD), (1, 3, BACKWARD), (2, 2, DRAWN), (2, 3, LOOP), (1, 3, STEP)]
+
+
+def run(made: Any, loader: Any, points: Any = (), files: Any = None) -> tuple[list[float], dict[Any, Any]]:
+    """The losses of the updates that are left, and what was saved at these points."""
+    model, _, accumulator = made
+    losses, saved = [], {}
+
+    def pass_by(*point: Any) -> None:
+        if point in points:
+            saved[point] = (files or Files()).save(made)
+
+    for window in accumulator.windows(loader):
+        for i, batch in enumerate(window):
+            pass_by(window.index, i, DRAWN)
+            loss = loss_of(model, batch)
+            pass_by(window.index, i, FORWARD)
+            window.backward(loss)
+            pass_by(window.index, i, BACKWARD)
+        pass_by(window.index, i, LOOP)
+        losses.append(window.step().loss)
+        pass_by(window.index, i, STEP)
+    return losses, saved
+
+
+class Files:
+    """What a job writes at a point and reads again: one file by rank, DeepSpeed's folder, or torch's of all ranks."""
+
+    def __init__(self, distributed: bool = False) -> None:
+        self.distributed = distributed
+
+    def folder(self) -> str:
+        found = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    def everything(self, made: Any) -> dict[str, Any]:
+        model, optimizer = get_state_dict(made[0], made[1])
+        return {"model": model, "optimizer": optimizer, "accumulator": made[2]}
+
+    def save(self, made: Any) -> Any:
+        model, optimizer, accumulator = made
+        if hasattr(model, "save_checkpoint"):
+            model.save_checkpoint(folder := self.folder(), tag="kept")
+            return folder, copy.deepcopy(accumulator.state_dict())
+        if self.distributed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.save(self.everything(made), checkpoint_id=(folder := self.folder()))
+            return folder
+        box = io.BytesIO()
+        torch.save([[one.clone() for one in local(model)], optimizer.state_dict(), accumulator.state_dict()], box)
+        return box.getvalue()
+
+    def load(self, made: Any, saved: Any) -> int:
+        """The index of the update that comes next."""
+        model, optimizer, accumulator = made
+        if hasattr(model, "load_checkpoint"):
+            model.load_checkpoint(saved[0], tag="kept")
+            accumulator.load_state_dict(saved[1])
+        elif self.distributed:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                dcp.load(state := self.everything(made), checkpoint_id=saved)
+                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        else:
+            values, of_optimizer, state = torch.load(io.BytesIO(saved), weights_only=False)
+            for mine, value in zip(local(model), values, strict=True):
+                mine.copy_(value)
+            optimizer.load_state_dict(of_optimizer)
+            accumulator.load_state_dict(state)
+        return int(accumulator.index)
+
+
+def local(model: nn.Module) -> list[torch.Tensor]:
+    """From state_dict(), which gives shards even while parameters are gathered; FSDP1 shows no other tensors."""
+    if type(model).__name__ == "FullyShardedDataParallel":
+        return [p.detach() for p in model.parameters()]
+    every = model.module.state_dict() if hasattr(model, "save_checkpoint") else model.state_dict()
+    return [(p.to_local() if hasattr(p, "to_local") else p).detach() for p in every.values()]
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def killed(name: str, sync: str, points: Any, files: Files) -> list[Any]:
+    """The points from which a new job ends with other weights or losses."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    ends = []
+    for watched in ((), points):
+        seed(11 + rank)
+        made = make(name, sync)
+        seed(11 + rank)
+        ends.append((made, *run(made, micro_batches(0, rank), watched, files)))
+    (whole, expected, _), (_, losses, saved) = ends
+    wrong: list[Any] = [] if losses == expected else ["a state that was taken"]
+    for point, state in saved.items():
+        again = make(name, sync)
+        index = files.load(again, state)
+        seed(99)
+        losses, _ = run(again, micro_batches(index, rank))
+        same = all(map(torch.equal, local(whole[0]), local(again[0])))
+        if not same or losses != expected[index:] or index != point[0] + (point[2] == STEP):
+            wrong.append(point)
+    return [*wrong, *(point for point in points if point not in saved)]
+
+
+@pytest.mark.parametrize(("name", "sync"), CASES)
+def test_job_that_is_killed_anywhere_ends_with_the_same_bits(ranks, name, sync):
+    if name == "plain":
+        assert killed(name, sync, EVERYWHERE, Files()) == []
+    else:
+        assert ranks(2).run(killed, name, sync, SOMEWHERE, Files()) == [[]] * 2
+
+
+@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
+def test_distributed_checkpoint_holds_the_start_of_a_window(ranks, name):
+    assert ranks(2).run(killed, name, "last", [(1, 1, BACKWARD)], Files(distributed=True)) == [[]] * 2
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_running_statistics_within_a_window_are_those_of_now_unless_they_were_copied(copies):
+    def start() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1))
+        return model, Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, batchnorm="ignore")
+
+    def train(model: nn.Module, accumulator: Accumulator) -> Any:
+        for window in accumulator.windows(batches):
+            for i, inputs in enumerate(window):
+                window.backward(model(inputs).square().mean())
+                if i == 0:
+                    kept = copy.deepcopy((accumulator.state_dict(), model.state_dict()))
+            window.step()
+        return kept
+
+    batches = [torch.randn(4, 3) for _ in range(2)]
+    model, accumulator = start()
+    before = copy.deepcopy(dict(model.named_buffers()))
+    state, kept = train(model, accumulator)
+    again, accumulator = start()
+    again.load_state_dict({**kept, **before} if copies else kept)
+    accumulator.load_state_dict(state)
+    train(again, accumulator)
+    assert torch.equal(model[1].weight, again[1].weight)
+    assert torch.equal(model[0].running_mean, again[0].running_mean) == copies
+
+
+# Uses of a state
+
+
+def half_a_window() -> Any:
+    seed(3)
+    saved = run(made := make(), micro_batches(0, 0), [(1, 1, BACKWARD)])[1][1, 1, BACKWARD]
+    assert made[2].index == 3
+    return torch.load(io.BytesIO(saved), weights_only=False)[2]
+
+
+def on_others(saved: Any) -> Any:
+    """A run on this number of ranks, from a state of another: the weights, states, and the warnings."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    made = make("DDP" if world > 1 else "plain", rate=0.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        index = Files().load(made, saved) if saved is not None else 0
+    kept = []
+    for update in range(index, 3):
+        every = [batch for r in range(2) for batch in micro_batches(update, r)[:4]]
+        window = made[2].window(every[rank::world])
+        for i, batch in enumerate(window):
+            window.backward(loss_of(made[0], batch))
+            if saved is None and (window.index, i) == (1, 2):
+                kept.append(Files().save(made))
+        window.step()
+    return local(made[0]), kept, [str(one.message) for one in caught]
+
+
+def test_state_in_mid_window_loads_on_another_number_of_ranks(ranks):
+    whole, (saved,), _ = on_others(None)
+    found = {"1 ranks and this job has 2": ranks(2).run(on_others, saved)[0]}
+    found["2 ranks and this job has 1"] = on_others(ranks(2).run(on_others, None)[0][1][0])
+    for sizes, (values, _, (message,)) in found.items():
+        assert max(float((a - b).abs().max()) for a, b in zip(values, whole, strict=True)) <= 1e-12
+        assert f"the state is of {sizes}: the positions of loaders and the random numbers are left out" in message
+
+
+def test_state_without_the_place_of_this_ranks_loader_is_refused():
+    _, accumulator = one_weight()
+    next(accumulator.windows(Numbered()))
+    state = accumulator.state_dict()
+    with pytest.raises(DistaccumError, match="taken on another rank and has no loader's position for rank 0; save"):
+        accumulator.load_state_dict({**{k: v for k, v in state.items() if k != "rank 0"}, "rank 1": state["rank 0"]})
+
+
+def test_state_is_loaded_without_running_code():
+    for state in (half_a_window(), make()[2].state_dict()):
+        box = io.BytesIO()
+        torch.save(state, box)
+        box.seek(0)
+        assert torch.load(box, weights_only=True)["rank 0"] == state["rank 0"]
+
+
+def measured() -> Accumulator:
+    options = {"extensions": [NoiseScale()], "micro_batch_size": "auto", "scaler": GradScaler("cpu", init_scale=8.0)}
+    model = trunk()
+    return Accumulator(model, SGD(model.parameters(), lr=0.01), **options)
+
+
+def a_state(**change: Any) -> dict[str, Any]:
+    fit = {"size": 32, "good": 0, "too_large": 64, "since": 0, "wait": 16}  # 64 samples ran out of memory
+    state = {**measured().state_dict(), "fit": fit, "index": 7, "skipped": 3, "noise": [1.0, 2.0, 3.0], **change}
+    return {name: value for name, value in state.items() if value is not KeyError}
+
+
+FIT = {"size": 4, "good": 2, "too_large": 8, "since": 0, "wait": 16}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"skipped": KeyError}, "has no skipped; give what"),
+        ({"index": float("nan")}, "index=nan, expected a whole number of at least 0"),
+        ({"fit": None}, "fit=None, expected a dict"),
+        ({"fit": {**FIT, "size": 0}}, "size=0, expected a whole number of at least 1"),
+        ({"noise": [1.0, 2.0]}, "expected three numbers"),
+        ({"scaler": {}}, "the state's scaler has scale=None"),
+        ({"rank 0": b"garbage"}, "cannot be read .UnpicklingError.: it is cut off, or of another"),
+    ],
+    ids=str,
+)
+def test_broken_state_is_refused_and_nothing_is_loaded(change, message):
+    accumulator = measured()
+    before = accumulator.state_dict()
+    with pytest.raises((TypeError, ValueError), match=message) as caught:
+        accumulator.load_state_dict(a_state(**change))
+    assert len(str(caught.value)) < 300 and "weights_only" not in str(caught.value)
+    assert accumulator.state_dict() == before
+
+
+def test_state_is_not_loaded_in_a_loop_and_is_refused_where_the_caller_may_have_stepped():
+    model = trunk()
+    accumulator = Accumulator(model)
+    window = accumulator.window(micro_batches(2, 0))
+    for batch in window:
+        window.backward(loss_of(model, batch))
+        with pytest.raises(DistaccumError, match="while a window is in its loop"):
+            accumulator.load_state_dict(accumulator.state_dict())
+    with pytest.raises(DistaccumError, match=r"optimizer=None, where the weights may have been stepped already"):
+        accumulator.state_dict()
+    window.step()
+    assert accumulator.state_dict()["index"] == 1
+
+
+# Stateful loaders
+
+
+class Numbered:
+    """A stateful loader of the numbers from 1; each iter() begins anew unless a state was loaded."""
+
+    def __init__(self, length: int = 6, held: Any = None) -> None:
+        self.place, self.length, self.held, self.loaded = 0, length, held, False
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"place": self.place, "held": self.held}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.place, self.loaded = state["place"], True
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.place, self.loaded = self.place if self.loaded else 0, False
+        while self.place < self.length:
+            self.place += 1
+            yield torch.full((1, 1), float(self.place))
+
+
+def one_weight(state: Any = None) -> tuple[nn.Module, Accumulator]:
+    model = nn.Linear(1, 1, bias=False)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    if state is not None:
+        accumulator.load_state_dict(state)
+    return model, accumulator
+
+
+def consume(window: Any, model: nn.Module, most: int = 9) -> list[int]:
+    seen = []
+    for x in window:
+        seen.append(int(x))
+        window.backward(model(x).mean())
+        if len(seen) == most:
+            break
+    return seen
+
+
+def rest_after(state: Any) -> list[int]:
+    """The samples of a new process that has loaded `state`."""
+    model, accumulator = one_weight(state)
+    assert accumulator.state_dict() == state
+    seen = []
+    for window in accumulator.windows(Numbered()):
+        seen += consume(window, model)
+        window.step()
+    return seen
+
+
+def test_loader_state_that_cannot_be_loaded_is_refused_on_saving():
+    _, accumulator = one_weight()
+    next(accumulator.windows(Numbered(held=numpy.arange(3))))
+    message = r"the loader's state_dict\(\) holds numpy\.\S+, and a state is loaded without.*tolist\(\)"
+    with pytest.raises(DistaccumError, match=message):
+        accumulator.state_dict()
+
+
+class Rows:
+    """torchdata's loader of rows, as dicts."""
+
+    def __init__(self, workers: int) -> None:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        rows = [make_batch(2, seed=i)["x"][0] for i in range(30)]
+        order = torch.Generator().manual_seed(21)  # its own: the job's numbers are those of the windows
+        self.loader = StatefulDataLoader(rows, 2, shuffle=True, num_workers=workers, generator=order)
+        self.state_dict, self.load_state_dict = self.loader.state_dict, self.loader.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return ({"x": x} for x in self.loader)
+
+
+@pytest.mark.filterwarnings("ignore:.set_vital. is deprecated")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_stateful_loader_begins_again_where_the_window_did(workers):
+    pytest.importorskip("torchdata")
+    points = [(1, 0, DRAWN), (1, 1, BACKWARD), (1, 3, LOOP), (1, 3, STEP)][:: 3 if workers else 1]
+    seed(11)
+    whole = make()
+    expected, saved = run(whole, Rows(workers), points)
+    for point, state in saved.items():
+        again = make()
+        index = Files().load(again, state)
+        seed(99)
+        assert run(again, Rows(workers))[0] == expected[index:], point
+        assert all(map(torch.equal, local(whole[0]), local(again[0]))), point
+    assert list(saved) == points
+
+
+@pytest.mark.parametrize("leave", ["at its edge", "before its step", "in the window", "not begun"])
+def test_state_after_a_left_loop_has_the_loaders_position(leave: str) -> None:
+    model, accumulator = one_weight()
+    loader = Numbered()
+    for window in accumulator.windows(loader):
+        if accumulator.index == 1 and leave == "not begun":
+            break
+        consume(window, model, 1 if accumulator.index == 1 and leave == "in the window" else 9)
+        if accumulator.index == 1 and leave in ("in the window", "before its step"):
+            break
+        window.step()
+        if accumulator.index == 2 and leave == "at its edge":
+            break
+    if leave == "before its step":
+        window.step()
+    next(iter(loader))  # moves the loader, not the saved position
+    assert rest_after(accumulator.state_dict()) == ([3, 4, 5, 6] if leave == "not begun" else [5, 6])
+    for window in accumulator.windows(Numbered(3)):  # another epoch starts at its beginning and ends
+        assert int(next(iter(window))) in (1, 3)
+        window.discard()
+    model, accumulator = one_weight()
+    for window in accumulator.windows(Numbered(3)):
+        consume(window, model)
+        window.step()
+    assert rest_after(accumulator.state_dict())[0] == 1  # the next epoch starts at its beginning
+
+
+def test_state_in_an_update_has_the_loader_behind_a_loop_that_was_left():
+    model, accumulator = one_weight()
+    for window in accumulator.windows(Numbered()):
+        consume(window, model, 1)
+        break
+    states = []
+    accumulator.update(torch.ones(2, 1), lambda x: (states.append(accumulator.state_dict()), model(x).mean())[1])
+    assert rest_after(states[0]) == [3, 4, 5, 6]
+
+
+def test_loader_that_cannot_take_the_state_raises_a_warning():
+    _, accumulator = one_weight()
+    next(accumulator.windows(Numbered()))
+    _, accumulator = one_weight(accumulator.state_dict())
+    with pytest.warns(UserWarning, match="which a list cannot load"):
+        next(accumulator.windows([torch.ones(1, 1)]))

@@ -1,0 +1,807 @@
+"""A window commits or leaves no trace: its failures, and the errors for misuse."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import linecache
+import logging
+import math
+import pickle
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, SGD, Adam
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.profiler import ProfilerActivity, profile
+
+import distaccum
+from distaccum import Accumulator, DistaccumError, Extension, Update, Window, count_samples, count_tokens
+from distaccum.extensions import Spans
+from tests.support.problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
+from tests.support.ranks import on_ranks
+
+ROOT = str(Path(distaccum.__file__).parent)
+
+BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
+
+
+def make(**options):
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    return model, optimizer, Accumulator(model, optimizer, **options)
+
+
+def next_is_exact(accumulator, model):
+    """Asserts that the next window is exact, at the initial weights of every model here."""
+    window = run_window(accumulator.window(BATCHES), model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
+    return window
+
+
+# What extensions hear
+
+
+class Recorder(Extension):
+    """Notes what it hears of a window; raises where it is told to."""
+
+    key = "recorder"
+
+    def __init__(self, fails: str = "") -> None:
+        self.heard: list[str] = []
+        self.fails = fails
+
+    def hear(self, what: str) -> None:
+        self.heard.append(what)
+        if what == self.fails:
+            raise ArithmeticError(what)
+
+    def begin(self, window: Window) -> None:
+        self.hear("begin")
+
+    def before_backward(self, window: Window, reduces: bool) -> None:
+        self.hear("backward")
+
+    def after_backward(self, window: Window) -> None:
+        self.hear("ended")
+
+    def finishing(self, window: Window) -> None:
+        self.hear("finishing")
+
+    def numbers(self, window: Window) -> torch.Tensor:
+        self.hear("numbers")
+        return torch.tensor([1.0, float(window.index)])
+
+    def judge(self, window: Window) -> str | None:
+        self.hear("judge")
+        return "it is odd" if window.index % 2 else None
+
+    def end(self, window: Window, update: Update | None) -> None:
+        if update is not None:
+            update.notes["sum"] = update.summed("recorder").tolist()
+        self.hear("end" if update is None else "stepped")
+
+    def state(self) -> list[str]:
+        return self.heard
+
+    def load(self, state: Any) -> None:
+        self.heard = list(state or [])
+
+
+class Rekeyed(Recorder):
+    key = "other"
+
+
+class Failing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ZeroDivisionError
+
+
+def test_extensions_hear_of_each_backward_and_of_the_end():
+    """Of a loss that is refused they hear nothing, and of a backward that fails no end."""
+    recorder = Recorder()
+    model, _, accumulator = make(extensions=[recorder])
+    update = run_window(accumulator.window(BATCHES), model).step()
+    steps = ["begin", *["backward", "ended"] * 3, "finishing", "numbers", "judge", "stepped"]
+    assert recorder.heard == steps and update.notes == {"sum": [1.0, 0.0]}
+    assert accumulator.state_dict()["recorder"] == steps
+    for wrong, kind, heard in ((lambda loss: loss.expand(2), ValueError, []), (Failing.apply, Exception, ["backward"])):
+        recorder.heard.clear()
+        window = accumulator.window(BATCHES)
+        with pytest.raises(kind):
+            for batch in window:
+                window.backward(wrong(loss_of(model, batch)))
+        assert recorder.heard == ["begin", *heard, "end"]
+    before = weights(model)
+    update = run_window(accumulator.window(BATCHES), model).step()
+    assert update.reason == "it is odd" and torch.equal(before, weights(model))
+    assert run_window(accumulator.window(BATCHES), model).step().stepped
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # `end` raises where the loop is closed
+@pytest.mark.parametrize("where", ["begin", "backward", "ended", "finishing", "numbers", "judge"])
+def test_extension_that_raises_discards_the_window_and_all_hear_of_the_end(where):
+    first, last = Recorder("end"), Rekeyed(where)
+    model, _, accumulator = make(extensions=[first, last])
+    with pytest.raises(ArithmeticError):
+        run_window(accumulator.window(BATCHES), model).step()
+    assert first.heard[-1] == last.heard[-1] == "end"
+    assert all(p.grad is None for p in model.parameters()) and accumulator.index == 0
+    first.fails = last.fails = ""
+    next_is_exact(accumulator, model)
+
+
+@pytest.mark.parametrize(
+    ("given", "owner", "kind", "message"),
+    [
+        ([Recorder], SGD, TypeError, "expected a list of distaccum.Extension"),
+        ([Recorder(), Recorder()], SGD, ValueError, "expected each once"),
+        ([Recorder()], None, ValueError, r"Recorder\.judge skips where the library steps"),
+    ],
+)
+def test_unfit_extensions_are_refused(given, owner, kind, message):
+    model = trunk()
+    with pytest.raises(kind, match=message):
+        Accumulator(model, owner and owner(model.parameters(), lr=0.1), extensions=given)
+
+
+def test_spans_name_what_a_window_does_in_a_trace():
+    model, _, accumulator = make(extensions=[Spans()])
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        run_window(accumulator.window(BATCHES), model).step()
+        leave_by_break(accumulator, model)
+        run_window(accumulator.window(BATCHES[:1]), model).step()
+    found = Counter(
+        event.name.partition(": ")[2] for event in profiler.events() if event.name.startswith("distaccum: ")
+    )
+    assert found == {"window 0": 1, "window 1": 2, "backward": 5, "finish": 2, "step": 2}
+
+
+# Leaving a window
+
+
+def leave_by_break(accumulator, model):
+    window = accumulator.window(BATCHES)
+    for micro_batch in window:
+        window.backward(loss_of(model, micro_batch))
+        break
+    return window
+
+
+def leave_by_exception(accumulator, model):
+    window = accumulator.window(BATCHES)
+    with contextlib.suppress(KeyboardInterrupt):
+        for micro_batch in window:
+            window.backward(loss_of(model, micro_batch))
+            raise KeyboardInterrupt
+
+
+def leave_by_failing_backward(accumulator, model):
+    window = accumulator.window(BATCHES)
+    layers = getattr(model, "module", model)
+    with contextlib.suppress(ZeroDivisionError):
+        for micro_batch in window:
+            outputs = model(micro_batch["x"])
+            if micro_batch is BATCHES[-1]:  # in the reducing backward, after some gradients are ready
+                outputs = layers[1](Failing.apply(layers[0](micro_batch["x"])))
+            window.backward(outputs.square().mean())
+
+
+def leave_in_the_epoch(accumulator, model):
+    with contextlib.suppress(ValueError):
+        for window in accumulator.windows(BATCHES):
+            run_window(window, model)
+            raise ValueError("in the caller's code, between the loop and step()")
+
+
+LEAVINGS = [
+    leave_by_break,
+    leave_by_exception,
+    leave_by_failing_backward,
+    leave_in_the_epoch,
+]
+
+
+@pytest.mark.parametrize("leave", LEAVINGS)
+def test_window_left_early_leaves_no_trace(leave):
+    model, _, accumulator = make(steps=3)
+    before = weights(model)
+    leave(accumulator, model)
+    if leave is not leave_in_the_epoch:
+        assert all(parameter.grad is None for parameter in model.parameters())
+    next_is_exact(accumulator, model)
+    assert torch.equal(weights(model), before)
+    assert accumulator.index == 0
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
+@on_ranks(2)
+def test_window_left_early_leaves_no_trace_on_ddp(view):
+    for leave in LEAVINGS:
+        ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=view)
+        accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
+        run_window(accumulator.window(BATCHES), ddp).step()  # the first window creates views and rebuilds buckets
+        leave(accumulator, ddp)
+        assert ddp.require_backward_grad_sync, leave
+        for _ in range(2):
+            next_is_exact(accumulator, ddp).step()
+    with ddp.no_sync():  # a flag of the caller's
+        next_is_exact(accumulator, ddp).step()
+        assert not ddp.require_backward_grad_sync
+    assert ddp.require_backward_grad_sync
+
+
+def test_windows_may_be_left_skipped_and_taken_with_next():
+    model, _, accumulator = make(steps=1)
+    done = [run_window(w, model).step().index for i, w in enumerate(accumulator.windows(BATCHES)) if i != 1]
+    assert done == [0, 1]
+    model, _, accumulator = make(steps=2)
+    window = next(accumulator.windows(BATCHES))
+    gc.collect()
+    run_window(window, model)
+    assert error(gradient(model), gradient_of_trunk(BATCHES[:2])) <= 1e-12
+    window.step()
+    for window in accumulator.windows(BATCHES):
+        run_window(window, model)
+        break
+    assert window.step().stepped
+
+
+# Misuse: a clear message, no changed weight, and an exact next window
+
+
+def in_the_loop(act):
+    def misuse(accumulator, model, optimizer):
+        window = accumulator.window(BATCHES)
+        for batch in window:
+            act(window, model, batch, optimizer)
+
+    return misuse
+
+
+def backward_and(act):
+    """`act` comes after each micro-batch's backward."""
+    return in_the_loop(lambda w, m, b, o: (w.backward(loss_of(m, b)), act(w, m, b, o)))
+
+
+def after_the_loop(act):
+    def misuse(accumulator, model, optimizer):
+        window = run_window(accumulator.window(BATCHES), model)
+        try:
+            act(window, optimizer)
+        finally:
+            window.discard()
+
+    return misuse
+
+
+def two_at_once(accumulator, model, optimizer):
+    for _ in accumulator.window(BATCHES):
+        accumulator.window(BATCHES)
+
+
+def never_step(accumulator, model, optimizer):
+    windows = accumulator.windows(BATCHES * 2)
+    run_window(next(windows), model)
+    next(windows)
+
+
+def part_left_early(window, model, batch, _):
+    for _ in window.parts([1, 2]):
+        window.backward(loss_of(model, batch))
+        break
+
+
+def retried_backward(window, model, batch, _):
+    with contextlib.suppress(ZeroDivisionError):
+        window.backward(Failing.apply(model(batch["x"])).square().mean())
+    window.backward(loss_of(model, batch))
+
+
+ERROR = DistaccumError
+MISUSES = {
+    "no backward": (in_the_loop(lambda *_: None), ERROR, r"without window.backward\(loss\) \(in micro-batch 0 of 3\)"),
+    "second backward": (
+        backward_and(lambda w, m, b, o: w.backward(loss_of(m, b))),
+        ERROR,
+        r"a second backward\(\) in micro-batch 0 of 3.*window.parts",
+    ),
+    "backward before": (
+        lambda a, m, o: a.window(BATCHES).backward(loss_of(m, BATCHES[0])),
+        ERROR,
+        "not begun; call it",
+    ),
+    "backward outside": (
+        in_the_loop(lambda w, m, b, o: (loss_of(m, b).backward(), w.backward(loss_of(m, b)))),
+        ERROR,
+        r"gradients came into the window that its backward\(\) did not make",
+    ),
+    "step in the loop": (backward_and(lambda w, *_: w.step()), ERROR, r"step\(\) on a window that is in its loop"),
+    "step after break": (lambda a, m, o: leave_by_break(a, m).step(), ERROR, "a window that is discarded"),
+    "step before the loop": (lambda a, m, o: a.window(BATCHES).step(), ERROR, "a window that is not begun"),
+    "own step": (backward_and(lambda w, m, b, o: o.step()), ERROR, r"optimizer.step\(\) before the window's own"),
+    "own step after": (after_the_loop(lambda w, o: o.step()), ERROR, r"optimizer.step\(\) before the window's own"),
+    "zero_grad after": (
+        after_the_loop(lambda w, o: (o.zero_grad(), w.step())),
+        ERROR,
+        r"cleared between the window's loop and its step\(\)",
+    ),
+    "two at once": (two_at_once, ERROR, "another window was requested while one is in its loop"),
+    "never stepped": (never_step, ERROR, "while one is complete but not stepped"),
+    "iterated twice": (after_the_loop(lambda w, o: list(w)), ERROR, "iterated once"),
+    "a float": (
+        in_the_loop(lambda w, m, b, o: w.backward(loss_of(m, b).item())),
+        TypeError,
+        "a float, .*without .item",
+    ),
+    "a tuple": (
+        in_the_loop(lambda w, m, b, o: w.backward((loss_of(m, b),) * 2)),
+        TypeError,
+        "got a tuple of 2, expected",
+    ),
+    "no scalar": (
+        in_the_loop(lambda w, m, b, o: w.backward(m(b["x"]))),
+        ValueError,
+        r"shape \[2, 6, 4\], expected a scalar",
+    ),
+    "no graph": (in_the_loop(lambda w, m, b, o: w.backward(b["x"].mean())), ValueError, "without a graph"),
+    "unknown name": (
+        in_the_loop(lambda w, m, b, o: w.backward(tokens=loss_of(m, b))),
+        ValueError,
+        r"\['tokens'\], expected losses by name, of \['samples'\]",
+    ),
+    "part without backward": (
+        in_the_loop(lambda w, *_: list(w.parts([1, 2]))),
+        ERROR,
+        "a part without window.backward",
+    ),
+    "parts after backward": (backward_and(lambda w, *_: list(w.parts([1]))), ERROR, "had no backward yet"),
+    "parts left early": (in_the_loop(part_left_early), ERROR, "left before its last item"),
+    "failed backward retried": (in_the_loop(retried_backward), ERROR, "half added up; leave the loop"),
+}
+
+
+@pytest.mark.parametrize(("misuse", "kind", "message"), MISUSES.values(), ids=MISUSES)
+def test_misuse_raises_a_clear_error_and_changes_nothing(misuse, kind, message):
+    model, optimizer, accumulator = make(steps=3)
+    before = weights(model)
+    with pytest.raises(kind, match=message):
+        misuse(accumulator, model, optimizer)
+    assert torch.equal(weights(model), before)
+    next_is_exact(accumulator, model)
+
+
+def replace_gradient(layer, *_):
+    layer.weight.grad = layer.weight.grad.clamp(-1e-3, 1e-3)
+
+
+CHANGES = {
+    "cleared": lambda layer, *_: layer.zero_grad(),
+    "zeroed in place": lambda layer, *_: layer.zero_grad(set_to_none=False),
+    "clipped": lambda layer, *_: torch.nn.utils.clip_grad_norm_(layer.parameters(), 1e-3),
+    "replaced": replace_gradient,
+    "of another backward": lambda layer, *_: layer.bias.norm().backward(),
+    "unscaled": lambda _, optimizer, scaler: scaler.unscale_(optimizer),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_change_of_any_gradient_in_any_micro_batch_is_refused(change):
+    for at in range(len(BATCHES)):
+        scaler = GradScaler("cpu", init_scale=1.0) if change == "unscaled" else None
+        model, optimizer, accumulator = make(scaler=scaler)
+        before = weights(model)
+        window = accumulator.window(BATCHES)
+        with pytest.raises(DistaccumError, match="cleared or changed in mid-window"):
+            for i, batch in enumerate(window):
+                window.backward(loss_of(model, batch))
+                if i == at:
+                    CHANGES[change](model[-1], optimizer, scaler)
+        assert torch.equal(weights(model), before)
+        next_is_exact(accumulator, model)
+
+
+def test_second_request_discards_the_open_window():
+    model, _, accumulator = make(steps=3)
+    window = accumulator.window(BATCHES)
+    iterator = iter(window)
+    window.backward(loss_of(model, next(iterator)))
+    with pytest.raises(DistaccumError, match="in its loop"):
+        accumulator.window(BATCHES)
+    next_is_exact(accumulator, model)
+    with pytest.raises(DistaccumError, match="discarded"):
+        next(iterator)
+
+
+def test_gradients_from_before_the_window_are_cleared_with_a_warning():
+    model, _, accumulator = make()
+    loss_of(model, BATCHES[0]).backward()
+    with pytest.warns(UserWarning, match="stood before the window were cleared"):
+        next_is_exact(accumulator, model)
+
+
+def test_named_losses_must_all_be_given():
+    model, _, accumulator = make(count={"tokens": count_tokens("labels"), "samples": count_samples})
+    window = accumulator.window(BATCHES)
+    with pytest.raises(DistaccumError, match=r"micro-batch 0 got no loss for \['samples'\]"):
+        for micro_batch in window:
+            window.backward(tokens=loss_of(model, micro_batch))
+    with pytest.raises(ValueError, match=r"without a name.*window.backward\(tokens=..., samples=...\)"):
+        run_window(accumulator.window(BATCHES), model)
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"steps": 100 / 50}, TypeError, r"steps=2.0, expected a whole number of at least 1; write 100 // 50"),
+        ({"steps": 0}, ValueError, "steps=0, expected a whole number of at least 1"),
+        ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
+        ({"batch_size": 4}, ValueError, "without micro_batch_size"),
+        ({"reduction": "avg"}, ValueError, "reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'"),
+        ({"reduction": {"a": "mean"}, "count": {"b": count_samples}}, ValueError, "the same losses in both"),
+        ({"count": 5}, TypeError, "count=5.*expected a callable"),
+        ({"max_norm": 0}, ValueError, "max_norm=0, expected a number above 0"),
+        ({"batchnorm": "fix"}, ValueError, "batchnorm='fix'"),
+        ({"sync": "gathered"}, ValueError, "sync='gathered', expected one of 'last', 'every'"),
+        ({"scheduler": ReduceLROnPlateau}, TypeError, "ReduceLROnPlateau needs a metric"),
+        ({"optimizer": SGD}, TypeError, "expected a optimizer"),
+        ({"optimizer": None, "max_norm": 1.0}, ValueError, "no optimizer was given"),
+        ({"optimizer": LBFGS}, TypeError, "LBFGS needs a closure"),
+        ({"model": nn.Tanh()}, ValueError, "no parameters"),
+    ],
+)
+def test_wrong_argument_is_refused_at_once(options, kind, message):
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    options = {"model": model, "optimizer": optimizer, **options}
+    if "scheduler" in options:
+        options["scheduler"] = options["scheduler"](optimizer)
+    if options["optimizer"] is LBFGS:
+        options["optimizer"] = LBFGS(model.parameters())
+    with pytest.raises(kind, match=message):
+        Accumulator(options.pop("model"), options.pop("optimizer"), **options)
+
+
+def test_optimizer_of_another_model_is_refused():
+    with pytest.raises(ValueError, match="none of the model's parameters"):
+        Accumulator(trunk(), SGD(trunk().parameters(), lr=0.1))
+
+
+def test_windows_needs_a_number_and_split_a_size():
+    _, _, accumulator = make()
+    with pytest.raises(ValueError, match="pass steps="):
+        accumulator.windows(BATCHES)
+    with pytest.raises(ValueError, match="pass micro_batch_size= or steps="):
+        accumulator.split(BATCHES[0])
+    _, _, accumulator = make(steps=lambda index: 1.5)
+    with pytest.raises(TypeError, match=r"steps\(0\)=1.5, expected a whole number"):
+        next(accumulator.windows(BATCHES))
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "8", None, [2], 1 + 2j, torch.ones(2)])
+def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
+    _, _, accumulator = make(count=lambda batch: value)
+    with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0"):
+        accumulator.window(BATCHES)
+
+
+# Ranks
+
+
+PLANS = {
+    "loader": ("OSError: the disk is gone", "rank 1 could not plan this window (OSError: the disk is gone)"),
+    "count": ("KeyError: 'gone'", "rank 1 could not plan this window (KeyError: 'gone')"),
+    "steps": ("DistaccumError: ranks disagree on steps", "ranks disagree on steps (rank 0: 2, rank 1: 3)"),
+}
+
+
+def planning_fails(what):
+    is_bad = dist.get_rank() == 1
+    ddp = DistributedDataParallel(trunk())
+
+    def count(batch):
+        return batch["gone" if what == "count" and is_bad else "x"].shape[0]
+
+    def loader():
+        yield BATCHES[0]
+        if what == "loader" and is_bad:
+            raise OSError("the disk is gone")
+        yield BATCHES[1]
+
+    steps = 2 + (is_bad and what == "steps")
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=steps, count=count)
+    logged, handler = [], logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("distaccum").addHandler(handler)
+    try:
+        next(accumulator.windows(loader()))
+    except Exception as caught:
+        message = f"{type(caught).__name__}: {caught}"
+    next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
+    return message, logged
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what):
+    (zero, _), (one, logged) = ranks(2).run(planning_fails, what)
+    mine, others = PLANS[what]
+    assert one.startswith(mine) and zero.startswith("DistaccumError: " + others)
+    assert len(logged) == (what != "steps") and all(mine in text for text in logged)
+
+
+DISAGREEMENTS = {
+    "steps": (1, "steps (rank 0: 2, rank 1: 3)"),
+    "index": (0, "the update's index (rank 0: 0, rank 1: 3)"),
+    "kind": (0, "who runs the window (rank 0: a loop, rank 1: update())"),
+}
+
+
+def ranks_disagree(what):
+    """One rank's ramp differs from some update on; the updates before are unaffected."""
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    steps = (lambda index: 2 + rank * index) if what == "steps" else 2
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=steps)
+    batches = [make_batch(1, seed=i) for i in range(20)]
+    if what == "index" and rank:
+        accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
+    with pytest.raises(DistaccumError) as caught:
+        if what == "kind" and rank:
+            accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
+        for window in accumulator.windows(batches):
+            run_window(window, ddp).step()
+    assert all(p.grad is None for p in ddp.parameters())
+    next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
+    return str(caught.value), accumulator.index
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_are_named_before_the_window(ranks, what):
+    index, expected = DISAGREEMENTS[what]
+    for rank, (message, seen) in enumerate(ranks(2).run(ranks_disagree, what)):
+        assert message.startswith(f"ranks disagree on {expected}")
+        assert seen == (3 if what == "index" and rank else index)
+
+
+# The end of a window
+
+
+def test_schedulers_step_once_per_update_of_a_ramp():
+    model = trunk()
+    optimizer = Adam(model.parameters(), lr=1.0)
+    schedules = [LambdaLR(optimizer, lambda n: 1 / (1 + n)), LambdaLR(optimizer, lambda n: 1.0)]
+    accumulator = Accumulator(model, optimizer, steps=lambda index: index + 1, scheduler=schedules)
+    lengths = [(len(window), run_window(window, model).step().index) for window in accumulator.windows(BATCHES * 2)]
+    assert lengths == [(1, 0), (2, 1), (3, 2)]
+    assert [schedule.last_epoch for schedule in schedules] == [3, 3]
+    _, _, other = make(steps=lambda index: index + 1)
+    other.load_state_dict(accumulator.state_dict())
+    assert other.index == 3 and len(next(other.windows(BATCHES * 2))) == 4
+
+
+def test_caller_may_own_the_optimizer():
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, steps=3)
+    before = weights(model)
+    for window in accumulator.windows(BATCHES):
+        run_window(window, model)
+        optimizer.step()
+        update = window.step()
+    assert error(before - weights(model), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
+    assert update.stepped
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_batch_size_gives_the_steps_and_warns_of_a_remainder():
+    model, _, accumulator = make(batch_size=100, micro_batch_size=50)
+    loader = [{"x": batch["x"][:1].expand(50, -1, -1)} for batch in BATCHES]
+    assert [run_window(w, model).step().counts["samples"] for w in accumulator.windows(loader)] == [100, 50]
+    _, _, accumulator = make(batch_size=100, micro_batch_size=30)
+    with pytest.warns(UserWarning, match=r"batch_size=100 .* each full update holds 120 \(4 micro-batches per rank\)"):
+        assert len(next(accumulator.windows(loader * 2))) == 4
+
+
+def test_update_whose_step_failed_is_not_stepped_again():
+    model, optimizer, accumulator = make()
+    handle = optimizer.register_step_pre_hook(lambda *_: 1 / 0)
+    window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(ZeroDivisionError):
+        window.step()
+    handle.remove()
+    with pytest.raises(DistaccumError, match="discarded"):
+        window.step()
+    next_is_exact(accumulator, model)
+
+
+def interrupted(at: int, how: str, fused: bool, anew: bool) -> tuple[str, float, bool] | None:
+    """Ctrl-C where the `at`-th source line of the library runs first; `anew`: then comes a new Accumulator.
+
+    The line, how far the next update is off, and whether one part of the first has stepped and another has not.
+    """
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), lr=1.0, fused=fused)
+    options = {
+        "micro_batch_size": 2,
+        "scheduler": StepLR(optimizer, 1, 0.5),
+        "max_norm": 1.0,
+        "scaler": GradScaler("cpu", init_scale=1024.0),
+    }
+    accumulator = Accumulator(model, optimizer, **options)
+    before, batch = weights(model), torch.tensor([[1.0, -2, 3], [4, 5, 6], [0, 1, 2]])
+    passed: set[tuple[str, int]] = set()
+    line = ""
+
+    def trace(frame, event, _):
+        nonlocal line
+        # Python ignores exceptions in __del__.
+        if not frame.f_code.co_filename.startswith(ROOT) or frame.f_code.co_name == "__del__":
+            return None
+        if event == "line":
+            passed.add(((path := frame.f_code.co_filename), frame.f_lineno))
+            if len(passed) == at:
+                line = f"{Path(path).name}: {linecache.getline(path, frame.f_lineno).strip()}"
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return trace
+
+    try:
+        sys.settrace(trace)
+        if how == "update":
+            accumulator.update(batch, lambda x: model(x).square().mean())
+        else:
+            window = accumulator.split(batch)
+            for x in window:
+                window.backward(model(x).square().mean())
+            window.step()
+        return None
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    found = weights(model)
+    seen = accumulator.index, optimizer.param_groups[0]["lr"]
+    exact = torch.cat([g.flatten() for g in torch.autograd.grad(model(batch).square().mean(), [*model.parameters()])])
+    exact *= seen[1] / max(1.0, float(exact.norm()))
+    if anew:
+        accumulator = Accumulator(model, optimizer, **options)
+    with contextlib.suppress(DistaccumError):  # `window` may be open yet; the second request discards it
+        accumulator.split(batch)
+    window = accumulator.split(batch)
+    for x in window:
+        window.backward(model(x).square().mean())
+    assert window.step().stepped and all(p.grad is None for p in model.parameters())
+    is_torn = seen != ((0, 1.0) if torch.equal(before, found) else (1, 0.5))
+    return line, error(found - weights(model), exact), is_torn
+
+
+@pytest.mark.filterwarnings("ignore:gradients that stood before", "ignore:the window of update")
+@pytest.mark.parametrize(("how", "fused", "anew"), [("loop", False, True), ("update", True, False)])
+def test_ctrl_c_at_any_line_leaves_no_trace_or_a_whole_update(how, fused, anew):
+    found, at = [], 1
+    while (end := interrupted(at, how, fused, anew)) is not None:
+        found.append(end)
+        at += 1
+    assert len(found) > 100
+    assert [one for one in found if one[1] > 1e-5] == []
+    torn = [line for line, _, is_torn in found if is_torn]
+    # Lines that run after the step but before the library can record it.
+    assert len(torn) <= 3 and all("base.py" in line or "has_stepped = reason is None" in line for line in torn)
+
+
+def test_parameters_added_later_are_cleared():
+    model, optimizer, accumulator = make()
+    run_window(accumulator.window(BATCHES), model).step()
+    model.append(nn.Linear(4, 4).double())
+    optimizer.add_param_group({"params": model[-1].parameters()})
+    for _ in range(2):
+        run_window(accumulator.window(BATCHES), model).step()
+        assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_finished_micro_batches_and_losses_are_freed():
+    model, _, accumulator = make()
+    window = accumulator.window([make_batch(1, seed=i) for i in range(3)])
+    seen = []
+    for micro_batch in window:
+        assert [alive() for alive in seen] == [None] * len(seen), (
+            "neither micro-batches nor losses with their graphs pile up"
+        )
+        loss = loss_of(model, micro_batch)
+        window.backward(loss)
+        seen += [weakref.ref(micro_batch["x"]), weakref.ref(loss)]
+        del micro_batch, loss
+
+
+def test_copy_in_mid_window_is_refused():
+    model, _, accumulator = make(max_norm=math.inf)
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        for copied in (copy.deepcopy, copy.copy, pickle.dumps):
+            with pytest.raises(DistaccumError, match="copying or pickling an Accumulator with a window that is in its"):
+                copied(accumulator)
+        window.backward(loss_of(model, batch))
+        with pytest.raises(DistaccumError, match="copying or pickling"):
+            copy.deepcopy(window)
+        assert copy.deepcopy(model)[1].weight.grad is None
+    update = window.step()
+    for copied in (copy.deepcopy(update), pickle.loads(pickle.dumps(update))):
+        assert copied.as_dict() == update.as_dict() and repr(copied) == repr(update)
+    twin, other = copy.deepcopy((model, accumulator))
+    assert run_window(other.window(BATCHES), twin).step().index == 1 and accumulator.index == 1
+
+
+def test_large_counts_stay_exact():
+    counts = iter([torch.tensor(16777217), torch.tensor(1.0)])
+    _, _, accumulator = make(count=lambda batch: next(counts))
+    assert accumulator.window(BATCHES[:2]).counts == {"count": 16777218}
+
+
+def test_step_forgotten_on_the_last_window_is_an_error():
+    model, _, accumulator = make(steps=2)
+    windows = accumulator.windows(BATCHES)
+    run_window(next(windows), model).step()
+    run_window(next(windows), model)
+    with pytest.raises(DistaccumError, match="complete but not stepped"):
+        next(windows)
+
+
+@pytest.mark.parametrize("again", ["window", "windows"])
+def test_next_window_warns_of_a_forgotten_step(again):
+    model, _, accumulator = make(steps=2)
+    run_window(accumulator.window(BATCHES), model)
+    with pytest.warns(UserWarning, match=r"window of update 0 was dropped between its loop and its step\(\)"):
+        if again == "window":
+            run_window(accumulator.window(BATCHES), model)
+        else:
+            next(accumulator.windows(BATCHES))
+    run_window(accumulator.window(BATCHES), model)  # one warning per forgotten step
+
+
+def test_discarded_window_is_not_reported_as_a_forgotten_step():
+    model, _, accumulator = make(steps=2, count=lambda batch: len(batch["x"]))
+    run_window(accumulator.window(BATCHES), model).discard()
+    for leave in (leave_by_break, leave_by_exception):
+        leave(accumulator, model)
+    accumulator.window(BATCHES)  # not begun
+    for window in accumulator.windows(BATCHES):  # the loop is left before the step
+        run_window(window, model)
+        break
+    del window
+    open_window = run_window(accumulator.window(BATCHES), model)
+    with pytest.raises(DistaccumError, match="complete but not stepped"):
+        accumulator.window(BATCHES)
+    del open_window  # it has raised its error already
+    next_is_exact(accumulator, model)
+
+
+def test_in_place_change_of_a_loss_stays_out_of_the_record():
+    model, _, accumulator = make()
+    exact = run_window(accumulator.window(BATCHES), model).step().loss
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
+    model.load_state_dict(trunk().state_dict())
+    window, total = accumulator.window(BATCHES), None
+    for micro_batch in window:
+        loss = loss_of(model, micro_batch)
+        window.backward(loss)
+        total = loss.detach() if total is None else total.add_(loss.detach())
+    assert window.step().loss == pytest.approx(exact, rel=1e-12)

@@ -1,0 +1,152 @@
+"""Choice of the engine, refused wrappers, and an engine from outside the package."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError
+from distaccum.private import require
+from tests.support.engines import KINDS, fully_sharded
+from tests.support.oracle import everything, own, step_off
+from tests.support.problems import error, gradient, loss_of, make_net, make_net_without_router, refused, run_window
+from tests.support.programs import ROOT
+from tests.support.ranks import on_ranks
+
+
+def test_choice_of_an_engine_imports_no_other_library():
+    code = """
+import sys, torch
+from distaccum import Accumulator
+net = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # imports many modules itself
+before = set(sys.modules)
+accumulator = Accumulator(net, optimizer, steps=2)
+new = set(sys.modules) - before
+assert not [name for name in new if name.split(".")[0] in ("accelerate", "deepspeed") or "fsdp" in name], new
+assert "deepspeed" not in sys.modules and "accelerate" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
+    net = nn.DataParallel(make_net())
+    message = refused(Accumulator, net, SGD(net.parameters(), lr=0.1))
+    assert "DataParallel, which has no engine here" in message
+    for known in ("DistributedDataParallel", "FSDP2 (fully_shard)", "FSDP1", "DeepSpeed"):
+        assert known in message
+
+
+class LightningModule(nn.Linear):
+    """Recognised by the name of its class, as Lightning's own."""
+
+
+CURES = [
+    "replicate.DDP, which has no engine here; use DistributedDataParallel(module)",
+    "give the Accumulator trainer.strategy.model",
+    "a tensor-parallel module alone in a job of 2 ranks",
+    "TypeError: model is a pipeline's PipelineStage, expected its schedule",
+    "ValueError: the ScheduleGPipe divides gradients",
+    "ValueError: the ScheduleGPipe has no loss_fn",
+    "ValueError: model holds a ScheduleGPipe and 1 more",
+    "a plain module in a job of 2 ranks",
+    "DistributedDataParallel and FSDP2 (fully_shard), expected one kind",
+    "sync='replicas', expected one of 'last', 'every', 'gathered' for FSDP2",
+]
+
+
+@on_ranks(2)
+def test_wrappers_that_cannot_accumulate_are_refused_with_their_own_cure():
+    from torch.distributed._composable.replicate import replicate
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    composed, lightning = replicate(nn.Linear(2, 2)), LightningModule(2, 2)
+    parallel = parallelize_module(
+        nn.Linear(2, 2), init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))["b"], ColwiseParallel()
+    )
+    stage = PipelineStage(nn.Linear(2, 2), dist.get_rank(), 2, torch.device("cpu"))
+    divides, without_loss = ScheduleGPipe(stage, 2), ScheduleGPipe(stage, 2, scale_grads=False)
+    sharded, one = fully_sharded()(make_net_without_router(), 0.1)
+    ddp = DistributedDataParallel(make_net_without_router())
+    said = [
+        *(refused(Accumulator, net, SGD(net.parameters(), lr=0.1)) for net in (composed, lightning, parallel)),
+        *(refused(Accumulator, net) for net in (stage, divides, without_loss, [without_loss, nn.Linear(2, 2)])),
+        refused(Accumulator, nn.Linear(2, 2)),
+        refused(Accumulator, [sharded, ddp], [one, SGD(ddp.parameters(), lr=0.1)]),
+        refused(Accumulator, sharded, one, sync="replicas"),
+    ]
+    assert [one for one in zip(said, CURES, strict=True) if one[1] not in one[0]] == []
+
+
+def test_swapped_model_and_optimizer_are_named():
+    net = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"model=SGD without forward.*the model comes first, then the optimizer"):
+        Accumulator(SGD(net.parameters(), lr=0.1), net)  # type: ignore[arg-type]
+
+
+class Summing(nn.Module):
+    """A wrapper that no library has: it sums gradients over ranks on request."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)
+
+
+# The example of the page on engines: SummingEngine.
+exec(re.search(r"^```python run=no\n(.*?)^```", (ROOT / "docs/engine.md").read_text(), re.DOTALL | re.MULTILINE)[1])
+
+
+@on_ranks(2)
+def test_engine_from_outside_the_package_is_exact():
+    model = Summing(make_net_without_router())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=100.0)
+    for index, layout in enumerate([[[2, 1], [3]], [[4], []]]):
+        window = accumulator.window(own(layout, index))
+        assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12
+
+
+# torch.compile over each wrapper
+
+
+@pytest.mark.parametrize("name", ["FSDP2", "ZeRO 1"])
+@on_ranks(2)
+def test_compiled_model_is_exact(name):
+    torch._dynamo.reset()
+    warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")  # dynamo's own
+    kind = KINDS[name]
+    model, _ = kind.wrap(make_net_without_router().to(kind.dtype), 1.0)
+    optimizer = SGD(model.parameters(), lr=1.0) if name == "FSDP2" else None
+    if optimizer is None:
+        model.compile(backend="aot_eager")
+        run = model
+    else:
+        run = torch.compile(model, backend="aot_eager")
+    accumulator = Accumulator(run, optimizer)
+    seen = []
+    for index, layout in enumerate([[[2, 2, 2], [2, 2]], [[2, 2], [2]]]):
+        before, plain = kind.weights(model).double(), make_net_without_router()
+        run_window(accumulator.window(own(layout, index, kind.dtype)), run).step()
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        loss_of(plain, everything(layout, index, kind.dtype)).backward()
+        seen.append(error(before - kind.weights(model).double(), gradient(plain)))
+    assert max(seen) <= KINDS[name].bound
+
+
+def test_missing_private_name_is_an_error_that_names_the_versions():
+    require("torch", nn.Linear(1, 1), "weight")
+    with pytest.raises(DistaccumError, match=r"Linear of this version of torch has no _gone, .*; use torch 2.9 to"):
+        require("torch", nn.Linear(1, 1), "weight", "_gone")

@@ -1,0 +1,457 @@
+"""DDP on real gloo ranks: the law, and the cost of reductions."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+from torch.utils.checkpoint import checkpoint
+
+from distaccum import Accumulator, count_samples, count_tokens
+from tests.support.counting import Counting
+from tests.support.inside import storages_kept
+from tests.support.oracle import everything, own
+from tests.support.problems import (
+    CASES,
+    big_batch,
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    micro_batches_of,
+    refused,
+    run_window,
+    trunk,
+    weights,
+)
+from tests.support.ranks import on_ranks
+
+BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
+
+# A window lists the micro-batch sizes of each rank.
+LAYOUTS = [
+    [[2, 3, 1, 2], [], [1]],  # dry from the start
+    *([[3, 3, 3]] * 3, [[2, 2]] * 3, [[4], [4], [4]]),
+    *([[1, 6, 2], [5, 1, 3], [2, 2, 9]], [[7, 1], [1, 7], [3, 3]]),
+    *([[3, 3, 2], [4, 1], [5]], [[2], [1, 2, 3, 4], [2, 2]]),
+    *([[3, 2, 1, 1], [], [2]], [[], [5], [1, 1]], [[], [4], []]),
+]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("dtype", BOUNDS)
+@on_ranks()
+def test_window_equals_one_big_batch(case, world, dtype):
+    loss_fn, how, reduction, count = CASES[case]
+    ddp = DistributedDataParallel(make_net(dtype), find_unused_parameters=True)  # no loss uses the router
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), reduction=reduction, count=count)
+    for index, layout in enumerate(LAYOUTS):
+        every = [micro_batches_of(layout, index, r, dtype) for r in range(world)]
+        window = accumulator.window(every[dist.get_rank()])
+        run_window(window, ddp, lambda model, batch: loss_fn(model, batch, how))
+        loss, exact = big_batch(case, [batch for mine in every for batch in mine])
+        assert error(gradient(ddp), exact) <= BOUNDS[dtype], layout
+        assert ddp.module.router.weight.grad is None, "a parameter that took no part got a gradient"
+        assert ddp.require_backward_grad_sync
+        assert window.step().loss == pytest.approx(loss, rel=BOUNDS[dtype]), layout
+
+
+# Common ways to wrap a model: each must be exact and reduce once.
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, *, reentrant: bool) -> None:
+        super().__init__()
+        self.net, self.reentrant = make_net_without_router(), reentrant
+
+    def forward(self, x):
+        if self.reentrant:
+            x = x.clone().requires_grad_()
+        return self.net.head(checkpoint(self.net.body, x, use_reentrant=self.reentrant))
+
+
+class Buffered(nn.Module):
+    """Frozen normalisation: its buffers are broadcast by DDP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        net = make_net()
+        self.body, self.head = nn.Sequential(net.body, nn.BatchNorm1d(6).double().eval()), net.head
+
+    def forward(self, x):
+        return self.head(self.body(x))
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.by = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * self.by
+
+
+def hooked(module):
+    ddp = DistributedDataParallel(module)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return ddp
+
+
+def nested(module):
+    """DDP inside a plain module, beside a parameter that no DDP covers."""
+    module[0], module[1] = DistributedDataParallel(module[0]), DistributedDataParallel(module[1])
+    return module
+
+
+def with_options(**options):
+    return lambda module: DistributedDataParallel(module, **options)
+
+
+WRAPPINGS = {
+    "plain": (trunk, with_options()),
+    "find_unused_parameters": (trunk, with_options(find_unused_parameters=True)),
+    "gradient_as_bucket_view": (trunk, with_options(gradient_as_bucket_view=True)),
+    "static_graph": (trunk, with_options(static_graph=True)),
+    "static_graph and buffers": (Buffered, with_options(static_graph=True)),
+    "many buckets": (trunk, with_options(bucket_cap_mb=0.0005)),
+    "buffers": (Buffered, with_options()),
+    "allreduce_hook": (trunk, hooked),
+    "checkpoint": (lambda: Checkpointed(reentrant=False), with_options()),
+    "checkpoint reentrant": (lambda: Checkpointed(reentrant=True), with_options()),
+    "nested": (lambda: nn.Sequential(*trunk(), Scale()), nested),
+}
+UNEVEN = [[[2, 3], [1, 4, 2]], [[1], [3, 2]], [[2, 2], []], [[2, 2], [1, 1]]]
+
+
+def reductions(collectives, num_elements):
+    """The collectives that carry gradients, together at least `num_elements`."""
+    return [name for name, size in collectives if name == "allreduce_" and size >= num_elements]
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize("name", WRAPPINGS)
+@on_ranks(2)
+def test_wrappings_of_ddp_are_exact_with_uneven_and_dry_ranks(name, sync):
+    """Errors and collectives of windows on uneven ranks."""
+    make, wrap = WRAPPINGS[name]
+    model, plain = wrap(make()), make()
+    reference = copy.deepcopy([*model.parameters()])
+    optimizer = SGD(model.parameters(), lr=0.0, momentum=0.9)
+    accumulator = Accumulator(model, optimizer, sync=sync, batchnorm="ignore")
+    seen = []
+    for index, layout in enumerate(UNEVEN):
+        with Counting() as count:
+            window = accumulator.window(own(layout, index))
+            plan = count.take()
+            steps = []
+            for micro_batch in window:
+                loss = loss_of(model, micro_batch)
+                forward = count.take()
+                window.backward(loss)
+                steps.append((forward, count.take()))
+            after = count.take()
+        plain.zero_grad()
+        loss = loss_of(plain, everything(layout, index))
+        loss.backward()
+        wrong = error(gradient(model), gradient(plain))
+        update = window.step()
+        seen.append((max(wrong, abs(update.loss - loss.item()) / loss.item()), plan, steps, after))
+        assert all(m.require_backward_grad_sync for m in model.modules() if isinstance(m, DistributedDataParallel))
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), reference, strict=True))
+    assert max(wrong for wrong, *_ in seen) <= 1e-12
+    if sync == "last" and name in ("plain", "gradient_as_bucket_view", "buffers", "checkpoint", "allreduce_hook"):
+        assert_reduced_once(seen)
+
+
+def assert_reduced_once(seen):
+    for layout, (_, plan, steps, after) in zip(UNEVEN, seen, strict=True):
+        assert [kind for kind, _ in plan] == ["allgather_"], "the plan is one small collective"
+        backwards = [reductions(backward, 50) for _, backward in steps]
+        # A rank without a forward sends buffers here, and all agree on DDP's buckets, once.
+        after = [one for one in after if one[0] != "broadcast_"]
+        if [] in layout:
+            assert sum(map(len, backwards)) == 0
+            assert len(reductions(after, 50)) == 1
+            assert len(after) == 2, "the ranks' counts, and the reduction"
+        else:
+            assert backwards == [[]] * (len(steps) - 1) + [["allreduce_"]]
+            assert after == []
+        for forward, _ in steps:
+            assert {kind for kind, _ in forward} <= {"broadcast_"}, "DDP's buffers"
+
+
+def a_loader_that_ends_early(lengths):
+    rank = dist.get_rank()
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
+    loaders = [[make_batch(2 + i, seed=10 * r + i) for i in range(length)] for r, length in enumerate(lengths)]
+    seen = []
+    for _ in range(2):
+        for index, window in enumerate(accumulator.windows(iter(loaders[rank]))):  # has no length
+            run_window(window, ddp)
+            plain = trunk()
+            loss_of(plain, join([b for loader in loaders for b in loader[3 * index : 3 * index + 3]])).backward()
+            wrong = error(gradient(ddp), gradient(plain))
+            seen.append((len(window), window.step().counts["samples"], wrong <= 1e-12))
+    return seen
+
+
+def test_epoch_ends_when_all_ranks_have_run_out(ranks):
+    zero, one = ranks(2).run(a_loader_that_ends_early, [7, 3])
+    assert zero == [(3, 18, True), (3, 18, True), (1, 8, True)] * 2
+    assert one == [(3, 18, True), (0, 18, True), (0, 8, True)] * 2
+
+
+def record_of_a_step():
+    ddp = DistributedDataParallel(trunk())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
+    for window in accumulator.windows([make_batch(2, seed=i) for i in range(8)]):
+        run_window(window, ddp)
+        with Counting() as count:
+            loss = window.step().loss
+    return count.collectives, count.host_reads, loss
+
+
+def test_record_of_a_step_is_one_small_collective(ranks):
+    (zero, reads, loss), (one, _, same) = ranks(2).run(record_of_a_step)
+    assert zero == one == [("allreduce_", 1)]
+    assert loss == same
+    assert not reads, "the flag of on_nonfinite is on the host"
+
+
+def buckets_of_a_window(num_steps):
+    ddp = DistributedDataParallel(trunk(), bucket_cap_mb=0.0005)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=num_steps)
+    counted = []
+    for window in accumulator.windows([make_batch(2, seed=i) for i in range(3 * num_steps)]):
+        with Counting() as count:
+            run_window(window, ddp)
+        counted.append(len(reductions(count.collectives, 1)))
+        window.step()
+    return counted
+
+
+def test_reductions_per_bucket_do_not_grow_with_the_window(ranks):
+    (short, _), (long, _) = ranks(2).run(buckets_of_a_window, 1), ranks(2).run(buckets_of_a_window, 16)
+    assert short == long
+    assert max(short) > 1, "DDP starts with one bucket and rebuilds them after the first window"
+
+
+@on_ranks(2)
+def test_rebuilt_buckets_leave_no_old_ones_behind():
+    """The storages kept in mid-window that hold no gradient; DDP rebuilds its buckets in the second window."""
+    net = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(4))).double()
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True, bucket_cap_mb=0.02)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
+    counted, layouts = [], []
+    for window in accumulator.windows([torch.ones(1, 40).double()] * 12):
+        for i, x in enumerate(window):
+            window.backward(ddp(x).sum())
+            if i == 1:
+                used = {p.grad.untyped_storage().data_ptr() for p in net.parameters()}
+                counted.append(len(storages_kept(accumulator) - used))
+                layouts.append(len(used))
+        window.step()
+    assert counted == [0, 0, 0]
+    assert layouts[1] == layouts[2] > 1, "several buckets"
+
+
+# Cases that fail silently elsewhere
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
+
+    def forward(self, x, *, two):
+        return self.one(x) + (self.two(x) if two else 0)
+
+
+BRANCHES = [[make_batch(2, seed=2 * rank + i) for i in range(2)] for rank in range(2)]
+EVERYWHERE = {(rank, i) for rank in range(2) for i in range(2)}
+
+
+def run_branches(ddp, window, used):
+    """`used` has the (rank, micro-batch) that use the second layer."""
+    for i, batch in enumerate(window):
+        window.backward(ddp(batch["x"], two=(dist.get_rank(), i) in used).square().mean())
+    return window
+
+
+def branches_off(ddp, used):
+    plain = copy.deepcopy(ddp.module)
+    plain.zero_grad()
+    for r, i in sorted(EVERYWHERE):
+        (plain(BRANCHES[r][i]["x"], two=(r, i) in used).square().mean() / 4).backward()
+    return error(gradient(ddp), gradient(plain))
+
+
+@on_ranks(2)
+def test_parameter_left_out_of_the_last_backward_is_named():
+    ddp = DistributedDataParallel(Branching())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+    before, mine = weights(ddp), BRANCHES[dist.get_rank()]
+    message = refused(lambda: run_branches(ddp, accumulator.window(mine), {(0, 0), (1, 0)}))
+    assert torch.equal(weights(ddp), before)
+    run_branches(ddp, accumulator.window(mine), EVERYWHERE)
+    assert "two.weight, two.bias took no part in the last backward" in message
+    assert "find_unused_parameters=True" in message
+    assert branches_off(ddp, EVERYWHERE) <= 1e-12, "the next window is exact"
+
+
+@pytest.mark.parametrize("view", [False, True], ids=["", "bucket view"])
+@pytest.mark.parametrize("after", ["", "left", "dry"])
+@on_ranks(2)
+def test_parameters_that_some_or_no_micro_batches_use_are_exact(after, view):
+    """DDP remembers which parameters took part until it reduces, and would fail on a missing gradient."""
+    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
+    mine = BRANCHES[dist.get_rank()]
+    if after == "left":
+        for batch in (window := accumulator.window(mine)):
+            window.backward(ddp(batch["x"], two=True).square().mean())
+            break
+    elif after == "dry":
+        run_branches(ddp, accumulator.window(mine if dist.get_rank() == 0 else []), EVERYWHERE).step()
+    for used in [set(), {(0, 0), (0, 1)}, {(1, 1)}, set(), {(0, 0), (1, 0)}, EVERYWHERE]:
+        before = ddp.module.two.weight.detach().clone()
+        window = run_branches(ddp, accumulator.window(mine), used)
+        wrong = branches_off(ddp, used)
+        window.step()
+        is_unchanged = torch.equal(ddp.module.two.weight, before)  # no weight decay on it
+        assert wrong <= 1e-12 and is_unchanged == (not used), used
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x):
+        hidden = self.net.body(x)
+        return self.net.head(hidden), self.net.router(hidden)
+
+
+def two_losses(model, batch):
+    logits, router = model(batch["x"])
+    of_tokens = nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    return {"tokens": of_tokens, "samples": router.square().mean()}, 0 * (logits.sum() + router.sum())
+
+
+@pytest.mark.parametrize(
+    ("by", "find_unused", "sync", "empty_on"),
+    [
+        ("names", False, "last", [1]),
+        *(("parts", *rest) for rest in itertools.product([True, False], ["last", "every"], [[0, 1], [1]])),
+    ],
+)
+@on_ranks(2)
+def test_term_or_part_without_a_count_is_left_out(by, find_unused, sync, empty_on):
+    """Errors of windows of which no, the last and the first micro-batch of the ranks in `empty_on` has no tokens."""
+    ddp = DistributedDataParallel(TwoHeads(), find_unused_parameters=find_unused)
+    count = {"tokens": count_tokens("labels"), "samples": count_samples}
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), count=count, sync=sync)
+    wrongs = []
+    for position in (None, 2, 0):
+        batches = [[make_batch(2, seed=10 * r + i) for i in range(3)] for r in range(2)]
+        for r in empty_on if position is not None else ():
+            batches[r][position] = make_batch(3, seed=5, kept=0.0)
+        window = accumulator.window(batches[dist.get_rank()])
+        for batch in window:
+            if by == "names":
+                window.backward(**two_losses(ddp, batch)[0])
+                continue
+            for task in window.parts(["samples", "tokens"]):
+                losses, nothing = two_losses(ddp, batch)
+                window.backward(**{task: losses[task] if find_unused else losses[task] + nothing})
+        plain = TwoHeads()
+        sum(two_losses(plain, join(batches[0] + batches[1]))[0].values()).backward()
+        wrongs.append(error(gradient(ddp), gradient(plain)))
+        window.step()
+    assert max(wrongs) <= 1e-12
+
+
+@on_ranks(2)
+def test_model_used_by_one_rank_is_exact():
+    rank = dist.get_rank()
+    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
+    accumulator = Accumulator([one, two], [SGD(model.parameters(), lr=0.0) for model in (one, two)])
+    plain, wrongs = trunk(), []
+    (loss_of(plain, everything([[2, 2]])) / 2).backward()
+    for _ in range(2):
+        window = accumulator.window(own([[2, 2]] * 2))
+        for batch in window:
+            loss = loss_of(one, batch)
+            window.backward(loss + loss_of(two, batch) if rank == 0 else loss)
+        wrongs.append(error(gradient(two), gradient(plain)))
+        window.step()
+    assert max(wrongs) <= 1e-12
+
+
+@on_ranks(2)
+def test_accumulator_made_after_a_freeze_is_exact_where_ddp_finds_unused_parameters():
+    """How far windows are off by new Accumulators: after a freeze, and after the layer is trained again."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
+    net[1].requires_grad_(False)
+    ddp, rank = DistributedDataParallel(net, find_unused_parameters=True), dist.get_rank()
+    samples, found = torch.randn(8, 3, dtype=torch.float64), []
+    for trains in (False, True):
+        net[0].requires_grad_(trains)
+        accumulator = Accumulator(ddp, SGD(net.parameters(), lr=0.1))
+        window = accumulator.window(samples[rank::2].split([1, 3] if rank else [4]))
+        for inputs in window:
+            window.backward(ddp(inputs).square().mean())
+        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
+        exact = torch.autograd.grad(net(samples).square().mean(), trained)
+        found += [(p.grad - one).abs().max().item() for p, one in zip(trained, exact, strict=True)]
+        window.step()
+    net[1].requires_grad_(True)  # which DDP does not know, as many as it knows
+    net[0].requires_grad_(False)
+    assert len(found) == 2 + 4 and max(found) <= 1e-12
+    assert "1.weight, module.1.bias is trained but was frozen or absent when DDP wrapped" in refused(
+        lambda: Accumulator(ddp, SGD(net.parameters(), lr=0.1)).window([samples])
+    )
+
+
+REFUSED = {
+    "frozen early": "wrapped 6 trainable parameters and the model has 5 now",
+    "frozen late": "0.0.weight was frozen after DDP wrapped the model",
+    "thawed late": "0.0.weight is trained but was frozen or absent when DDP wrapped",
+    "in backward": "steps inside backward",
+}
+
+
+@on_ranks(2)
+def test_models_that_cannot_accumulate_are_refused():
+    found = {}
+    for what in REFUSED:
+        module = trunk()
+        module[0][0].weight.requires_grad_(what != "thawed late")
+        if what == "in backward":
+            from torch.distributed.optim import _apply_optimizer_in_backward
+
+            _apply_optimizer_in_backward(SGD, module.parameters(), {"lr": 0.1})
+        ddp = DistributedDataParallel(module)
+        if what == "frozen early":
+            module[0][0].weight.requires_grad_(False)
+        if "late" not in what:
+            found[what] = refused(Accumulator, ddp, SGD(ddp.parameters(), lr=0.1))
+            continue
+        accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+        module[0][0].weight.requires_grad_(what == "thawed late")
+        found[what] = refused(accumulator.window, [make_batch(2, seed=0)])
+    assert {what: said for what, said in found.items() if REFUSED[what] not in said} == {}

@@ -1,0 +1,314 @@
+"""DDP shared with others: several accumulators, copies, and forwards that only some ranks run."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.extensions import WideSums
+from tests.support.oracle import gradients_off
+from tests.support.problems import error, make_net_without_router, refused
+from tests.support.ranks import on_ranks
+
+F64 = torch.float64
+
+
+class Buffered(nn.Module):
+    """A layer with a buffer that rank 0 sends to the others."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.weight = nn.Parameter(torch.randn(3, 3, generator=generator, dtype=F64))
+        self.register_buffer("factor", torch.tensor(2.0 + seed, dtype=F64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.weight) * self.factor
+
+
+def inputs(number: int, rank: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    return [torch.randn(2, 3, generator=generator, dtype=F64) for _ in range(number)]
+
+
+def run(window: Any, model: Any) -> Any:
+    for x in window:
+        window.backward(model(x).square().mean())
+    return window
+
+
+def exact(net: nn.Module, batches: list[Tensor]) -> Tensor:
+    """The gradient of the net's weight on all of them."""
+    whole = copy.deepcopy(net)
+    whole.zero_grad()
+    whole(torch.cat(batches)).square().mean().backward()
+    return whole.weight.grad
+
+
+def spread(tensor: Tensor) -> float:
+    """The largest difference of the tensor between ranks."""
+    both = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(both, tensor.contiguous())
+    return max(float((one - both[0]).abs().max()) for one in both)
+
+
+# Forwards that only some ranks run
+
+
+@pytest.mark.parametrize("user", [0, 1])
+@pytest.mark.parametrize("is_first", [False, True], ids=["after", "before"])
+@on_ranks(2)
+def test_model_with_a_buffer_used_by_one_rank_is_exact(user, is_first):
+    rank, nets = dist.get_rank(), [Buffered(0), Buffered(1)]
+    whole = copy.deepcopy(nets)
+    one, other = models = [DistributedDataParallel(net, find_unused_parameters=True) for net in nets]
+    accumulator = Accumulator(models, SGD([p for m in models for p in m.parameters()], lr=0.0))
+
+    def outputs(first: Any, second: Any, x: Tensor, r: int) -> Tensor:
+        if r != user:
+            return first(x)
+        return second(x) + first(x) if is_first else first(x) + second(x)
+
+    for index in range(2):
+        everyone = [inputs(2, r, index) for r in range(2)]
+        for x in (window := accumulator.window(everyone[rank])):
+            window.backward(outputs(one, other, x, rank).square().mean())
+        for net in whole:
+            net.zero_grad()
+        total = sum(outputs(*whole, x, r).square().mean() / 4 for r, one_rank in enumerate(everyone) for x in one_rank)
+        total.backward()
+        for net, plain in zip(nets, whole, strict=True):
+            assert error(net.weight.grad, plain.weight.grad) <= 1e-12
+        window.step()
+
+
+@on_ranks(2)
+def test_windows_stay_exact_after_forwards_of_one_rank_alone():
+    """Rank 0 runs forwards between windows without no_grad(). Before, DDP has rebuilt its buckets on all ranks."""
+    ddp = DistributedDataParallel(make_net_without_router())
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
+    found = gradients_off(ddp, accumulator, [[[2, 1], [2, 3]]] * 2)
+    for _ in range(2):
+        if dist.get_rank() == 0:
+            ddp(torch.ones(1, 5, dtype=F64))
+        found += gradients_off(ddp, accumulator, [[[2, 1], [2, 3]]])
+    assert max(found) <= 1e-12
+
+
+# Windows of several accumulators
+
+
+@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
+@on_ranks(2)
+def test_crossing_windows_leave_ddp_as_found(unused):
+    rank, net = dist.get_rank(), nn.Linear(3, 3).double()
+    ddp = DistributedDataParallel(net, find_unused_parameters=unused)
+    a, b = (Accumulator(ddp, SGD(ddp.parameters(), lr=0.0)) for _ in range(2))
+    first, second = a.window(inputs(2, rank, 1)), b.window(inputs(3, rank))
+    next(iter_first := iter(first))
+    flags = []
+    for i, x in enumerate(second):
+        if i == 0:
+            first.discard()  # while the other window is open
+            flags.append(ddp.require_backward_grad_sync)
+        second.backward(ddp(x).square().mean())
+    del iter_first
+    wrong = error(net.weight.grad, exact(net, inputs(3, 0) + inputs(3, 1)))
+    second.step()
+    flags.append(ddp.require_backward_grad_sync)
+    ddp(inputs(1, rank)[0]).square().mean().backward()
+    assert wrong <= 1e-12
+    assert flags == [False, True]
+    assert spread(net.weight.grad) == 0
+
+
+@on_ranks(2)
+def test_inner_window_ignores_the_gradients_of_the_outer_one():
+    """A critic's windows inside a generator's: the generator's gradients in the critic must not count there."""
+    rank = dist.get_rank()
+    generator = nn.Linear(3, 3).double()
+    critic = nn.ModuleDict({"judges": nn.Linear(3, 1), "rarely": nn.Linear(3, 1)}).double()
+    critic.forward = lambda x, rarely=False: critic["rarely" if rarely else "judges"](x)  # type: ignore[method-assign]
+    ddps = [DistributedDataParallel(one, find_unused_parameters=True) for one in (generator, critic)]
+    outer = Accumulator(ddps, SGD(ddps[0].parameters(), lr=0.0))
+    inner = Accumulator(ddps[1], SGD(ddps[1].parameters(), lr=0.0))
+    seen: list[Any] = []
+    warnings.simplefilter("ignore")  # the inner window clears gradients of the outer one
+    for x in (window := outer.window(inputs(2, rank))):
+        window.backward(ddps[1](ddps[0](x), rarely=True).square().mean())
+        if not seen:
+            within = run(inner.window(inputs(2, rank, 7)), ddps[1])
+            seen.append(error(critic["judges"].weight.grad, exact(critic["judges"], inputs(2, 0, 7) + inputs(2, 1, 7))))
+            seen.append(critic["rarely"].weight.grad)
+            within.step()
+    plain = copy.deepcopy(generator)
+    plain.zero_grad()
+    critic["rarely"](plain(torch.cat(inputs(2, 0) + inputs(2, 1)))).square().mean().backward()
+    seen.append(error(generator.weight.grad, plain.weight.grad))
+    window.step()
+    inner, unused, outer = seen
+    assert inner <= 1e-12 and unused is None and outer <= 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:gradients that stood before")
+def test_critics_windows_in_a_generators_window_are_exact():
+    models = generator, critic = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+    outer = Accumulator(models, SGD(generator.parameters(), lr=0.1))
+    inner = Accumulator(critic, SGD(critic.parameters(), lr=0.1))
+    for _ in range(2):
+        for x in (window := outer.window(inputs(2, 0))):
+            window.backward(critic(generator(x)).square().mean())
+            within = run(inner.window(inputs(2, 1)), critic)
+            assert error(critic.weight.grad, exact(critic, inputs(2, 1))) <= 1e-12
+            within.step()
+        window.step()
+
+
+@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
+def test_optimizer_or_scheduler_given_twice_is_refused(name):
+    model = nn.Linear(2, 2)
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    options = {"optimizer": [optimizer] * 2} if name == "optimizer" else {"scheduler": [schedule, schedule]}
+    with pytest.raises(ValueError, match=f"{name} holds the same .* twice, which would step twice per update"):
+        Accumulator(model, **{"optimizer": optimizer, **options})
+    Accumulator([model, model], optimizer, steps=1)  # a model given twice is trained once
+
+
+# Settings of DDP that a window cannot accept
+
+
+@on_ranks(2)
+def test_join_and_ignored_parameters_are_refused_with_the_cure():
+    """What is said, and that the error's own cure is one."""
+    net, rank = Buffered(), dist.get_rank()
+    net.other = nn.Parameter(torch.ones(3, dtype=F64))
+    net._ddp_params_and_buffers_to_ignore = [".other", "weight"]  # DDP knows only the first, without a module
+    ddp = DistributedDataParallel(net)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
+    said = [refused(accumulator.window, inputs(2, rank))]
+    net.other.requires_grad_(False)
+    run(accumulator.window(inputs(2, rank)), ddp).step()
+
+    def windows() -> None:
+        for window in accumulator.windows(inputs(4 - 2 * rank, rank)):
+            run(window, ddp).step()
+
+    with ddp.join():
+        said.append(refused(windows))
+    with ddp.join(enable=False):
+        windows()
+    windows()
+    ignored, join = said
+    assert "other is trained but was frozen or absent when DDP wrapped the model, or is in _ddp_params" in ignored
+    assert "a window inside DDP's join()" in join
+
+
+@pytest.mark.parametrize("users", [[0, 1], [1]], ids=str)
+@on_ranks(2)
+def test_parameter_used_by_the_loss_alone_is_reduced(users):
+    """A parameter of the loss, which only these ranks train."""
+    rank = dist.get_rank()
+    net, scale = nn.Linear(3, 1).double(), nn.Parameter(torch.ones(3, dtype=F64))
+    whole, wanted = copy.deepcopy(net), scale.detach().clone().requires_grad_()
+    ddp = DistributedDataParallel(net)
+    scale.requires_grad_(rank in users)
+    accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.1))
+    window = run(accumulator.window(inputs(2, rank)), lambda x: ddp(x) * scale)
+    for r in range(2):
+        factor = wanted if r in users else wanted.detach()
+        (whole(torch.cat(inputs(2, r))) * factor).square().mean().div(2).backward()
+    errors = [error(net.weight.grad, whole.weight.grad), error(scale.grad, wanted.grad)]
+    window.step()
+    assert max(*errors, spread(scale.detach())) <= 1e-12
+
+
+@on_ranks(2)
+def test_flags_are_put_back_as_they_were_found():
+    ddp = DistributedDataParallel(nn.Linear(3, 1).double())
+    ddp.require_forward_param_sync = False
+    run(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, dist.get_rank())), ddp)
+    assert ddp.require_backward_grad_sync and not ddp.require_forward_param_sync
+
+
+# Copies
+
+
+def copied(what: Any) -> list[Any]:
+    box = io.BytesIO()
+    torch.save(what, box)
+    box.seek(0)
+    return [copy.deepcopy(what), pickle.loads(pickle.dumps(what)), torch.load(box, weights_only=False)]
+
+
+@on_ranks(2)
+def test_copies_of_ddp_optimizers_and_scalers_are_whole():
+    """Copies of DDP, an optimizer and a scaler, made before, in and after a window."""
+    rank, seen = dist.get_rank(), []
+    ddp = DistributedDataParallel(nn.Linear(3, 1).double())
+    optimizer, scaler = SGD(ddp.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def reduces(one: Any) -> bool:
+        one.zero_grad()
+        one(inputs(1, rank)[0]).square().mean().backward()
+        return spread(one.module.weight.grad) == 0
+
+    def steps_alone(one: Any, copied_scaler: Any) -> bool:
+        """A copied scaler must not know its original's open window: the step would be refused."""
+        one.zero_grad()
+        twin = Accumulator(one, SGD(one.parameters(), lr=0.1), scaler=copied_scaler)
+        window = run(twin.window(inputs(1, rank)), one)
+        return spread(one.module.weight.grad) == 0 and window.step().stepped
+
+    accumulator = Accumulator(ddp, optimizer, scaler=scaler, steps=3)
+    for window in accumulator.windows(inputs(6, rank)):
+        for x in window:
+            made = copied(ddp)
+            copied(optimizer)
+            seen += [steps_alone(*both) for both in zip(made, copied(scaler), strict=True)]
+            window.backward(ddp(x).square().mean())
+        copied(window.step())
+        made = copied(ddp)
+        seen += [reduces(one) for one in made]
+        seen += [steps_alone(*both) for both in zip(made, copied(scaler), strict=True)]
+    armed = copy.deepcopy(ddp)  # whose forward outside of windows must not affect the original
+    loss = armed(inputs(1, rank)[0]).square().mean()
+    run(accumulator.window(inputs(2, rank)), ddp).step()
+    loss.backward()
+    seen = [*seen, spread(armed.module.weight.grad) == 0, spread(ddp.module.weight.detach()) == 0]
+    assert seen and all(seen)
+
+
+@on_ranks(2)
+def test_hooks_of_a_deleted_accumulator_do_nothing():
+    """The hooks of an accumulator do nothing once it is deleted, also in mid-window."""
+    rank, seen = dist.get_rank(), []
+    net = nn.Linear(3, 1, dtype=torch.bfloat16)
+    ddp = DistributedDataParallel(net)
+    optimizer = SGD(ddp.parameters(), lr=0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        accumulator = Accumulator(ddp, optimizer, extensions=[WideSums(torch.float32)])
+        for x in (window := accumulator.window(inputs(3, rank))):
+            window.backward(ddp(x.bfloat16()).float().square().mean())
+            break
+        del accumulator, window
+        gc.collect()
+        optimizer.zero_grad()
+        ddp(inputs(1, rank)[0].bfloat16()).float().square().mean().backward()
+        seen.append(spread(net.weight.grad.float()))
+        optimizer.step()
+        seen.append(spread(net.weight.detach().float()))
+    assert seen == [0.0] * 4

@@ -1,0 +1,553 @@
+"""FSDP2: the cost of its policies, and cases that fail silently elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, AdamW
+
+from distaccum import Accumulator, count_samples, count_tokens
+from tests.support.counting import Counting
+from tests.support.engines import full_gradient, full_weights, fully_sharded
+from tests.support.oracle import everything, flat, gradients_off, own
+from tests.support.problems import (
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    micro_batches_of,
+    refused,
+    run_window,
+    sample_loss,
+    token_loss,
+)
+from tests.support.ranks import on_ranks
+
+EVEN = [[2, 1, 3, 2]] * 2
+SHARDED = ["last", "every", "gathered"]
+
+
+def make(sync: str = "last", lr: float = 0.0, **options: Any) -> Any:
+    model, optimizer = fully_sharded()(make_net_without_router(), lr)
+    return model, optimizer, Accumulator(model, optimizer, sync=sync, **options)
+
+
+def tally(collectives: list[tuple[str, int]]) -> dict[str, int]:
+    """Counts by kind; a collective of a few numbers is "small"."""
+    kinds: dict[str, int] = {}
+    for name, size in collectives:
+        kind = "small" if size <= 16 else name.strip("_").replace("_base", "").replace("_single", "")
+        kinds[kind] = kinds.get(kind, 0) + 1
+    return kinds
+
+
+GATHER, REDUCE, ALL = "allgather", "reduce_scatter", "allreduce"
+STEP = {"small": 3}  # the used parameters, the record, and on_nonfinite's flag over all shards
+# Three groups: only the root's parameters stay gathered from forward to backward.
+COSTS = {
+    ("last", 2): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3}, STEP],
+    ("every", 2): [{GATHER: 5, REDUCE: 3}] * 4 + [STEP],
+    ("gathered", 2): [{GATHER: 3}, {}, {}, {REDUCE: 3}, STEP],
+    ("last", 4): [{GATHER: 5}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
+    ("replicas", 4): [{GATHER: 5, REDUCE: 3}] * 3 + [{GATHER: 5, REDUCE: 3, ALL: 3}, STEP],
+}
+
+
+@pytest.mark.parametrize(("sync", "world"), COSTS)
+@on_ranks()
+def test_policies_send_the_expected_collectives(sync, world):
+    model, optimizer = fully_sharded(shape=(2, 2) if world == 4 else None)(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync)
+    for index in range(3):  # FSDP2 chooses the root module in the first forward
+        with Counting() as count:
+            window = accumulator.window(micro_batches_of(EVEN * 2, index, dist.get_rank()))
+            plan = [name for name, _ in count.take()]
+            seen = []
+            for batch in window:
+                window.backward(loss_of(model, batch))
+                seen.append(tally(count.take()))
+            window.step()
+            seen.append(tally(count.take()))
+    assert plan == ["allgather_"]
+    assert seen == COSTS[sync, world]
+
+
+# Parameters that take no part
+
+
+class Choosing(nn.Module):
+    """Uses one of two layers, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.never, self.one, self.two, self.head = (nn.Linear(5, 5).double() for _ in range(4))
+
+    def forward(self, x, which):
+        return self.head(
+            self.one(x) * ("1" in which) if "2" not in which else self.two(x) + ("1" in which) * self.one(x)
+        )
+
+
+# By case and window: the layers that each micro-batch of each rank uses.
+USES = {
+    "first used in the last micro-step": [[["1", "1", "12"], ["1", "1", "12"]]] * 3,
+    "only one rank uses it": [[["1", "12", "1"], ["1", "1", "1"]]] * 3,
+    "one rank, in its last micro-step": [[["1", "1", "12"], ["1", "1", "1"]]] * 3,
+    "each rank another": [[["1", "1"], ["2", "2"]]] * 3,
+    "no rank uses one": [[["2", "2"], ["2", "2"]]] * 3,
+    "not in the last micro-step": [[["12", "1"], ["12", "1"]]] * 3,
+    "the stand-in of rank 1 in the second window uses both": [[["12", "12"], ["12"]], [["1", "1"], []]],
+}
+
+
+@pytest.mark.parametrize("sync", SHARDED)
+@pytest.mark.skipif(
+    not hasattr(FSDPParamGroup, "_validate_unused_param_grad_dtypes"),
+    reason="from torch 2.15 on the library may ask FSDP2 for zeros (pytorch#196996)",
+)
+@on_ranks(2)
+def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
+    """By case and window: the error, and whether the same gradients are None as without sharding."""
+    seen = {}
+    for name, turns in USES.items():
+        if sync == "gathered" and "stand-in" in name:
+            continue
+        model = fully_shard(Choosing())
+        accumulator = Accumulator(model, AdamW(model.parameters(), lr=0.0), sync=sync)
+        for turn, uses in enumerate(turns):
+            plain = Choosing()
+            drawn = [list(zip(micro_batches_of(EVEN, turn, r), uses[r], strict=False)) for r in range(2)]
+            window = accumulator.window(drawn[dist.get_rank()])
+            for batch, which in window:
+                window.backward(model(batch["x"], which).square().mean())
+            for batch, which in drawn[0] + drawn[1]:
+                share = len(batch["x"]) / window.counts["samples"]
+                (plain(batch["x"], which).square().mean() * share).backward()
+            nones = [[key for key, p in net.named_parameters() if p.grad is None] for net in (model, plain)]
+            seen[name, turn] = error(full_gradient(model), gradient(plain)) <= 1e-10 and nones[0] == nones[1]
+            window.step()
+    assert [case for case, right in seen.items() if not right] == []
+
+
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
+def test_model_absent_from_the_last_part_is_reduced(sync):
+    models = [fully_shard(make_net_without_router()) for _ in range(2)]
+    accumulator = Accumulator(models, [SGD(model.parameters(), lr=0.0) for model in models], sync=sync)
+    window = accumulator.window(own(EVEN))
+    for batch in window:
+        for model in window.parts(models):
+            window.backward(loss_of(model, batch))
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN)).backward()
+    assert max([error(full_gradient(model), gradient(plain)) for model in models]) <= 1e-10
+
+
+# Terms without a count
+
+
+NAMED = {"tokens": count_tokens("labels"), "samples": count_samples}
+
+
+def leaves_out_a_name(wrap: str, sync: str, empty: int, by: str = "backward") -> float:
+    """Micro-batch `empty` of rank 0 has no tokens."""
+    model = make_net()
+    if wrap == "layers":
+        for layer in (model.body[0], model.body[2], model.head):
+            fully_shard(layer)
+    optimizer = SGD(fully_shard(model).parameters(), lr=0.0)
+    accumulator = Accumulator(model, optimizer, sync=sync, count=NAMED)
+    world = dist.get_world_size()
+    batches = [
+        [make_batch(2, seed=10 * r + i, kept=0.6 * ((r, i) != (0, empty))) for i in range(empty + 1)]
+        for r in range(world)
+    ]
+    worst = 0.0
+    for _ in range(2):  # parameters that a skipped backward leaves gathered would show in the next window
+        window = accumulator.window(batches[dist.get_rank()])
+        for batch in window:
+            if by == "backward":
+                window.backward(tokens=token_loss(model, batch), samples=sample_loss(model, batch))
+                continue
+            for name in window.parts(["samples", "tokens"]):
+                window.backward(**{name: (token_loss if name == "tokens" else sample_loss)(model, batch)})
+        plain, joined = make_net(), join([batch for mine in batches for batch in mine])
+        (token_loss(plain, joined) + sample_loss(plain, joined)).backward()
+        worst = max(worst, error(full_gradient(model), gradient(plain)))
+        window.step()
+    return worst
+
+
+def test_term_without_a_count_is_left_out_with_one_group_or_gathered_and_else_refused(ranks):
+    for arguments in (("root", "last", 2), ("layers", "gathered", 1), ("layers", "gathered", 2)):
+        assert max(ranks(2).run(leaves_out_a_name, *arguments)) <= 1e-10
+    for message in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
+        assert "count of 0 for one of ['tokens', 'samples']" in message
+        assert "sync='gathered'" in message
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("sync", SHARDED)
+def test_last_part_without_a_count_still_reduces(ranks, sync, world):
+    assert max(ranks(world).run(leaves_out_a_name, "root", sync, 1, "parts")) <= 1e-10
+
+
+# Ranks in step
+
+
+@on_ranks(2)
+def test_stand_in_moves_no_running_statistics():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    plain, model = copy.deepcopy(net), fully_shard(net)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), batchnorm="ignore")
+    batches = [{"x": torch.randn(4, 3)} for _ in range((3, 1)[dist.get_rank()])]
+    run_window(accumulator.window(batches), model).step()
+    for batch in batches:
+        plain(batch["x"])
+    more = int(model[1].num_batches_tracked) - len(batches)
+    assert more == 0 and error(model[1].running_var, plain[1].running_var) <= 1e-6
+
+
+@on_ranks(2)
+def test_rank_that_never_had_a_micro_batch_cannot_stand_in():
+    model, _, accumulator = make()
+    message = refused(accumulator.window, own([[2], []]))
+    assert "rank 1 has none from an earlier window to stand in" in message
+    assert run_window(accumulator.window(own([[2], [1]])), model).step().stepped
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.one, self.two = nn.Linear(5, 5).double(), nn.Linear(5, 5).double()
+
+    def forward(self, x):
+        return self.two(torch.tanh(self.one(x)))
+
+
+def loss_of_two_forwards(model: nn.Module, batch: Any) -> torch.Tensor:
+    return (model(batch["x"]) - model(-batch["x"])).square().mean()
+
+
+@pytest.mark.parametrize("zeros", [True, False])
+@on_ranks(2, seconds=30)
+def test_module_used_twice_is_exact_with_sync_gathered(zeros):
+    model = Twice()
+    if not zeros:  # FSDP2 then makes no zeros for unused parameters, as before torch 2.15
+        for parameter in model.parameters():
+            parameter.grad_dtype = None
+    for module in (model.one, model.two, model):
+        fully_shard(module)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), sync="gathered")
+    layouts = [[[2, 1], [3]], [[1], [2, 2, 1]], [[2, 1], []]]
+    assert max(gradients_off(model, accumulator, layouts, Twice, loss_of_two_forwards)) <= 1e-10
+
+
+UNEVEN = [[2, 2, 2, 2], [2, 2]]
+
+
+@on_ranks(2)
+def test_frozen_teacher_that_is_given_too_keeps_gathered_ranks_in_step():
+    student, optimizer = fully_sharded()(make_net_without_router(), 1.0)
+    teacher, _ = fully_sharded()(make_net_without_router(), 0.0)
+    teacher.requires_grad_(False)
+
+    def distilled(model: nn.Module, batch: Any, judge: nn.Module) -> torch.Tensor:
+        with torch.no_grad():
+            wanted = judge(batch["x"]) + 1
+        return (model(batch["x"]) - wanted).square().mean()
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        if len(batch["x"]) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory (pretended)")
+        return distilled(student, batch, teacher)
+
+    accumulator = Accumulator([student, teacher], optimizer, sync="gathered")
+    for updates in (False, True):
+        before, plain = full_weights(student), make_net_without_router()
+        if updates:
+            Accumulator([student, teacher], optimizer, micro_batch_size="auto").update(join(own(UNEVEN)), loss_fn)
+        else:
+            for batch in (window := accumulator.window(own(UNEVEN))):
+                window.backward(loss_fn(batch))
+            window.step()
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        distilled(plain, everything(UNEVEN), make_net_without_router()).backward()
+        assert error(before - full_weights(student), gradient(plain)) <= 1e-10
+    for batch in (window := accumulator.window(own(UNEVEN))):
+        window.backward(loss_fn(batch))
+        assert "state_dict() of the model in mid-window with sync='gathered'" in refused(student.state_dict)
+        break
+
+
+# Divisors, dtypes, norms
+
+
+@pytest.mark.parametrize("factors", [[7.0] * 3, [5.0]], ids=["on each module", "on one module"])
+@on_ranks(2)
+def test_divide_factors_leave_the_gradient_exact(factors):
+    model, _, accumulator = make()
+    modules = [m for m in model.modules() if isinstance(m, FSDPModule)]
+    for module, factor in zip(modules, factors, strict=False):
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    (wrong,) = gradients_off(model, accumulator, [EVEN], loss_fn=sample_loss)
+    assert wrong <= 1e-10
+
+
+BF16 = torch.bfloat16
+CASTS_UP = hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # from torch 2.15: bf16 gradients add up in float32
+
+
+@pytest.mark.parametrize(
+    ("param_dtype", "reduce_dtype", "sync", "dtype", "warns"),
+    [
+        *((BF16, torch.float32, sync, torch.float32, False) for sync in SHARDED),
+        (BF16, None, "last", torch.float32, not CASTS_UP),
+        (None, None, "last", BF16, True),
+    ],
+)
+@on_ranks(2)
+def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype, reduce_dtype, sync, dtype, warns):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=reduce_dtype)
+    plain = make_net_without_router().to(dtype).double()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model, optimizer = fully_sharded(mp_policy=policy)(make_net_without_router().to(dtype), 0.0)
+        accumulator = Accumulator(model, optimizer, sync=sync)
+    said = ["reduce_dtype=torch.float32" in str(one.message) for one in warned]
+    assert said == [True] * (warns and dist.get_rank() == 0)
+    layout = [[1] * 64] * 2
+    window = accumulator.window(own(layout, dtype=torch.float32))
+    for batch in window:
+        window.backward(model(batch["x"].to(dtype)).float().square().mean())
+    loss_of(plain, everything(layout, dtype=torch.float32)).backward()
+    if not warns:  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
+        assert error(full_gradient(model), gradient(plain)) <= 6e-3
+        assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("root", [True, False], ids=["root", "parts"])
+@pytest.mark.parametrize("overflow", [False, True])
+@on_ranks(2)
+def test_scaler_overflows_on_all_ranks_together(root, overflow):
+    model, optimizer = fully_sharded(root=root)(make_net_without_router().float(), 1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    if not root:
+        message = refused(Accumulator, model, optimizer, scaler=scaler)
+        assert "sharded and plain parameters" in message and "an optimizer for each kind" in message
+        kinds = [[p for p in model.parameters() if isinstance(p, DTensor) == of_shards] for of_shards in (True, False)]
+        optimizer = [SGD(kind, lr=1.0) for kind in kinds]
+    accumulator = Accumulator(model, optimizer, scaler=scaler)
+    before = full_weights(model)
+    window = accumulator.window(own(EVEN, dtype=torch.float32))
+    for batch in window:
+        loss = loss_of(model, batch)
+        if overflow and dist.get_rank() == 1:
+            loss.register_hook(lambda g: g * float("inf"))
+        window.backward(loss)
+    update = window.step()
+    plain = make_net_without_router()
+    loss_of(plain, everything(EVEN)).backward()
+    wrong = error(before - full_weights(model), gradient(plain))
+    if overflow:
+        assert "overflow" in update.reason and scaler.get_scale() == 4.0
+        assert wrong == 1.0  # the weights have not moved
+    else:
+        assert update.stepped and scaler.get_scale() == 8.0 and wrong <= 1e-5
+
+
+# Gradients that are not finite, or changed
+
+
+@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
+@on_ranks(2)
+def test_nan_in_the_shard_of_any_one_rank_is_refused(on_nonfinite):
+    torch.manual_seed(2)
+    model = fully_shard(nn.Sequential(nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 1)).double())  # rank 1 has no last row
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), on_nonfinite=on_nonfinite)
+    for rank in (0, 1, None):
+        before = full_weights(model)
+        window = run_window(accumulator.window(own(EVEN)), model)
+        if dist.get_rank() == rank:
+            next(model.parameters()).grad.to_local()[0] = float("nan")
+        if rank is None:
+            assert window.step().stepped
+        else:
+            said = refused(window.step) if on_nonfinite == "raise" else window.step().reason
+            assert "is not finite" in said and torch.equal(before, full_weights(model))
+
+
+@pytest.mark.parametrize(
+    ("how", "sync", "expected"),
+    [
+        ("zero_grad", "gathered", "cleared or changed in mid-window"),
+        ("zero_grad", "every", "cleared or changed in mid-window"),
+        ("halved", "every", "cleared or changed in mid-window"),
+        ("zero_grad after the loop", "gathered", "cleared between the window's loop and its step()"),
+    ],
+)
+@on_ranks(2)
+def test_change_of_gradients_is_refused(how, sync, expected):
+    model, optimizer, accumulator = make(sync, lr=0.1)
+    window = accumulator.window(own([[2, 1, 3], [2, 1]] if how == "zero_grad after the loop" else EVEN))
+
+    def loop() -> None:
+        for batch in window:
+            window.backward(loss_of(model, batch))
+            if how == "zero_grad":
+                model.zero_grad()
+            elif how == "halved":
+                next(model.parameters()).grad.mul_(0.5)  # foreach functions on DTensors change no version counter
+        optimizer.zero_grad()
+        window.step()
+
+    assert f"gradients were {expected}" in refused(loop)
+
+
+# What windows find, and leave behind
+
+
+def flags_of(model: nn.Module) -> Any:
+    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in groups_of(m)]
+    return [
+        (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info is None) for g in groups
+    ]
+
+
+def groups_of(module: Any) -> list[Any]:
+    state = module._get_fsdp_state()
+    return list(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
+
+
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
+def test_flags_of_fsdp2_are_restored(sync):
+    ours = [(True, True, True, True), (True, True, True, False), (True, True, True, False)]
+    model, _, accumulator = make(sync)
+    for index in range(2):
+        run_window(accumulator.window(own(EVEN, index)), model).step()
+        assert flags_of(model) == ours  # by default FSDP2 keeps the root gathered after forward
+    with Counting() as count:
+        loss_of(model, make_batch(2, seed=dist.get_rank())).backward()  # by the caller, outside of windows
+    assert tally(count.take()) == {GATHER: 5, REDUCE: 3}
+
+
+@pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
+@on_ranks(2)
+def test_callers_gradients_from_before_the_window_are_cleared(how):
+    model, optimizer, accumulator = make()
+    model.set_requires_gradient_sync(how == "reduced")
+    loss_of(model, make_batch(2, seed=1)).backward()
+    if how == "cleared":
+        optimizer.zero_grad()  # it does not reach unsharded gradients
+    model.set_requires_gradient_sync(True)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        (wrong,) = gradients_off(model, accumulator, [EVEN])
+    assert wrong <= 1e-10
+    said = ["gradients that stood before the window" in str(one.message) for one in warned]
+    assert said == [True] * (dist.get_rank() == 0)
+
+
+@pytest.mark.parametrize("sync", ["last", "gathered"])
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@on_ranks(2)
+def test_error_in_forward_or_backward_leaves_nothing_behind(where, sync):
+    model, _, accumulator = make(sync)
+
+    def fail(*_: Any) -> None:
+        raise KeyError(where)
+
+    def with_hook(_: Any, inputs: Any, output: torch.Tensor) -> None:
+        fail() if where == "forward" else output.register_hook(fail)
+
+    found = []
+    for turn in (1, 3):  # a middle and the last micro-step
+        window = accumulator.window(own(EVEN, turn))
+        with pytest.raises(KeyError):
+            for i, batch in enumerate(window):
+                handle = model.body[1].register_forward_hook(with_hook) if i == turn else None
+                try:
+                    loss = loss_of(model, batch)
+                finally:
+                    if handle is not None:
+                        handle.remove()
+                window.backward(loss)
+        found += gradients_off(model, accumulator, [EVEN])
+    assert max(found) <= 1e-10
+
+
+WAYS = [
+    "evaluation in the loop",
+    "evaluation before step()",
+    "kept after backward",
+    "kept after forward",
+    "unshard()",
+    "step() fails",
+    "skipped",
+]
+
+
+def moved_after(wrap: Any, how: str) -> float:
+    """How far three updates are from those of a plain net, by what happened between a last backward and its step."""
+    lr, layout = 0.5, [[2, 1]] * dist.get_world_size()
+    model, plain, failed = make_net_without_router(), make_net_without_router(), []
+    for layer in (model.body[0], model.body[2]):
+        wrap(layer)
+    optimizer, exact = SGD(wrap(model).parameters(), lr=lr), SGD(plain.parameters(), lr=lr)
+
+    def fail(*_: Any) -> None:
+        if "fails" in how and not failed:
+            failed.append(how)
+            raise KeyError(how)
+
+    optimizer.register_step_post_hook(fail)
+    options = {"on_nonfinite": "skip"} if how == "skipped" else {}
+    accumulator = Accumulator(model, optimizer, **options)
+    for index in range(3):
+        window = accumulator.window(own(layout, index))
+        if how.startswith("kept"):
+            getattr(model, f"set_reshard_after_{how.split()[-1]}")(False)
+        for i, batch in enumerate(window):
+            loss = loss_of(model, batch)
+            window.backward(loss * float("nan") if how == "skipped" and index == 1 and i == 1 else loss)
+            if how == "evaluation in the loop":
+                with torch.no_grad():
+                    loss_of(model, batch)
+        if how == "evaluation before step()" or "fails" in how:
+            with torch.no_grad():
+                loss_of(model, batch)
+        if how == "unshard()":
+            model.unshard()
+        stepped = True
+        with contextlib.suppress(KeyError):
+            stepped = window.step().stepped
+        if stepped:
+            exact.zero_grad()
+            loss_of(plain, everything(layout, index)).backward()
+            exact.step()
+    return error(full_weights(model), flat(plain.parameters()))
+
+
+@pytest.mark.parametrize("how", WAYS)
+@on_ranks(4)
+def test_weights_gathered_before_a_step_are_not_used_after_it(how):
+    assert moved_after(partial(fully_shard, reshard_after_forward=2), how) <= 1e-10

@@ -1,0 +1,459 @@
+"""The gradient noise scale: the two norms of each update, their average, and the cost of measuring."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from itertools import permutations
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.extensions import NoiseScale
+from distaccum.extensions.noise import split as split_norms
+from tests.support.counting import Counting
+from tests.support.engines import COALESCES, KINDS, ddp, fully_sharded, zero
+from tests.support.inside import Norms, norms_of
+from tests.support.problems import (
+    CASES,
+    Batch,
+    big_batch,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    micro_batches_of,
+    sample_loss,
+)
+
+UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
+EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
+
+
+def of_windows(accumulator: Accumulator, run: Any, layouts: Any, dtype: torch.dtype = torch.float64) -> list[Norms]:
+    """The norms measured in each window on this rank."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    updates = []
+    for index, layout in enumerate(layouts):
+        window = accumulator.window(micro_batches_of(layout, index, rank, dtype))
+        for batch in window:
+            run(window, batch)
+        updates.append(window.step())
+    return [norms_of(update) for update in updates]
+
+
+def exact_norms(case: str, layout: Any, index: int, dtype: torch.dtype = torch.float64) -> Norms:
+    """Computed by autograd from big batches in float64."""
+    count = CASES[case][3]
+    ranks = [micro_batches_of(layout, index, rank, dtype) for rank in range(len(layout))]
+    mean = case.replace("sum_to_mean", "mean").replace("sum", "mean")
+    firsts = [batches[0] for batches in ranks if batches]
+    small = [float(big_batch(mean, [first])[1].square().sum()) for first in firsts]
+    everything = [batch for batches in ranks for batch in batches]
+    large = float(big_batch(mean, everything)[1].square().sum())
+    per_sample = sum(1 / count(first) for first in firsts) / len(firsts)
+    return Norms(sum(small) / len(small), per_sample, large, sum(map(count, everything)))
+
+
+def difference(seen: Norms | None, exact: Norms) -> float:
+    assert seen is not None
+    return max(abs(one - other) / abs(other) for one, other in zip(seen, exact, strict=True))
+
+
+def off(name: str, case: str, layouts: Any, **options: Any) -> float:
+    """The largest error of the windows' norms."""
+    kind = KINDS[name]
+    loss_fn, how, reduction, count = CASES[case]
+    with warnings.catch_warnings():
+        if name == "ZeRO 1":
+            warnings.simplefilter("ignore")
+        model, optimizer = kind.wrap(make_net(kind.dtype), 0.0)
+        accumulator = Accumulator(
+            model, optimizer, reduction=reduction, count=count, extensions=[NoiseScale()], **options
+        )
+    seen = of_windows(accumulator, lambda window, b: window.backward(loss_fn(model, b, how)), layouts, kind.dtype)
+    exact = [exact_norms(case, layout, index, kind.dtype) for index, layout in enumerate(layouts)]
+    return max(difference(one, other) for one, other in zip(seen, exact, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_norms_equal_those_of_big_batches(case):
+    layouts = [[[2, 1, 3]], [[4, 1]]]
+    for options in ({}, {"max_norm": 0.01}, {"on_nonfinite": "ignore"}, {"on_nonfinite": "skip"}):
+        assert off("plain", case, layouts, **options) <= 1e-12
+
+
+SHARDS = ("FSDP2", "FSDP2, parts", "HSDP, 2 replicas of 1 shard", "FSDP1", "FSDP1, flat parameters")
+REPLICAS = ("HSDP, 2 replicas of 2 shards", "FSDP1, NO_SHARD", "FSDP1, HYBRID_SHARD")
+GRID = [("DDP", case, sync) for case in ("samples mean", "samples sum_to_mean") for sync in ("last", "every")]
+GRID += [(name, "samples mean", sync) for name in SHARDS for sync in KINDS[name].policies]
+GRID += [(name, "samples mean", "last") for name in (*REPLICAS, "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")]
+GRID += [("DDP", "tokens sum", "every"), ("FSDP2", "tokens sum", "last"), ("FSDP1", "tokens sum", "last")]
+
+
+def offs(name: str, case: str, sync: str) -> list[float]:
+    zero = name.startswith("ZeRO")
+    layouts = EVERYBODY if zero else UNEVEN if KINDS[name].world == 2 else [layout * 2 for layout in UNEVEN[:3]]
+    return [off(name, case, layouts, sync=sync, on_nonfinite=how) for how in ("raise", "ignore")[: 1 if zero else 2]]
+
+
+@pytest.mark.parametrize(("name", "case", "sync"), GRID)
+def test_norms_are_exact_on_uneven_ranks(ranks, name, case, sync):
+    if name in ("ZeRO 2", "ZeRO 3") and not COALESCES:
+        pytest.skip("this version reduces in each micro-step")
+    for found in ranks(KINDS[name].world).run(offs, name, case, sync):
+        assert max(found) <= (1e-5 if name.startswith("ZeRO") else 1e-12)
+
+
+def refused_under_deepspeed() -> list[str]:
+    model, _ = zero(2)(make_net(torch.float32), 0.1)
+    with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as caught:
+        Accumulator(model, extensions=[NoiseScale()], sync="every")
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
+    half, _ = zero(1, fp16={"enabled": True, "initial_scale_power": 8})(make_net(torch.float32), 0.1)
+    with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as scaled:
+        Accumulator(half, extensions=[NoiseScale()])
+    return [str(caught.value), str(scaled.value)]
+
+
+def test_deepspeed_is_refused_where_gradients_are_hidden(ranks):
+    for each, half in ranks(2).run(refused_under_deepspeed):
+        assert "reduces in each micro-step" in each and "sync='last'" in each
+        assert "scales the loss by itself" in half
+
+
+# Forms of a window
+
+
+def forms_of_ddp() -> dict[str, float]:
+    """The error of each form."""
+    found = {}
+    for name, options in {
+        "bucket views": {"gradient_as_bucket_view": True},
+        "static graph": {"static_graph": True},
+        "unused": {"find_unused_parameters": True},
+    }.items():
+        model = DistributedDataParallel(make_net_without_router(), **options)
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
+        layouts = EVERYBODY if "static" in name else UNEVEN
+        seen = of_windows(accumulator, lambda w, b, m=model: w.backward(loss_of(m, b)), layouts)
+        found[name] = worst(seen, layouts)
+    for sync in ("last", "every"):
+        for name, run in {"parts": in_parts, "heads": in_heads}.items():
+            model = ddp(make_net_without_router(), 0.0)[0]
+            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()], sync=sync)
+            found[f"{name}, {sync}"] = worst(of_windows(accumulator, run(model), UNEVEN), UNEVEN)
+    return found
+
+
+def worst(seen: list[Norms], layouts: Any) -> float:
+    """`loss_of` is a mean over samples of the mean square, like "samples mean"."""
+    return max(difference(one, exact_norms("samples mean", layouts[i], i)) for i, one in enumerate(seen))
+
+
+def in_parts(model: Any) -> Any:
+    def run(window: Any, batch: Batch) -> None:
+        for part in window.parts([0.25, 0.75]):
+            window.backward(loss_of(model, batch) * part)
+
+    return run
+
+
+def in_heads(model: Any) -> Any:
+    net = model.module
+
+    def run(window: Any, batch: Batch) -> None:
+        for part, features in window.heads(net.body(batch["x"]), [0.25, 0.75]):
+            window.backward(net.head(features).square().mean() * part)
+
+    return run
+
+
+def test_norms_are_exact_in_every_form_of_ddp(ranks):
+    for found in ranks(2).run(forms_of_ddp):
+        assert max(found.values()) <= 1e-12, found
+
+
+def parts_under_fully_shard() -> Any:
+    found = []
+    for sync in ("last", "every", "gathered"):
+        model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
+        accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()], sync=sync)
+        found.append(worst(of_windows(accumulator, in_parts(model), EVERYBODY), EVERYBODY))
+    model, optimizer = fully_sharded(shape=(2, 1))(make_net_without_router(), 0.0)
+    accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()], sync="replicas")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        seen = of_windows(accumulator, in_parts(model), EVERYBODY)
+    return found, seen, [str(one.message) for one in caught]
+
+
+def test_norms_of_parts_are_exact_under_fully_shard(ranks):
+    for rank, (found, unseen, warned) in enumerate(ranks(2).run(parts_under_fully_shard)):
+        assert max(found) <= 1e-12
+        assert unseen == [None, None]  # each part is reduced separately
+        assert [one.startswith("NoiseScale sees nothing") for one in warned] == [True] * (rank == 0)
+
+
+@pytest.mark.parametrize("caller_steps", [False, True])
+@pytest.mark.parametrize(("scaled", "fused"), [(True, False), (True, True), (False, False)])
+def test_norms_are_those_before_scaling_and_clipping(scaled, fused, caller_steps):
+    model = make_net(torch.float32)
+    optimizer = SGD(model.parameters(), lr=0.0, fused=fused)
+    scaler = GradScaler("cpu", init_scale=1024.0) if scaled else None
+    options = {"scaler": scaler, "max_norm": None if caller_steps else 0.01}
+    accumulator = Accumulator(model, None if caller_steps else optimizer, extensions=[NoiseScale()], **options)
+    window = accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0, torch.float32))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    if caller_steps:
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        scaler.step(optimizer) if scaler is not None else optimizer.step()
+        scaler.update() if scaler is not None else None
+    update = window.step()
+    assert difference(norms_of(update), exact_norms("samples mean", [[2, 1, 3]], 0, torch.float32)) <= 1e-5
+
+
+def test_norms_cover_only_the_optimizers_parameters():
+    model = make_net()
+    accumulator = Accumulator(model, SGD(model.head.parameters(), lr=0.0), extensions=[NoiseScale()])
+    window = accumulator.window(batches := micro_batches_of([[2, 3]], 0, 0))
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    update = window.step()
+    assert update.noise_scale is not None
+    norms = norms_of(update)
+    for seen, over in ((norms.small, batches[:1]), (norms.large, batches)):
+        gradients = torch.autograd.grad(sample_loss(model, join(over)), list(model.head.parameters()))
+        assert seen == pytest.approx(float(sum(g.square().sum() for g in gradients)), rel=1e-12)
+
+
+# Averages
+
+
+class Linear(nn.Module):
+    """A sample's gradient is the sample itself."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(size, 1, bias=False, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = x.chunk(2, dim=1)
+        return self.one(one) + self.two(two)
+
+
+def population() -> tuple[Tensor, float, float]:
+    """Five samples, the trace of their covariance, and |G|^2 corrected for drawing 4 without replacement."""
+    x = torch.randn(5, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 1
+    trace = float(x.var(dim=0).sum())
+    return x, trace, float(x.mean(dim=0).square().sum()) - trace / 5
+
+
+def over_all_arrangements(sizes: list[int], reduction: str) -> tuple[float, float]:
+    """|G|^2 and the trace, averaged over windows with 4 of 5 samples in every order."""
+    x, _, _ = population()
+    model = Linear(3)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), reduction=reduction, extensions=[NoiseScale()])
+    splits = []
+    for order in permutations(range(5), 4):
+        window = accumulator.window(x[list(order)].split(sizes))
+        for samples in window:
+            loss = model(samples)
+            window.backward(loss.mean() if reduction == "mean" else loss.sum())
+        splits.append(split_norms(*norms_of(window.step())))
+    return tuple(sum(values) / len(values) for values in zip(*splits, strict=True))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "sum_to_mean"])
+def test_estimate_is_unbiased_over_all_arrangements(reduction):
+    _, trace, square = population()
+    for sizes in ([1, 3], [2, 1, 1], [3, 1]):
+        assert over_all_arrangements(sizes, reduction) == pytest.approx((square, trace), rel=1e-12)
+
+
+MEAN, DEVIATION, SIZE = 0.5, 2.0, 20
+TRUE = DEVIATION**2 / MEAN**2  # the same for every size, since all elements have equal mean and variance
+
+
+def long_run(updates: int = 400) -> list[float]:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    model: nn.Module = Linear(SIZE // 2)
+    if dist.is_initialized():
+        model = DistributedDataParallel(model)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, extensions=[NoiseScale()])
+    loader = (
+        MEAN + DEVIATION * torch.randn(4, SIZE, generator=generator, dtype=torch.float64) for _ in range(2 * updates)
+    )
+    seen = []
+    for window in accumulator.windows(loader):
+        for x in window:
+            window.backward(model(x).mean())
+        seen.append(window.step())
+    return [update.noise_scale for update in seen]  # type: ignore[misc]
+
+
+def test_long_run_converges_to_the_true_value(ranks):
+    alone = long_run()
+    # Standard error of a smoothed value: about 150 updates count, and one update's trace has an error of 60%.
+    assert abs(alone[-1] / TRUE - 1) < 3 * 0.08
+    first, second = ranks(2).run(long_run)
+    assert first == second
+    assert abs(first[-1] / TRUE - 1) < 3 * 0.06
+
+
+# Cost
+
+
+def cost(wrap: Any, layout: Any, **options: Any) -> list[Any]:
+    """Collectives, and host reads in the loop and in the step, without and with measuring."""
+    seen = []
+    for measures in (False, True):
+        model, optimizer = wrap(make_net_without_router(), 0.0)
+        accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()] if measures else [], **options)
+        for index in range(3):
+            batches = micro_batches_of(layout, index, dist.get_rank() if dist.is_initialized() else 0)
+            with Counting() as count:
+                window = accumulator.window(batches)
+                for batch in window:
+                    window.backward(loss_of(model, batch))
+                in_loop = sum(count.host_reads.values())
+                window.step()
+                names = [name for name, _ in count.collectives]
+                seen.append((names, in_loop, sum(count.host_reads.values()) - in_loop))
+    return seen
+
+
+def costs(layout: Any) -> list[Any]:
+    found = [cost(lambda net, lr: (DistributedDataParallel(net), SGD(net.parameters(), lr=lr)), layout)]
+    found.append(cost(ddp, layout, on_nonfinite="ignore"))
+    if "FSDP2" in KINDS:
+        for options in ({}, {"sync": "every"}, {"max_norm": 1.0}):
+            found.append(cost(fully_sharded(), layout, **options))
+    return found
+
+
+@pytest.mark.parametrize("layout", [[[2, 1, 3], [4, 2, 1]], [[2], [3]]], ids=["three", "one"])
+def test_measurement_adds_no_collective_and_no_wait(ranks, layout):
+    for rows in ranks(2).run(costs, layout):
+        for seen in rows:
+            assert seen[:3] == seen[3:]
+
+
+# The record
+
+
+def made(**options: Any) -> tuple[nn.Module, Accumulator]:
+    model = make_net()
+    return model, Accumulator(model, SGD(model.parameters(), lr=0.05), extensions=[NoiseScale()], **options)
+
+
+def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int, ...] = (2, 1, 3)) -> Any:
+    window = accumulator.window([make_batch(size, seed=10 * index + i) for i, size in enumerate(sizes)])
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+    return window.step()
+
+
+def test_update_has_the_same_value_at_every_read():
+    at_once, later = [], []
+    model, accumulator = made()
+    for index in range(40):
+        at_once.append(go(model, accumulator, index).noise_scale)
+    model, accumulator = made()
+    updates = [go(model, accumulator, index) for index in range(40)]
+    later = [update.noise_scale for update in reversed(updates)][::-1]
+    assert at_once == later and len(set(later)) == 40
+    assert updates[3].as_dict()["noise_scale"] == pickle.loads(pickle.dumps(updates[3])).noise_scale == later[3]
+    assert updates[3].grad_norm is None  # not requested
+
+
+def test_window_of_one_micro_batch_keeps_the_value():
+    model, accumulator = made()
+    assert go(model, accumulator, 0, (4,)).noise_scale is None
+    value = go(model, accumulator, 1).noise_scale
+    assert value is not None
+    assert go(model, accumulator, 2, (4,)).noise_scale == value
+
+
+def test_skipped_and_nonfinite_updates_do_not_count():
+    for how in ("skip", "ignore"):
+        model, accumulator = made(on_nonfinite=how)
+        value = go(model, accumulator, 0).noise_scale
+        if how == "ignore":
+            saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        bad = make_batch(2, seed=3)
+        bad["x"][0, 0, 0] = math.nan
+        window = accumulator.window([bad, make_batch(1, seed=4)])
+        for batch in window:
+            window.backward(sample_loss(model, batch))
+        update = window.step()
+        assert update.stepped == (how == "ignore") and update.noise_scale == value
+        if how == "ignore":
+            model.load_state_dict(saved)
+        assert go(model, accumulator, 2).noise_scale not in (value, None)
+
+
+@pytest.mark.parametrize(("second", "scale"), [(-1, math.inf), (1, 0.0)])
+def test_noise_scale_is_infinite_without_a_signal_and_0_without_noise(second, scale):
+    model = Linear(2)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
+    ones = torch.ones(1, 4, dtype=torch.float64)
+    window = accumulator.window([ones, second * ones])
+    for x in window:
+        window.backward(model(x).mean())
+    assert window.step().noise_scale == scale
+
+
+def test_averages_continue_from_a_loaded_state():
+    model, accumulator = made()
+    values = [go(model, accumulator, index).noise_scale for index in range(6)]
+    model, accumulator = made()
+    for index in range(3):
+        go(model, accumulator, index)
+    state, weights = accumulator.state_dict(), model.state_dict()
+    other, again = made()
+    other.load_state_dict(weights)
+    again.load_state_dict(state)
+    assert [go(other, again, index).noise_scale for index in range(3, 6)] == values[3:]
+    del state["noise"]
+    other, again = made()
+    again.load_state_dict(state)
+    assert go(other, again, 0, (4,)).noise_scale is None
+
+
+def test_update_and_check_run_with_the_noise_scale():
+    model, accumulator = made(micro_batch_size=2)
+    assert accumulator.check(make_batch(5, seed=0), sample_loss_of(model)).equivalent
+    assert accumulator.update(make_batch(5, seed=0), sample_loss_of(model)).noise_scale is not None
+
+
+def sample_loss_of(model: nn.Module) -> Any:
+    return lambda batch: sample_loss(model, batch)
+
+
+def test_losses_must_share_one_denominator():
+    tokens = count_tokens("labels")
+    with pytest.raises(ValueError, match=r"several denominators \(a, b\), expected one"):
+        made(count={"a": tokens, "b": count_samples})
+    model, accumulator = made(count={"a": count_samples, "b": count_samples})
+    window = accumulator.window(micro_batches_of([[2, 1]], 0, 0))
+    for batch in window:
+        window.backward(a=sample_loss(model, batch) / 4, b=sample_loss(model, batch) * 3 / 4)
+    update = window.step()
+    assert update.noise_scale is not None
+    assert difference(norms_of(update), exact_norms("samples mean", [[2, 1]], 0)) <= 1e-12

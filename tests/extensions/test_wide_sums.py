@@ -1,0 +1,326 @@
+"""`WideSums`: low-precision gradients are summed in float32 and rounded once.
+
+The gradients are the data themselves: multiples of 1/16 that bfloat16 and float16 represent. Their float32 sum has no
+rounding, so the expected result is known to the last bit.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError
+from distaccum.extensions import WideSums
+from tests.support.counting import Counting
+from tests.support.engines import KINDS
+from tests.support.problems import error, gradient, make_net, refused
+from tests.support.ranks import on_ranks
+
+SIZE, BF16, WIDE = 64, torch.bfloat16, {"extensions": [WideSums(torch.float32)]}
+
+
+class Linear(nn.Module):
+    """Each micro-batch uses `always`; micro-batches of more than one row also use `sometimes`, if there is one."""
+
+    def __init__(self, dtype=BF16, alone=False):
+        super().__init__()
+        self.always = nn.Parameter(torch.zeros(SIZE, dtype=dtype))
+        self.sometimes = None if alone else nn.Parameter(torch.zeros(SIZE, dtype=dtype))
+
+    def forward(self, rows):
+        score = (self.always.float() * rows[0]).sum()
+        return score + (self.sometimes.float() * rows[1]).sum() if len(rows) > 1 else score
+
+
+def data(number, rank=0, rows=lambda i: 1):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randint(1, 24, (rows(i), SIZE), generator=generator) / 16.0 for i in range(number)]
+
+
+def two_rows(number):
+    return data(number, rows=lambda i: 2)
+
+
+def accumulate(model, batches, **options):
+    extensions = [WideSums(torch.float32)]
+    options = {"steps": 4, "reduction": "sum", "extensions": extensions, **options}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.25), **options)
+    return accumulator, accumulator.window(batches)
+
+
+def run(window, model):
+    for rows in window:
+        window.backward(model(rows))
+    return window
+
+
+def sums(batches):
+    """The exact sums for `always` and `sometimes`."""
+    others = [rows[1] for rows in batches if len(rows) > 1]
+    return [torch.stack(part).double().sum(0) if part else None for part in ([rows[0] for rows in batches], others)]
+
+
+def assert_rounded_once(model, batches):
+    for parameter, exact in zip((model.always, model.sometimes), sums(batches), strict=True):
+        if exact is None:
+            assert parameter is None or parameter.grad is None
+        else:
+            assert torch.equal(parameter.grad, exact.to(parameter.dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_float32_sum_is_rounded_once(dtype):
+    model, batches = Linear(dtype), data(200, rows=lambda i: 1 + i % 2)
+    _, window = accumulate(model, batches)
+    run(window, model)
+    assert_rounded_once(model, batches)
+    before = model.always.detach().clone()
+    window.step()
+    assert torch.equal(model.always, before - 0.25 * sums(batches)[0].to(dtype))
+    assert model.always.grad is None and model.sometimes.grad is None
+
+    naive = Linear(dtype)
+    run(accumulate(naive, batches, extensions=[])[1], naive)
+    assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "a naive sum must be wrong, or this test shows nothing"
+
+
+@pytest.mark.parametrize("uses", [2, 0])
+def test_parameter_unused_by_the_last_or_all_micro_batches_keeps_its_sum_or_none(uses):
+    model, batches = Linear(), data(5, rows=lambda i: 1 + (i < uses))
+    run(accumulate(model, batches)[1], model)
+    assert_rounded_once(model, batches)
+
+
+def test_gradients_are_freed_between_micro_steps_but_those_of_float32():
+    model, batches = Linear(), two_rows(4)
+    model.sometimes = nn.Parameter(torch.zeros(SIZE))
+    _, window = accumulate(model, batches)
+    for rows in window:
+        window.backward(model(rows))
+        if window.num_done < 4:
+            assert model.always.grad is None and model.sometimes.grad.dtype == torch.float32
+    assert_rounded_once(model, batches)
+
+
+def test_backward_by_the_caller_is_refused_in_mid_window():
+    model, batches = Linear(), data(4)
+    _, window = accumulate(model, batches)
+    with pytest.raises(DistaccumError, match="changed in mid-window"):
+        for rows in window:
+            window.backward(model(rows))
+            model(rows).backward()
+
+
+def test_backward_outside_of_windows_gives_plain_gradients():
+    model, batches = Linear(), data(3)
+    accumulator, window = accumulate(model, batches)
+    model(batches[0]).backward()
+    assert torch.equal(model.always.grad, batches[0][0].bfloat16())
+    model.zero_grad()
+    run(window, model).step()
+    model(batches[0]).backward()
+    assert torch.equal(model.always.grad, batches[0][0].bfloat16())
+    del accumulator, window
+    model(batches[0]).backward()
+    assert torch.equal(model.always.grad, 2 * batches[0][0].bfloat16())
+
+
+@pytest.mark.parametrize("name", ["parts", "heads"])
+def test_parts_and_heads_add_up_in_float32(name):
+    model, batches = Linear(), two_rows(3)
+    _, window = accumulate(model, batches)
+    for rows in window:
+        if name == "parts":
+            for part in window.parts([0, 1]):
+                window.backward((list(model.parameters())[part].float() * rows[part]).sum())
+        else:
+            for _, given in window.heads(model.always.float() * 1, [0]):
+                window.backward((given * rows[0]).sum() + (model.sometimes.float() * rows[1]).sum())
+    assert_rounded_once(model, batches)
+
+
+def test_parameter_unfrozen_later_adds_up_in_float32():
+    model, batches = Linear(), two_rows(200)
+    model.sometimes.requires_grad_(False)
+    accumulator, window = accumulate(model, batches)
+    run(window, model).step()
+    model.sometimes.requires_grad_(True)
+    run(accumulator.window(batches), model)
+    assert_rounded_once(model, batches)
+
+
+def test_update_and_check_run_with_wide_sums():
+    torch.manual_seed(0)
+    model = nn.Linear(4, 4, dtype=torch.bfloat16)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", **WIDE)
+    batch = torch.randn(16, 4, dtype=torch.bfloat16)
+    sizes = []
+
+    def loss_fn(x):
+        sizes.append(len(x))
+        if len(x) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return model(x).float().square().mean()
+
+    accumulator.update(batch, loss_fn)
+    assert sizes == [16, 8, 4, 4, 4, 4]
+    assert accumulator.check(batch[:4], lambda x: model(x).float().square().mean()).equivalent
+
+
+@pytest.mark.parametrize("value", [torch.bfloat16, torch.int32, "float32"])
+def test_dtype_other_than_float32_or_float64_is_refused(value):
+    model = Linear()
+    with pytest.raises(ValueError, match=r"WideSums\(.*expected torch.float32 or torch.float64"):
+        Accumulator(model, steps=1, extensions=[WideSums(value)])
+
+
+def test_float32_parameters_can_add_up_in_float64():
+    model = Linear(torch.float32, alone=True)
+    batches = [torch.full((1, SIZE), value) for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)]
+    run(accumulate(model, batches, extensions=[WideSums(torch.float64)])[1], model)
+    assert_rounded_once(model, batches)
+
+
+def test_overflow_of_the_rounded_sum_skips_the_update():
+    model = Linear(torch.float16, alone=True)
+    _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip", max_norm=1.0)
+    update = run(window, model).step()
+    assert not update.stepped and "not finite" in update.reason
+    assert math.isfinite(update.loss)
+
+
+# Ranks
+
+FORMS = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, views": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+}
+
+
+def rounded(parts):
+    """The average of the ranks' exact sums as DDP forms it, in the parameters' dtype."""
+    return sum(part.to(BF16).float() for part in parts).to(BF16)
+
+
+def count_large(count):
+    return sum(size >= SIZE for _, size in count.take())
+
+
+def sums_or_zeros(batches):
+    return [torch.zeros(SIZE).double() if exact is None else exact for exact in sums(batches)]
+
+
+@pytest.mark.parametrize(
+    ("form", "lengths", "with_unused"),
+    [
+        *((form, lengths, False) for form in ("plain", "views", "static") for lengths in ((50, 50), (50, 30))),
+        *((form, (40, 40), "unused" in form) for form in ("unused", "unused, views")),
+        *((form, (50, 0), False) for form in ("plain", "views", "unused")),
+    ],
+)
+@on_ranks(2)
+def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
+    rank, model = dist.get_rank(), Linear(alone=not with_unused)
+    ddp = DistributedDataParallel(model, **FORMS[form])
+    accumulator, _ = accumulate(ddp, [])
+    for index in range(3):
+        # The last micro-batches do not use `sometimes`, and rank 1 never uses it.
+        everyone = [
+            data(n, rank=10 * index + r, rows=lambda i, r=r: 1 + (with_unused and i < 2 and r == 0))
+            for r, n in enumerate(lengths)
+        ]
+        with Counting() as count:
+            window, large = accumulator.window(everyone[rank]), []
+            count.take()
+            for rows in window:
+                window.backward(ddp(rows))
+                large.append(count_large(count))
+            large.append(count_large(count))
+        parts = zip(*map(sums_or_zeros, everyone), strict=True)
+        right = [torch.equal(p.grad, rounded(both)) for p, both in zip(model.parameters(), parts, strict=False)]
+        # A static graph's first backward is reduced and rounded alone.
+        assert all(right) or (form == "static" and index == 0)
+        assert index == 0 or 0 in lengths or large == [0] * lengths[rank] + [1], "after the last backward"
+        assert window.step().stepped
+
+
+@pytest.mark.parametrize("form", ["plain", "views", "static"])
+@on_ranks(2)
+def test_reductions_of_each_micro_step_add_up_in_float32(form):
+    """Each micro-step's gradient is reduced alone and summed in float32: exact if the ranks' mean is exact."""
+    ddp = DistributedDataParallel(Linear(alone=True), **FORMS[form])
+    accumulator, _ = accumulate(ddp, [], sync="every")
+    right = []
+    for index in range(2):
+        batches = data(50, rank=7 * index)  # equal on both ranks, so reduced without rounding
+        window = run(accumulator.window(batches), ddp)
+        right.append(error(ddp.module.always.grad, 2 * sums(batches)[0]))
+        window.step()
+    assert max(right) <= 2.0**-8
+
+
+@on_ranks(2)
+def test_parameters_in_another_memory_format_add_up_in_float32():
+    """Error of gradients whose memory format under DDP differs from the parameter's."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).bfloat16()
+    net = net.to(memory_format=torch.channels_last)
+    exact = copy.deepcopy(net).double()
+    ddp = DistributedDataParallel(net)
+    everyone = torch.randn(2, 3, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
+    _, window = accumulate(ddp, list(everyone[dist.get_rank()]), reduction="mean")
+    for x in window:
+        window.backward(ddp(x).float().square().mean())
+    exact(everyone.flatten(0, 2).double()).square().mean().backward()
+    assert error(gradient(net), gradient(exact)) <= 0.02
+
+
+def in_float32(_, bucket):
+    """A communication hook that averages in float32, as a user may register it."""
+    buffer = bucket.buffer()
+    wide = buffer.float().div_(dist.get_world_size())
+    work = dist.all_reduce(wide, async_op=True)
+    return work.get_future().then(lambda _: buffer.copy_(wide))
+
+
+HOOKS = {"float32": in_float32, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
+
+
+@pytest.mark.parametrize("sync", ["last", "every"])
+@pytest.mark.parametrize(("name", "dtype"), [("float32", BF16), ("bf16", torch.float32), ("fp16", torch.float32)])
+@on_ranks(2)
+def test_communication_hook_reduces_in_its_own_dtype(name, dtype, sync):
+    """Of windows with 5 micro-batches per rank, and with 3 and 2: the error, and the number of reductions."""
+    ddp = DistributedDataParallel(Linear(dtype, alone=True))
+    ddp.register_comm_hook(None, HOOKS[name])
+    accumulator, _ = accumulate(ddp, [], sync=sync, **({} if dtype == BF16 else {"extensions": []}))
+    seen = []
+    for lengths in ((5, 5), (5, 5), (3, 2)):
+        everyone = [data(n, rank=r) for r, n in enumerate(lengths)]
+        with Counting() as count:
+            window = run(accumulator.window(everyone[dist.get_rank()]), ddp)
+            large = count_large(count)
+        seen.append((error(ddp.module.always.grad, sum(sums(one)[0] for one in everyone)), large))
+        window.step()
+    assert max(wrong for wrong, _ in seen) <= (0 if name == "fp16" else 2.0**-8)
+    is_wide = dtype == BF16  # which reduces once after the last backward, whatever `sync`
+    assert [large for _, large in seen] == ([1, 1, 1] if sync == "last" or is_wide else [5, 5, 2])
+
+
+@pytest.mark.parametrize("kind", ["FSDP2", "FSDP1", "ZeRO 1"])
+@on_ranks(2)
+def test_engine_that_adds_up_by_itself_says_where_its_dtype_is_set(kind):
+    model, _ = KINDS[kind].wrap(make_net(torch.float32), 0.1)
+    message = refused(Accumulator, model, **WIDE)
+    assert "which adds gradients up by itself" in message and "reduce_dtype=torch.float32" in message

@@ -1,0 +1,205 @@
+"""Micro-batches by cost: grouped rows, trimmed padding, sizes learned in tokens."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from distaccum import Accumulator, ByCost, count_samples, count_tokens
+from distaccum.feeding import trim_padding
+from distaccum.feeding.by_cost import cost_of_group, group_by_cost
+from tests.support.problems import IGNORED, error, gradient, make_net_without_router
+
+COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
+COST = count_tokens("mask", ignore_index=0)
+WIDTH = 12
+
+
+def partitions(rows: Sequence[int]) -> Iterator[list[list[int]]]:
+    if not rows:
+        yield []
+        return
+    for others in partitions(rows[1:]):
+        yield [[rows[0]], *others]
+        for i in range(len(others)):
+            yield [*others[:i], [rows[0], *others[i]], *others[i + 1 :]]
+
+
+@settings(deadline=None, max_examples=60)
+@given(COSTS, st.integers(1, 30))
+def test_rows_are_in_the_fewest_groups_that_cost_at_most_the_limit(costs, limit):
+    groups = group_by_cost(costs, limit)
+    assert sorted(itertools.chain(*groups)) == list(range(len(costs)))
+    of_groups = [cost_of_group(costs, rows) for rows in groups]
+    assert of_groups == sorted(of_groups)
+    assert all(cost <= limit or len(rows) == 1 for cost, rows in zip(of_groups, groups, strict=True))
+
+    def fits(rows: list[int]) -> bool:
+        return len(rows) == 1 or cost_of_group(costs, rows) <= limit
+
+    assert len(groups) == min(len(one) for one in partitions(range(len(costs))) if all(map(fits, one)))
+
+
+def make_text(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
+    """Rows of these lengths, padded to one width, with a label for each token."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = (torch.arange(WIDTH) < torch.tensor(lengths)[:, None]).long()
+    x = torch.randn(len(lengths), WIDTH, 5, generator=generator, dtype=torch.float64) * mask[..., None]
+    labels = torch.randint(0, 4, mask.shape, generator=generator).masked_fill(mask == 0, IGNORED)
+    return {"x": x, "mask": mask, "labels": labels}
+
+
+def loss_of(net: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(net(batch["x"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
+
+
+def exact(batch: Any) -> Tensor:
+    net = make_net_without_router()
+    loss_of(net, batch).backward()
+    return gradient(net)
+
+
+LENGTHS = [3, 12, 1, 5, 2, 2, 7, 1, 4]
+
+
+def make_accumulator(net: nn.Module, **options: Any) -> Accumulator:
+    by_cost = {"most": 12, "cost": COST} | {
+        name: options.pop(name) for name in ("most", "cost", "trim") & options.keys()
+    }
+    options = {"micro_batch_size": ByCost(**by_cost), "count": count_tokens("labels"), **options}
+    return Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
+
+
+@pytest.mark.parametrize("trim", [None, trim_padding("mask"), trim_padding("mask", multiple_of=4)])
+def test_split_by_cost_is_exact(trim):
+    batch, net = make_text(LENGTHS), make_net_without_router()
+    window = make_accumulator(net, trim=trim).split(batch)
+    shapes = []
+    for one in window:
+        shapes.append((len(one["x"]), one["x"].shape[1]))
+        window.backward(loss_of(net, one))
+    assert error(gradient(net), exact(batch)) <= 1e-12
+    assert window.step().counts == {"tokens": sum(LENGTHS)}
+    assert [rows for rows, _ in shapes] == [1, 1, 2, 1, 4]
+    if trim is None:
+        assert {width for _, width in shapes} == {WIDTH}
+    else:
+        assert all(rows * width <= 16 for rows, width in shapes)
+
+
+def test_each_batch_of_a_loader_is_an_update_and_is_cut():
+    net, batches = make_net_without_router(), [make_text(LENGTHS, seed=1), make_text([2, 2], seed=2)]
+    accumulator, numbers = make_accumulator(net), []
+    for window, batch in zip(accumulator.windows(batches), batches, strict=True):
+        for one in window:
+            window.backward(loss_of(net, one))
+        assert error(gradient(net), exact(batch)) <= 1e-12
+        numbers.append(window.step().micro_batches)
+    assert numbers == [5, 1]
+
+
+def test_cost_may_be_a_number_for_each_row_or_of_each():
+    for cost in (
+        lambda batch: batch["mask"].sum(1),
+        lambda batch: int(batch["mask"].sum()),
+        lambda batch: batch["mask"].sum(),
+    ):
+        window = make_accumulator(make_net_without_router(), cost=cost).split(make_text(LENGTHS))
+        assert len(window) == 5
+        window.discard()
+
+
+def test_row_over_the_limit_is_alone_with_one_warning():
+    net = make_net_without_router()
+    accumulator = make_accumulator(net, most=6)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            window = accumulator.split(make_text(LENGTHS))
+            for one in window:
+                assert COST(one) <= 6 or len(one["x"]) == 1
+                window.backward(loss_of(net, one))
+            window.step()
+    assert ["a row costs 12, more than the 6 of ByCost" in str(one.message) for one in seen] == [True]
+
+
+def test_auto_learns_in_cost_and_ends_at_one_row():
+    net = make_net_without_router()
+
+    def loss_fn(batch: Any) -> Tensor:
+        if batch["x"].shape[0] * batch["x"].shape[1] > 24:
+            raise torch.OutOfMemoryError("none left")
+        return loss_of(net, batch)
+
+    accumulator = make_accumulator(net, most="auto", trim=trim_padding("mask"))
+    update = accumulator.update(make_text(LENGTHS), loss_fn)
+    assert update.micro_batches == 3  # 108 in whole, then 54, 27, and 14 where rows of 27 did not fit
+    again = accumulator.update(make_text([2] * 6), loss_fn)
+    assert again.micro_batches == 1
+    with pytest.raises(Exception, match="does not fit into the memory"):
+        make_accumulator(net, most="auto").update(
+            make_text([9, 12]), lambda batch: (_ for _ in ()).throw(torch.OutOfMemoryError("none left"))
+        )
+
+
+def test_contrast_keeps_the_order_of_rows():
+    net = make_net_without_router()
+    batch = make_text(LENGTHS)
+    seen: list[Tensor] = []
+
+    def loss_fn(found: Tensor) -> Tensor:
+        seen.append(found.detach())
+        return (found @ found.T).square().mean()
+
+    encode = lambda one: net(one["x"]).mean(1)  # noqa: E731
+    update = make_accumulator(net, count=count_samples).contrast(batch, encode, loss_fn)
+    assert torch.allclose(seen[0], encode(batch).detach(), atol=1e-12) and update.micro_batches > 4
+
+
+def test_two_sizes_and_costs_that_are_none_are_refused():
+    net = make_net_without_router()
+    for options, said in (
+        ({"batch_size": 4}, "leave batch_size out"),
+        ({"steps": 4}, "give one or the other"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            make_accumulator(net, **options)
+    for options in ({"cost": None}, {"trim": "mask"}, {"most": 2.5}, {"most": None}):
+        with pytest.raises(TypeError):
+            make_accumulator(net, **options)
+    for cost in (lambda batch: [1.5] * len(batch["x"]), lambda batch: [1, 2], lambda batch: [-1] * len(batch["x"])):
+        with pytest.raises(ValueError, match="cost gave"):
+            make_accumulator(net, cost=cost).split(make_text(LENGTHS))
+
+
+def test_padding_is_trimmed_without_a_copy():
+    mask = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0]])
+    batch = {
+        "input_ids": mask * 7,
+        "mask": mask,
+        "weights": torch.ones(2),
+        "text": ["a", "b"],
+        "wide": torch.ones(2, 6, 3),
+    }
+    assert trim_padding("mask")(batch)["input_ids"].tolist() == [[0, 0, 7, 7], [0, 7, 7, 0]]
+    assert trim_padding("mask", multiple_of=4)(batch | {"mask": mask.roll(1, 1)})["mask"].shape == (2, 6)
+    with_positions = {**batch, "position_ids": mask.cumsum(1)}
+    assert trim_padding("mask")(with_positions)["position_ids"].tolist() == [[0, 1, 2], [1, 2, 2]]
+    trimmed = trim_padding("mask", left=True)(batch)
+    assert trimmed["input_ids"].tolist() == [[0, 7, 7], [7, 7, 0]] and trimmed["wide"].shape == (2, 3, 3)
+    assert trimmed["text"] == ["a", "b"] and trimmed["weights"].shape == (2,)
+    assert trimmed["input_ids"].untyped_storage().data_ptr() == batch["input_ids"].untyped_storage().data_ptr()
+    for multiple, width in ((4, 4), (8, 6)):
+        assert trim_padding("mask", multiple_of=multiple, left=True)(batch)["mask"].shape == (2, width)
+    with pytest.raises(TypeError, match="name it"):
+        trim_padding()(batch)

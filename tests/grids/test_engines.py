@@ -1,0 +1,128 @@
+"""The law on every engine, with the same tests: windows of every kind, compared with one big batch.
+
+Six wrappers run every test. The others run a part each, in turn, so that every pair of wrapper and policy, of policy
+and loss, and of policy and fault is tested. sends.py runs the whole grid.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+
+from distaccum import DistaccumError
+from tests.support.engines import KINDS, LAYOUTS, Run, laws
+from tests.support.problems import CASES, error, sample_loss
+from tests.support.ranks import on_ranks
+
+GRID = [(name, sync) for name, kind in KINDS.items() for sync in kind.policies]
+WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1", "ZeRO 3") if name in KINDS]
+
+
+def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1) -> list[Any]:
+    """Wrapper, policy and value: all values for the six wrappers, `quick` + `slow` values for each other pair."""
+    found = []
+    for place, (name, sync) in enumerate(GRID):
+        is_whole = (name, sync) in WHOLE
+        mine = values if is_whole else [values[(place + i * 3) % len(values)] for i in range(quick + slow)]
+        for i, value in enumerate(mine):
+            marks = [] if is_whole or i < quick else [pytest.mark.slow]
+            found.append(pytest.param(name, sync, value, marks=marks, id=f"{name}-{sync}-{value}"))
+    return found
+
+
+def world_of(name: str, **_: Any) -> int:
+    return KINDS[name].world
+
+
+@pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), quick=1, slow=1))
+@on_ranks(world_of)
+def test_windows_equal_one_big_batch(name, sync, case):
+    for window in laws(name, sync, (case,))[case]:
+        assert max(window.gradient, window.loss) <= KINDS[name].bound, window
+
+
+EVEN = [[3, 1, 2]] * 4
+
+
+def assert_next_are_exact(run: Run) -> None:
+    assert run.window(EVEN, 2).gradient <= run.kind.bound
+    assert run.window([[2], [], [1], [4]], 3).gradient <= run.kind.bound
+
+
+@pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "error", "complete")))
+@on_ranks(world_of)
+def test_abandoned_window_leaves_nothing_behind(name, sync, how):
+    run = Run(name, sync=sync)
+    assert run.window(EVEN, 0).gradient <= run.kind.bound
+    before = run.weights()
+    window = run.accumulator.window(run.micro_batches(EVEN, 1))
+    with suppress(KeyError):
+        for i, micro_batch in enumerate(window):
+            window.backward(sample_loss(run.model, micro_batch))
+            if i == 1 and how == "break":
+                break
+            if i == 1 and how == "error":
+                raise KeyError
+    if how == "complete":
+        window.discard()
+    assert torch.equal(run.weights(), before)
+    assert_next_are_exact(run)
+
+
+@pytest.mark.parametrize(("name", "sync", "max_norm"), in_turn((0.01,)))
+@on_ranks(world_of)
+def test_clipping_takes_the_norm_of_the_whole_gradient(name, sync, max_norm):
+    run = Run(name, sync=sync, max_norm=max_norm)
+    for index, layout in enumerate(LAYOUTS if run.world > 1 else [EVEN]):
+        window = run.window(layout, index, max_norm=max_norm)
+        assert window.norm is not None and window.norm <= run.kind.bound
+        assert window.gradient <= max(1e-4, run.kind.bound)  # torch adds 1e-6 to the norm before dividing
+
+
+@pytest.mark.parametrize(("name", "sync", "on_nonfinite"), in_turn(("raise", "skip")))
+@on_ranks(world_of)
+def test_ranks_treat_a_nonfinite_gradient_the_same(name, sync, on_nonfinite):
+    run = Run(name, sync=sync, on_nonfinite=on_nonfinite)
+    assert run.window(EVEN, 0).gradient <= run.kind.bound
+    before = run.weights()
+    window = run.accumulator.window(run.micro_batches(EVEN, 1))
+    for i, micro_batch in enumerate(window):
+        loss = sample_loss(run.model, micro_batch)
+        window.backward(loss * float("nan") if i == 1 and run.rank == run.world - 1 else loss)
+    if on_nonfinite == "raise":
+        with pytest.raises(DistaccumError, match="not finite"):
+            window.step()
+    else:
+        update = window.step()
+        assert not update.stepped and "not finite" in update.reason
+    assert torch.equal(run.weights(), before)
+    assert_next_are_exact(run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
+@on_ranks(world_of)
+def test_evaluation_in_a_window_changes_no_gradient(name, sync):
+    """In the loop, after its last backward, between the loop and step(), and after step()."""
+    run = Run(name, sync=sync)
+
+    def evaluate() -> None:
+        with torch.no_grad():
+            run.model.eval()
+            sample_loss(run.model, run.micro_batches(EVEN, 77)[0])
+            run.model.train()
+
+    for index in range(3):
+        before = run.weights()
+        window = run.accumulator.window(run.micro_batches(EVEN, index))
+        for micro_batch in window:
+            window.backward(sample_loss(run.model, micro_batch))
+            evaluate()
+        evaluate()
+        window.step()
+        evaluate()
+        exact = run.exact(before, EVEN, index)[1]
+        assert error(before.double() - run.weights().double(), exact) <= run.kind.bound

@@ -1,0 +1,286 @@
+"""The shape of the library, read from its source as text: what may import what, how large things are, who knows whom.
+
+`python -m tests.house.test_architecture` prints what breaks a rule.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# From the lowest floor up; a room imports from its own floor and from those below.
+FLOORS = (
+    "law",
+    "cutting private norms scaling gradients sizes batchnorm feeding",
+    "ranks adapter",
+    "engines",
+    "wrappers meshes",
+    "options randomness job",
+    "drawing losses guard parts nonfinite",
+    "feed update",
+    "window",
+    "planner extension",
+    "state extensions",
+    "runs",
+    "accumulator",
+    "tools trainers",
+    "transformers __main__",
+)
+LARGEST = {"class": 300, "function": 60, "file": 500, "signature": 8}
+LARGER = {"Window": 445}  # an update is read there from top to bottom, with what a hover shows of it
+FREE_SIGNATURES = {"Accumulator.__init__", "plan"}  # the contract's
+FOREIGN_ROOMS = (
+    "private.py",
+    "engines/private/",
+    "wrappers/private/",
+    "meshes/private.py",
+    "scaling.py",
+)
+# Public in spite of the underscore: a named tuple's.
+PUBLIC = {"_fields", "_make", "_replace", "_asdict"}
+
+Source = Mapping[str, str]  # by path in the package
+
+
+def sources(package: str = "distaccum") -> dict[str, str]:
+    folder = ROOT / package
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*.py"))}
+
+
+def room(path: str) -> str:
+    return path.split("/")[0].removesuffix(".py")
+
+
+def floor(name: str) -> int | None:
+    return next((i for i, names in enumerate(FLOORS) if name in names.split()), None)
+
+
+# 1. Imports run downwards, and in no circle; those for types alone count
+
+
+def imports(path: str, text: str) -> Iterator[str]:
+    """The modules of this package that one imports, dotted: of a package, its names may be modules."""
+    package = path.split("/")[:-1]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module or "").split(".") * bool(node.module)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "distaccum":
+            base = str(node.module).split(".")[1:]
+        else:
+            continue
+        yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def upward_imports(source: Source) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path, text in source.items():
+        here = floor(room(path))
+        if path == "__init__.py":  # which names everything
+            continue
+        if here is None:
+            found[f"{room(path)} is on no floor"] += 1
+            continue
+        for name in set(imports(path, text)):
+            there = floor(name.split(".")[0])
+            if there is not None and there > here:
+                found[f"{path} imports {name}"] += 1
+    return found
+
+
+def circles(source: Source) -> Counter[str]:
+    """Modules that import each other, over others too."""
+    modules = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in source}
+    edges: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        names = set(imports(path, source[path])) if path != "__init__.py" else set()
+        edges[module] = {found for name in names for found in (name, name.rpartition(".")[0]) if found in modules}
+        edges[module].discard(module)
+    found: Counter[str] = Counter()
+    for module in modules:
+        seen: set[str] = set()
+        waiting = list(edges[module])
+        while waiting:
+            other = waiting.pop()
+            if other not in seen:
+                seen.add(other)
+                waiting += edges[other]
+        found[module] += module in seen
+    return +found
+
+
+# 2. Sizes
+
+
+def sizes(source: Source) -> Counter[str]:
+    """What is larger than it may be, and how large."""
+    found: Counter[str] = Counter()
+    for path, text in source.items():
+        if (lines := len(text.splitlines())) > LARGEST["file"]:
+            found[path] = lines
+        for name, node in definitions(ast.parse(text)):
+            kind = "class" if isinstance(node, ast.ClassDef) else "function"
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > LARGER.get(name, LARGEST[kind]) and name not in FREE_SIGNATURES:
+                found[f"{path} {name}"] = lines
+            if not isinstance(node, ast.ClassDef) and name not in FREE_SIGNATURES:
+                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+                number = sum(one.arg not in ("self", "cls") for one in given)
+                if number > LARGEST["signature"]:
+                    found[f"{path} {name}()"] = number
+    return found
+
+
+Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def definitions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Definition]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Definition):
+            name = f"{within}{node.name}"
+            yield name, node
+            yield from definitions(node, f"{name}.")
+        else:
+            yield from definitions(node, within)
+
+
+# 3. Private names are their module's; those of other libraries have a room
+
+
+def private_reaches(source: Source) -> tuple[Counter[str], Counter[str]]:
+    """By file, into private names of our other modules, and of other libraries."""
+    own = {path: private_definitions(text) for path, text in source.items()}
+    ours: Counter[str] = Counter()
+    foreign: Counter[str] = Counter()
+    for path, text in source.items():
+        elsewhere = set().union(*(names for other, names in own.items() if other != path))
+        for node in ast.walk(ast.parse(text)):
+            name = reached_name(node)
+            if name is None or not name.startswith("_") or name.endswith("__") or name in own[path] | PUBLIC:
+                continue
+            if path.startswith(FOREIGN_ROOMS):
+                continue  # a name of another library, also where one of ours is spelled alike
+            if name in elsewhere:
+                ours[path] += 1
+            else:
+                foreign[path] += 1
+    return ours, foreign
+
+
+def reached_name(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Attribute):
+        of_itself = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        return None if of_itself else node.attr
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+        name = node.args[1] if len(node.args) > 1 else None
+        return name.value if isinstance(name, ast.Constant) and isinstance(name.value, str) else None
+    return None
+
+
+def private_definitions(text: str) -> set[str]:
+    """Names that this module makes: definitions, and what it sets on `self`."""
+    tree = ast.parse(text)
+    found = {node.name for _, node in definitions(tree)}
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        for target in targets:
+            for one in ast.walk(target) if isinstance(target, ast.AST) else ():
+                if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name) and one.value.id == "self":
+                    found.add(one.attr)
+                elif isinstance(one, ast.Name):
+                    found.add(one.id)
+    return {name for name in found if name.startswith("_")}
+
+
+# 4. One name, one module
+
+
+def names_twice(source: Source) -> Counter[str]:
+    where: dict[str, set[str]] = {}
+    for path, text in source.items():
+        for node in ast.parse(text).body:
+            if isinstance(node, Definition):
+                where.setdefault(node.name, set()).add(path)
+    ours = {"main", "__getattr__", "__dir__"}
+    return Counter({name: len(paths) for name, paths in where.items() if len(paths) > 1 and name not in ours})
+
+
+# 5. English: a docstring begins with a noun or a verb, which says something in a hover
+
+EMPTY = ("Those", "The same", "What", "Whether", "As ", "Of ", "That ")
+
+
+def empty_beginnings(source: Source) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path, text in source.items():
+        tree = ast.parse(text)
+        for node in [tree, *(node for _, node in definitions(tree))]:
+            found[path] += (ast.get_docstring(node) or "").startswith(EMPTY)
+    return +found
+
+
+def imports_of_tests(source: Source) -> Counter[str]:
+    found: Counter[str] = Counter()
+    for path, text in source.items():
+        for node in ast.walk(ast.parse(text)):
+            names = [one.name for one in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
+            found[path] += any(name.split(".")[0] == "tests" for name in names)
+    return +found
+
+
+@cache
+def breaches() -> dict[str, Counter[str]]:
+    library = sources()
+    ours, foreign = private_reaches(library)
+    return {
+        "upward imports": upward_imports(library),
+        "modules in a circle": circles(library),
+        "too large": sizes(library),
+        "private names of ours": ours,
+        "private names of others": foreign,
+        "names defined twice": names_twice(library),
+        "docstrings that begin with nothing": empty_beginnings(library),
+        "imports of tests": imports_of_tests({**library, **sources("launch")}),
+    }
+
+
+@pytest.mark.parametrize("rule", list(breaches()))
+def test_rule_holds(rule):
+    assert not breaches()[rule]
+
+
+def test_rules_can_fail():
+    up = {"law/errors.py": "from ..window.window import Window\n", "attic.py": ""}
+    assert upward_imports(up) == {"law/errors.py imports window.window.Window": 1, "attic is on no floor": 1}
+    assert upward_imports({"window/window.py": "from ..law.errors import DistaccumError\n"}) == {}
+    assert circles(
+        {"law/a.py": "from .b import f\n", "law/b.py": "from ..law import a\n", "law/c.py": "from . import a"}
+    ) == {
+        "law.a": 1,
+        "law.b": 1,
+    }
+    assert circles({"law/a.py": "from .b import f\n", "law/b.py": ""}) == {}
+    wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
+    assert sizes({"a.py": wide}) == {"a.py wide()": 9}
+    assert sizes({"a.py": "class Long:\n" + "    a = 1\n" * 300}) == {"a.py Long": 301}
+    assert sizes({"a.py": "\n" * 501}) == {"a.py": 501}
+    reach = {"a.py": "class A:\n    def __init__(self):\n        self._x = 1\n", "b.py": "def f(a):\n    a._x, a._y\n"}
+    assert private_reaches(reach) == ({"b.py": 1}, {"b.py": 1})
+    assert private_reaches({"a.py": "getattr(a, '_y')\n"})[1] == {"a.py": 1}
+    assert private_reaches({"engines/private/a.py": "a._y\n"})[1] == {}
+    assert names_twice({"a.py": "def f(): pass\n", "b.py": "def f(): pass\n"}) == {"f": 2}
+    assert empty_beginnings({"a.py": "def f():\n    '''Those of it.'''\n"}) == {"a.py": 1}
+    assert imports_of_tests({"a.py": "from tests.support.ranks import Ranks\n"}) == {"a.py": 1}
+
+
+if __name__ == "__main__":
+    for about, found in breaches().items():
+        print(f"{about}: {sum(found.values()) if about != 'too large' else len(found)}")
+        for name, number in sorted(found.items()):
+            print(f"    {name}: {number}")

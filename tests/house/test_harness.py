@@ -1,0 +1,65 @@
+"""The harness itself: a failure on a rank shows at once, and a program that hangs shows where."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.programs import wait_until
+from tests.support.ranks import RankError
+
+
+def sum_of_ranks():
+    total = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(total)
+    return total.item()
+
+
+def fail_on_rank_1():
+    if dist.get_rank() == 1:
+        raise KeyError("this is why")
+    sum_of_ranks()  # rank 0 waits here
+
+
+def hang_on_rank_1():
+    if dist.get_rank() == 1:
+        time.sleep(1000)
+    return 0
+
+
+def die_on_rank_1():
+    if dist.get_rank() == 1:
+        os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (fail_on_rank_1, ["rank 1 Traceback", "in fail_on_rank_1", "KeyError: 'this is why'", "rank 0 "]),
+        (hang_on_rank_1, ["rank 1 hangs", "in hang_on_rank_1"]),
+        (die_on_rank_1, ["rank 1 died"]),
+    ],
+)
+def test_failure_of_a_rank_is_an_error_that_shows_it_first(ranks, function, words):
+    these = ranks(2)
+    these.run(sum_of_ranks)  # start-up does not count
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        these.run(function, seconds=6)
+    assert time.monotonic() - start < 50
+    message = str(caught.value)
+    assert len(message.splitlines()) <= (8 if function is fail_on_rank_1 else 60), message
+    places = [message.find(word) for word in words]
+    assert -1 not in places and places == sorted(places) and places[0] == 0, message
+    assert these.run(sum_of_ranks) == [1.0, 1.0], "started anew"
+
+
+def test_program_that_hangs_shows_where_it_stands(programs):
+    program = programs.start("-c", "import time\ndef wait():\n print('here', flush=True)\n time.sleep(1000)\nwait()")
+    assert wait_until(lambda: program.text, program)
+    with pytest.raises(AssertionError, match=r"(?s)none, hangs.*in wait"):
+        program.wait(1)

@@ -1,0 +1,86 @@
+"""The package as it is uploaded and installed: its files, its description, its command without torch."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import distaccum
+from tests.support.programs import ROOT
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder with a source archive and the wheel made from it."""
+    folder = tmp_path_factory.mktemp("package")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "distaccum", "tests"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(ROOT / name, source)
+    # Without isolation, which would install setuptools from a package index
+    command = [sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist", source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "dist"
+
+
+def wheel_of(built) -> Path:
+    (found,) = built.glob("*.whl")
+    return found
+
+
+def test_description_and_metadata_are_fit_for_a_package_index(built):
+    files = [str(file) for file in built.iterdir()]
+    done = subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert len(files) == 2
+
+
+def test_wheel_has_the_typed_package_the_command_and_nothing_else(built):
+    with zipfile.ZipFile(wheel_of(built)) as wheel:
+        names = wheel.namelist()
+        command = wheel.read(f"distaccum-{distaccum.__version__}.dist-info/entry_points.txt").decode()
+    assert "distaccum/py.typed" in names
+    assert "distaccum = distaccum.tools.cli:main" in command
+    assert {name.split("/")[0].partition("-")[0] for name in names} == {"distaccum"}
+    modules = {name for name in names if name.endswith(".py")}
+    assert modules == {str(path.relative_to(ROOT)) for path in (ROOT / "distaccum").rglob("*.py")}
+
+
+def test_links_of_the_description_are_absolute_and_lead_into_the_repository(built):
+    with zipfile.ZipFile(wheel_of(built)) as wheel:
+        metadata = message_from_bytes(wheel.read(f"distaccum-{distaccum.__version__}.dist-info/METADATA"))
+    targets = re.findall(r"\]\(([^)]+)\)", metadata.get_payload())
+    assert len(targets) > 20
+    for target in targets:
+        assert target.startswith("https://"), target
+        if "/distaccum/main/" in target or "/blob/main/" in target:
+            assert (ROOT / target.partition("/main/")[2].partition("#")[0]).exists(), target
+
+
+def test_command_answers_from_the_wheel_where_there_is_no_torch(built, tmp_path):
+    with zipfile.ZipFile(wheel_of(built)) as wheel:
+        wheel.extractall(tmp_path)
+    program = f"""
+import sys
+sys.path.insert(0, {str(tmp_path)!r})
+sys.modules["torch"] = None  # importing it raises
+import distaccum
+assert distaccum.__file__.startswith({str(tmp_path)!r})
+from distaccum.tools.cli import main
+main(sys.argv[1:])
+"""
+    for option, said in (("--version", f"distaccum {distaccum.__version__}"), ("--help", "doctor")):
+        done = subprocess.run([sys.executable, "-I", "-c", program, option], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout

@@ -1,0 +1,150 @@
+"""The programs of launch/bench: the compared loops are correct, and a mistake prints one line."""
+
+from __future__ import annotations
+
+import gc
+import json
+import re
+import sys
+from collections import Counter
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from distaccum import Accumulator
+from distaccum.extensions import NoiseScale
+from tests.support.engines import COALESCES
+from tests.support.problems import error, gradient, weights
+from tests.support.programs import ROOT, Done, Programs
+
+
+def run(programs: Programs, program: str, *options: object) -> Done:
+    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait(180)
+
+
+def make_net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+
+
+def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
+    return model(batch).square().mean()
+
+
+def batches_of(index: int, rank: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 * index + rank)
+    return [torch.randn(8, 16, generator=generator) for _ in range(3)]
+
+
+def errors_of_loops(pattern: str) -> dict[str, float]:
+    """By loop whose name matches: the error of the change of the weights in two updates, on this rank."""
+    sys.path.append(str(ROOT / "launch" / "bench"))
+    from contenders import CONTENDERS, Task, as_torchrun, be_quiet, num_ranks
+
+    be_quiet()
+    if (ranks := num_ranks()) > 1:
+        as_torchrun()
+    rank, plain, found = dist.get_rank() if ranks > 1 else 0, make_net().double(), {}
+    for index in range(2):  # big batches
+        plain.zero_grad()
+        loss_of(plain, torch.cat([x for r in range(ranks) for x in batches_of(index, r)]).double()).backward()
+        nn.utils.vector_to_parameters(weights(plain) - gradient(plain), plain.parameters())
+    for contender in CONTENDERS:
+        if re.search(pattern, str(contender)):
+            net = make_net()
+            before = weights(net)
+            loop = contender.set_up(Task(net, loss_of, partial(SGD, lr=1.0), 3, layers=(net[0], net[2])))
+            for index in range(2):
+                loop.run(batches_of(index, rank))
+            found[str(contender)] = error(loop.weights() - before, weights(plain) - before)
+    return found
+
+
+def test_compared_loops_give_the_gradient_of_big_batches(programs):
+    code = "import json, test_bench; print(json.dumps(test_bench.errors_of_loops('^plain')))"
+    done = programs.start("-c", code, own_stderr=True).wait()
+    assert done.status == 0, done.text + done.errors
+    found = json.loads(done.text.splitlines()[-1])
+    assert len(found) >= 10 and max(found.values()) <= 1e-5
+
+
+@pytest.mark.skipif(not COALESCES, reason="this version of DeepSpeed does not coalesce")
+def test_loops_of_two_ranks_give_the_gradient_of_big_batches(ranks):
+    for found in ranks(2).run(errors_of_loops, "^DDP, (by hand|distaccum)$"):
+        assert len(found) == 2 and max(found.values()) <= 1e-5
+
+
+def test_overhead_takes_ratios_within_one_round(programs, tmp_path):
+    out = tmp_path / "overhead"
+    done = run(programs, "overhead.py", "--rounds", 2, "--steps", 1, 4, "--ranks", 1, "--out", out)
+    assert done.status == 0, done.errors
+    found = json.loads(out.with_suffix(".json").read_text())
+    (rows,) = found["groups"].values()
+    by_loop = {row["loop"]: row for row in rows}
+    assert by_loop["by hand"]["steps"]["4"]["ratio"]["median"] == 1.0
+    assert by_loop["distaccum"]["steps"]["4"]["microseconds"] > 0
+
+
+@pytest.mark.parametrize("way", ["window", "update", "contrast"])
+def test_windows_leave_nothing_behind(way):
+    model = make_net()
+    accumulator = Accumulator(
+        model, SGD(model.parameters(), lr=1e-3), micro_batch_size=3, max_norm=1.0, extensions=[NoiseScale()]
+    )
+
+    def updates(number: int) -> dict[str, int]:
+        """Objects of each type that are alive after so many more."""
+        for i in range(number):
+            batch = torch.randn(2 + i % 7, 16)
+            if way == "update":
+                accumulator.update(batch, lambda rows: loss_of(model, rows))
+            elif way == "contrast":
+                accumulator.contrast(batch, lambda rows: (model(rows),), lambda rows: rows.square().mean())
+            else:
+                window = accumulator.split(batch)
+                for rows in window:
+                    window.backward(loss_of(model, rows))
+                window.step()
+        gc.collect()
+        return Counter(type(one).__name__ for one in gc.get_objects())
+
+    early, late = updates(60), updates(300)
+    assert max((late - early).values(), default=0) < 30, late - early
+
+
+def test_token_means_are_wrong_in_the_hand_written_loop_and_exact_here(programs, tmp_path):
+    out = tmp_path / "law"
+    options = "--libraries", "hand", "distaccum", "--cases", "tokens2", "schedule", "--out", out
+    done = run(programs, "law.py", *options)
+    assert done.status == 0, done.errors
+    cells = json.loads(out.with_suffix(".json").read_text())["cells"]
+    verdicts = {name: [cell["verdict"] for cell in row.values()] for name, row in cells.items()}
+    assert verdicts == {"hand": ["wrong", "exact"], "distaccum": ["exact", "exact"]}
+    assert "| by hand (plain, DDP) | **wrong**, " in out.with_suffix(".md").read_text()
+
+
+def test_program_for_a_gpu_runs_on_a_cpu_to_its_end(programs, tmp_path):
+    smallest = "--rounds", 1, "--steps", 1, "--parts", "rates", "auto"
+    done = run(programs, "gpu.py", "--device", "cpu", "--small", *smallest, "--out", tmp_path / "gpu")
+    assert done.status == 0, done.errors
+    assert "| " in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("program", "options"),
+    [
+        ("overhead.py", ["--ranks", "0"]),
+        ("memory.py", ["--sizes", "0"]),
+        ("two_nodes.py", ["--rate", "fast"]),
+        ("law.py", ["--timeout", "90"]),
+    ],
+)
+def test_mistakes_print_one_line_and_exit_with_status_2(programs, program, options):
+    done = run(programs, program, *options)
+    assert done.status == 2
+    last = done.errors.splitlines()[-1]
+    assert last.startswith(f"{program}: error: ") and options[0] in last

@@ -1,0 +1,280 @@
+"""Real launchers: each runs the default configuration and ends with the weights of the big batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.programs import ROOT, free_port, wait_for
+
+CONFIGS = sorted(ROOT.glob("configs/*.toml"))
+SCRIPTS = sorted(ROOT.glob("launch/*.sh"))
+BIN = Path(sys.executable).parent
+
+
+SMALL = ("--model", "cnn", "--updates", 3)
+
+
+def run(*command: object, status: int = 0, seconds: float = 400, cwd: Path = ROOT, **environment: str) -> str:
+    """A command's output on both streams."""
+    mine = {"PYTHON": sys.executable, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1", **environment}
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=cwd, env={**os.environ, **mine}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        timeout=seconds,
+    )  # fmt: skip
+    assert done.returncode == status, done.stdout
+    return done.stdout
+
+
+def weights_of(folder: Path) -> torch.Tensor:
+    weights = torch.load(folder / "weights.pt", weights_only=True)
+    return torch.cat([weights[name].flatten().double() for name in sorted(weights)])
+
+
+@pytest.fixture(scope="session")
+def big_batch(programs, tmp_path_factory) -> Callable[..., torch.Tensor]:
+    """The weights of a hand-written loop in one process with one batch per update, with these options."""
+
+    @cache
+    def of(*options: object) -> torch.Tensor:
+        out = tmp_path_factory.mktemp("big") / "run"
+        assert programs.run("train", *options, "--out", out).status == 0
+        done = programs.run("prove", out, "--bound", 1e-5)
+        assert done.status == 0, done.text
+        return weights_of(out)
+
+    return of
+
+
+def launch(*command: object, **environment: str) -> Callable[[Path], str]:
+    """A job that runs `command` with a small model and returns its output."""
+
+    def job(folder: Path) -> str:
+        words = [free_port() if word == "PORT" else word for word in command]
+        return run(*words, *SMALL, "--device", "cpu", "--out", folder / "run", **environment)
+
+    return job
+
+
+def through_slurm(folder: Path) -> str:
+    """Two torchrun agents on this machine, with the used variables and stand-ins for two Slurm commands."""
+    slurm = folder / "bin"
+    slurm.mkdir()
+    (slurm / "scontrol").write_text('#!/bin/sh\n[ "$*" = "show hostnames localhost" ] && echo 127.0.0.1\n')
+    (slurm / "srun").write_text(
+        '#!/bin/bash\n[[ $1 == --ntasks-per-node=1 ]] && shift\nSLURM_NODEID=0 "$@" & SLURM_NODEID=1 "$@"; wait\n'
+    )
+    for file in slurm.iterdir():
+        file.chmod(0o755)
+    job = {"SLURM_JOB_ID": free_port(), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "localhost"}
+    environment = {"PATH": f"{slurm}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(ROOT), "RANKS": "1", **job}
+    return launch("bash", shutil.copy(ROOT / "launch" / "slurm.sh", folder), **environment)(folder)
+
+
+# The number of ranks, and how they start. torchrun is tested by the demo and by the test that kills a rank.
+LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
+    "accelerate": (2, launch("bash", "launch/accelerate.sh", "configs/accelerate/cpu.yaml")),
+    "deepspeed": (
+        2,
+        launch(sys.executable, "-m", "deepspeed.launcher.runner", "--master_port", "PORT", "--num_accelerators", 2,
+               "launch/train.py", "--config", "configs/zero2.toml"),
+    ),
+    "two nodes of Slurm": (2, through_slurm),
+}  # fmt: skip
+
+
+def error(folder: Path, exact: torch.Tensor) -> float:
+    return float((weights_of(folder) - exact).norm() / exact.norm())
+
+
+@pytest.mark.parametrize("job", LAUNCHERS)
+def test_launchers_end_with_the_weights_of_the_big_batch(big_batch, tmp_path, job):
+    ranks, start = LAUNCHERS[job]
+    text = start(tmp_path)
+    assert f"{ranks} rank" in text and "cnn on digits" in text
+    assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
+    assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
+    assert ("starts anew" in text) == (job == "two nodes of Slurm"), "that script always passes --resume"
+    assert error(tmp_path / "run", big_batch(*SMALL)) <= 1e-5
+
+
+def test_srun_may_start_the_ranks_itself(programs, tmp_path):
+    port = free_port()
+    tasks = {"SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    options = ("--model", "cnn", "--updates", 2, "--out", tmp_path / "run")
+    ranks = [
+        programs.start("train", *options, **tasks, SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)) for rank in (0, 1)
+    ]
+    assert [done.status for done in wait_for(ranks)] == [0, 0]
+    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+
+
+def makes_namespaces() -> bool:
+    """Whether nodes on this machine can have networks of their own, with a bounded rate."""
+    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
+        return False
+    name = f"distaccum-test{os.getpid()}"
+    shape = f"tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms; status=$?; ip netns del {name}"
+    words = ["bash", "-c", f"ip netns add {name} && ip netns exec {name} {shape}; exit $status"]
+    return not subprocess.run(words, capture_output=True).returncode
+
+
+def test_nodes_reduce_once_per_update_over_the_link(big_batch, tmp_path):
+    if not makes_namespaces():
+        pytest.skip("needs root, network namespaces and tc with tbf")
+    script = 'echo $$ >"$0/process"; exec bash launch/two_nodes.sh --rate 1gbit --out "$0" -- --updates 3'
+    text, sent = run("bash", "-c", script, tmp_path), {}
+    for sync in ("last", "every"):
+        assert error(tmp_path / sync, big_batch("--updates", 3)) <= 1e-5
+        sent[sync] = int((tmp_path / sync / "sent").read_text()) / 3 / 44.7e6
+    assert 1 <= sent["last"] < 1.1, "the gradients once, and little else"
+    assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
+    assert re.search(r"once per update +4\d\.\d", text) and re.search(r"in each micro-step +1[78]\d\.\d", text)
+    own = f"distaccum{(tmp_path / 'process').read_text().strip()}-"  # other tests may have nodes at this time
+    assert own not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+
+
+def test_demo_trains_and_proves_itself(tmp_path):
+    text = run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(tmp_path / "run"))
+    *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # printed after each evaluation and at the end
+    assert float(accuracy) >= 95
+    assert "2 x 4 micro-batches of 8" in text
+    assert re.search(r"equal \(float64, bound 1e-10\)", text) and "NOT" not in text
+    assert (tmp_path / "run" / "curve.png").exists()
+
+
+# Configs and scripts
+
+
+def command_of(path: Path) -> list[str]:
+    return path.read_text().splitlines()[0].removeprefix("# ").split()
+
+
+MESHES = ("context", "pipeline", "tensor")
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_start(programs, tmp_path, path):
+    """Runs the command in the first line; only --plan where GPUs are needed, or test_train_meshes.py runs it."""
+    command = command_of(path)
+    assert command[-2:] == ["--config", str(path.relative_to(ROOT))]
+    ranks = int(command[command.index("--nproc-per-node") + 1]) if command[0] == "torchrun" else 1
+    if command[1] == "launch/nodes.sh":
+        ranks = int(command[command.index("--nodes") + 1]) * int(command[command.index("--ranks") + 1])
+    config = path.read_text()
+    if 'device = "cuda"' in config or path.stem in MESHES:
+        data = () if path.stem in MESHES else ("--data", images(tmp_path))
+        done = programs.run("train", "--config", path, *data, "--plan", ranks)
+        assert done.status == 0, done.text
+        assert f"{ranks} ranks, " in done.text and ("on cuda" in done.text or path.stem in MESHES)
+        assert re.search(rf"{2 if path.stem in MESHES else ranks} x \d+ micro-batches of \d+", done.text)
+        return
+    smaller = ("--model", "cnn") if "resnet" in config else ()
+    done = programs.run("train", "--config", path, "--updates", 1, *smaller, "--out", tmp_path / "run", ranks=ranks)
+    assert done.status == 0, done.text
+    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
+
+
+def images(folder: Path) -> Path:
+    """A folder with a text and with images sorted by class."""
+    from torchvision.transforms.functional import to_pil_image
+
+    for part in ("train", "val"):
+        (folder / "data" / part / "dogs").mkdir(parents=True, exist_ok=True)
+        (folder / "data" / part / "cats").mkdir(parents=True, exist_ok=True)
+        for name in ("dogs", "cats"):
+            to_pil_image(torch.rand(3, 8, 8)).save(folder / "data" / part / name / "0.png")
+    (folder / "data" / "text.md").write_text("\n\n".join(["some words in a paragraph"] * 20))
+    return folder / "data"
+
+
+def test_fsdp_under_accelerate_is_refused_on_cpu_where_it_would_be_ddp(programs, tmp_path):
+    done = programs.run(
+        "train", "--engine", "accelerate", "--out", tmp_path, ACCELERATE_USE_FSDP="true", FSDP_VERSION="2"
+    )
+    assert done.status == 2
+    assert "use --engine fsdp2" in done.text
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_scripts_are_clean_and_have_help(path):
+    subprocess.run([shutil.which("shellcheck") or BIN / "shellcheck", path], cwd=ROOT, check=True)
+    if path.stem in ("lib", "venv"):
+        return
+    text = run("bash", path, "--help")
+    assert f"launch/{path.name}" in text and len(text.splitlines()) >= 5
+    assert "#" not in text
+
+
+WRONG = {
+    ("launch/nodes.sh",): "--nodes is missing",
+    ("launch/nodes.sh", "--nodes", "2", "--node", "2", "--address", "a"): "--node 2 of --nodes 2, expected 0 to 1",
+    ("launch/nodes.sh", "--updates", "3"): "--updates is not known; options of train.py come after --",
+    ("launch/slurm.sh",): "no Slurm job here; submit it: sbatch launch/slurm.sh",
+    ("launch/torchrun.sh", "two"): "two is no number of ranks",
+    ("launch/accelerate.sh",): "which config file?",
+    ("launch/two_nodes.sh", "--only", "first"): "--only first, expected last or every",
+}
+
+
+@pytest.mark.parametrize("command", WRONG, ids=" ".join)
+def test_wrong_calls_of_scripts_print_one_line_and_exit_with_status_2(command):
+    text = run("bash", *command, status=2)
+    assert WRONG[command] in text
+    assert len(text.splitlines()) == 1
+
+
+def processes_of(out: str, rank: int) -> list[int]:
+    """The ids of the processes of this rank in the run that writes to `out`."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            command, environment = (folder / "cmdline").read_bytes(), (folder / "environ").read_bytes()
+        except OSError:
+            continue
+        if out.encode() in command and f"RANK={rank}".encode() in environment.split(b"\0"):
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
+def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp_path):
+    """To the same bits as the uninterrupted run."""
+    (tmp_path / "my folder").mkdir()
+    config = tmp_path / "my folder" / "my.toml"
+    config.write_text('model = "cnn"\nbatch_size = 128\nmicro_batch_size = 1\nupdates = 40\n')
+    assert programs.run("train", "--config", config, "--out", tmp_path / "whole", ranks=2).status == 0
+    out = tmp_path / "run"
+    # The script resolves paths in its working directory.
+    words = ["bash", ROOT / "launch/torchrun.sh", 2, "--config", "my.toml", "--out", "../run", "--resume"]
+    words += ["--checkpoint-minutes", 0.002, "--keep", 3, "--device", "cpu"]
+    environment = {**os.environ, "PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": "2"}
+    pipes = {"text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    job = subprocess.Popen([*map(str, words)], cwd=config.parent, env=environment, **pipes)
+    try:
+        until = time.monotonic() + 200
+        while not list(out.glob("checkpoints/update-*")):
+            assert time.monotonic() < until and job.poll() is None, (out, job.poll())
+            time.sleep(0.01)
+        (victim,) = processes_of("../run", 1)
+        os.kill(victim, signal.SIGKILL)
+        text, _ = job.communicate(timeout=300)
+    finally:
+        job.kill()
+    assert job.returncode == 0, text
+    assert re.search(r"goes on with update \d", text)
+    assert torch.equal(weights_of(out), weights_of(tmp_path / "whole"))
+    assert [json.loads(line)["index"] for line in (out / "log.jsonl").read_text().splitlines()] == list(range(40))

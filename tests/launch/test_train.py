@@ -1,0 +1,446 @@
+"""launch/train.py: the same weights after any start, stop or kill, and one sentence for each mistake."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.programs import ROOT, Programs, wait_for, wait_until
+
+SMALL = ("--model", "cnn", "--checkpoint-every", 0)
+
+
+def log_of(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
+
+
+def weights_of(run: Path) -> dict[str, torch.Tensor]:
+    return torch.load(run / "weights.pt", weights_only=True)
+
+
+def same(one: Path, other: Path) -> bool:
+    ours, theirs = weights_of(one), weights_of(other)
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+def trained(programs: Programs, out: Path, *arguments: object, ranks: int = 1, **environment: str) -> str:
+    done = programs.run("train", *arguments, "--out", out, ranks=ranks, **environment)
+    assert done.status == 0, done.text
+    return done.text
+
+
+def proven(programs: Programs, run: Path, bound: float = 1e-5) -> str:
+    done = programs.run("prove", run, "--bound", bound)
+    assert done.status == 0, done.text
+    assert "equal (" in done.text and "NOT" not in done.text
+    return done.text
+
+
+# The law
+
+
+ENGINES = {
+    "plain": (1, ()),
+    "ddp": (2, ("--engine", "ddp")),
+    "ddp, 3 ranks": (3, ("--batch-size", 60)),
+    "fsdp2": (2, ("--engine", "fsdp2")),
+    "fsdp2, gathered": (2, ("--engine", "fsdp2", "--sync", "gathered")),
+    "fsdp2, replicas": (2, ("--engine", "fsdp2", "--sync", "replicas", "--replicas", 2)),
+    "accelerate": (2, ("--engine", "accelerate")),
+    "zero 1": (2, ("--engine", "deepspeed", "--stage", 1)),
+    "zero 3": (2, ("--engine", "deepspeed", "--stage", 3)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "options"), ENGINES.values(), ids=ENGINES)
+def test_engines_end_with_the_weights_of_the_big_batch(programs, tmp_path, ranks, options):
+    # 25 updates of the small network end in the second epoch, after a short last window.
+    updates = 25 if "deepspeed" not in options else 4
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", updates, *options, ranks=ranks)
+    assert f"{ranks} rank" in text
+    proven(programs, tmp_path / "run")
+    log = log_of(tmp_path / "run")
+    assert [update["index"] for update in log] == list(range(updates))
+    assert all(update["stepped"] and update["grad_norm"] > 0 for update in log)
+    if updates == 25 and ranks == 2:
+        assert [update["counts"]["samples"] for update in log[21:24]] == [64, 30, 64]
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2"))])
+def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options):
+    small = ("--task", "language", "--width", 32, "--layers", 1, "--context", 48, "--updates", 4)
+    text = trained(programs, tmp_path / "run", *small, *options, "--precision", "float64", ranks=ranks)
+    assert re.search(r"an update is 64 samples: . x . micro-batches of 8; about \d{4} tokens", text)
+    assert "perplexity" in text
+    counts = [update["counts"]["tokens"] for update in log_of(tmp_path / "run")]
+    assert len(set(counts)) > 2, "rows have different lengths"
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+def save_gpt2(folder: str) -> None:
+    """A small GPT-2 and a tokenizer of words of the guide; runs in a process that has imported transformers."""
+    import tokenizers
+    import transformers
+
+    sizes = {"vocab_size": 256, "n_embd": 32, "n_layer": 1, "n_head": 2, "bos_token_id": None, "eos_token_id": None}
+    sizes |= {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(folder)
+    words = re.findall(r"\w+", "".join(page.read_text() for page in sorted((ROOT / "docs").rglob("*.md"))))
+    numbered = {word: i for i, word in enumerate(list(dict.fromkeys(["[UNK]", *words]))[:200])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbered, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+
+
+def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
+    pytest.importorskip("tokenizers")
+    done = programs.run("-c", f"import test_train; test_train.save_gpt2({str(tmp_path / 'model')!r})")
+    assert done.status == 0, done.text
+    options = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batch-size", 8, "--updates", 3)
+    text = trained(programs, tmp_path / "run", *options, "--model", tmp_path / "model")
+    assert f"{tmp_path / 'model'} on docs: 0.05 million parameters" in text, "the model in that folder"
+    assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
+    proven(programs, tmp_path / "run")
+
+
+def only_line(text: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(("train: ", "prove: "))]
+    assert "Traceback" not in text
+    return line
+
+
+def images(folder: Path, number: int) -> Path:
+    from torchvision.transforms.functional import to_pil_image
+
+    torch.manual_seed(0)
+    for name in ("cats", "dogs"):
+        (folder / "images" / name).mkdir(parents=True)
+        for i in range(number):
+            to_pil_image(torch.rand(3, 20, 24)).save(folder / "images" / name / f"{i}.png")
+    return folder / "images"
+
+
+def test_image_folder_is_exact_on_any_number_of_ranks(programs, tmp_path):
+    data = ("--data", images(tmp_path, 15), "--batch-size", 8, "--micro-batch-size", 2, "--augment", "--epochs", 2)
+    for out, ranks, more in (("one", 1, ()), ("two", 2, ()), ("workers", 1, ("--workers", 2))):
+        trained(programs, tmp_path / out, *SMALL, *data, "--precision", "float64", *more, ranks=ranks)
+        proven(programs, tmp_path / out, 1e-10)
+    assert same(tmp_path / "one", tmp_path / "workers")
+    broken = tmp_path / "images" / "cats" / "3.png"
+    broken.write_bytes(broken.read_bytes()[:200])
+    ended = wait_for(programs.start_ranks(2, "train", *SMALL, *data, "--workers", 1, "--out", tmp_path / "broken"))
+    assert [done.status for done in ended] == [1, 1]
+    text = "".join(done.text for done in ended)
+    assert f"{broken} is no image that can be read" in text and "Traceback" not in text
+
+
+def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
+    text = trained(programs, tmp_path / "run", *SMALL, "--norm", "batch", "--updates", 2)
+    assert "no update equals that of the big batch" in text
+    assert "normalise each micro-batch" in text  # the library's own warning, with the layers' names
+    done = programs.run("prove", tmp_path / "run")
+    assert done.status == 1
+    assert "NOT EQUAL" in done.text and "--norm group is exact" in done.text
+
+
+PRECISIONS = [("plain", "fp16"), ("ddp", "bf16"), ("fsdp2", "fp16"), ("accelerate", "fp16"), ("deepspeed", "bf16")]
+
+
+@pytest.mark.parametrize(("engine", "precision"), PRECISIONS)
+def test_mixed_precision_trains(programs, tmp_path, engine, precision):
+    ranks = 1 if engine == "plain" else 2
+    options = ("--engine", engine, "--precision", precision, "--updates", 23, "--lr", 0.1)
+    text = trained(programs, tmp_path / "run", *SMALL, *options, ranks=ranks)
+    losses = [update["loss"] for update in log_of(tmp_path / "run") if update["stepped"]]
+    assert losses[-1] < 0.8 * losses[0], text
+    assert programs.run("prove", tmp_path / "run").status == 2
+
+
+# Options
+
+
+def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
+    file = tmp_path / "mine.toml"
+    file.write_text('batch_size = 32\nmicro_batch_size = 4\nmodel = "cnn"\nlr = 1\n')
+    done = programs.run("train", "--config", file, "--batch-size", 96, "--plan", 3)
+    assert done.status == 0
+    assert "an update is 96 samples: 3 x 8 micro-batches of 4" in done.text
+    assert programs.run("train", "--config", file, "--plan").text.count("32 samples: 1 x 8") == 1
+    file.write_text('model = "cnn"\nupdates = 7\n')
+    assert "46 updates, 23 per epoch" in programs.run("train", "--config", file, "--epochs", 2, "--plan").text
+
+
+MISTAKES = {
+    ("--batchsize", "3"): "'--batchsize' is not known (did you mean --batch-size?)",
+    ("--batch-size", "many"): "argument --batch-size: invalid int value: 'many'",
+    ("--config", "not/there.toml"): "not/there.toml cannot be read (No such file or directory), expected a TOML file",
+    ("--config", "unknown.toml"): "unknown.toml: '--batch' is not known (did you mean",
+    ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
+    ("--batch-size", "0"): "batch_size = 0, expected a number above 0",
+    ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
+    ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
+    ("--stage", "3"): "stage does nothing unless engine is 'deepspeed'",
+    ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
+    ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
+    ("--data", "CIFAR11"): "no folder here and no torchvision dataset",
+    ("--data", "one"): "is no folder of images by class, nor one with train and val",
+    ("--task", "language", "--data", "not/there.txt"): "cannot be read as text",
+    ("--task", "language", "--model", "./not-there"): "no language model that transformers finds",
+    ("--device", "cuda"): "torch sees no GPU here",
+    ("--sync", "gathered"): "sync='gathered'",
+    ("--engine", "deepspeed", "--precision", "float64"): "float32 at most",
+    ("--engine", "deepspeed", "--deepspeed-config", "bf16.json"): "precision is 'float32'; leave it out",
+    ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
+    ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
+    ("--checkpoint-minutes", "-1"): "checkpoint_minutes = -1.0, expected a number of at least 0",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, arguments):
+    if arguments == ("--device", "cuda") and torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    (tmp_path / "unknown.toml").write_text("batch = 3\n")
+    (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
+    (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used" / "log.jsonl").write_text('{"index": 0}\n')
+    (tmp_path / "file").touch()
+    (tmp_path / "one" / "train" / "cats").mkdir(parents=True)
+    done = programs.start("train", *arguments, cwd=tmp_path).wait()
+    assert done.status == 2, done.text
+    assert MISTAKES[arguments] in only_line(done.text)
+    assert not list(tmp_path.glob("runs/*/*")), "nothing is written"
+
+
+def test_ranks_print_a_mistake_once(programs):
+    ended = wait_for(programs.start_ranks(2, "train", "--batch-size", 1))
+    assert [done.status for done in ended] == [2, 2]
+    assert sum(done.text.count("train: ") for done in ended) == 1
+
+
+# Output of a run
+
+
+def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path):
+    pytest.importorskip("tensorboard")
+    run = tmp_path / "run"
+    options = ("--epochs", 2, "--evaluate-every", 10, "--tensorboard", "--warmup", 5)
+    text = trained(programs, run, *SMALL, *options)
+    assert len(log := log_of(run)) == 46
+    fields = "index loss losses grad_norm counts micro_batches stepped reason seconds lr"
+    assert set(fields.split()) <= log[0].keys()
+    assert [round(update["lr"], 4) for update in log[:6]] == [0.004, 0.008, 0.012, 0.016, 0.02, 0.02]
+    assert log[-1]["lr"] < 1e-4
+    measured = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert [point["index"] for point in measured] == [10, 20, 30, 40, 46]
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["updates"] == 46 and summary["held_out"]["accuracy"] == measured[-1]["accuracy"]
+    assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
+    assert list((run / "tensorboard").glob("events*"))
+    printed = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
+    assert printed == ["10", "20", "30", "40", "46"]
+
+
+def test_progress_is_printed_unless_quiet(programs, tmp_path):
+    options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every", 1e-9)
+    text = trained(programs, tmp_path / "often", *options)
+    lines = re.findall(r"^(\d) of 3 updates and (\d) micro-batch.*0:\d\d:\d\d left$", text, re.MULTILINE)
+    assert ("1", "1") in lines and ("2", "1") in lines
+    assert trained(programs, tmp_path / "quiet", *options, "--quiet") == ""
+    assert same(tmp_path / "often", tmp_path / "quiet")
+
+
+# Stopping and resuming
+
+
+WITH_DROPOUT = ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 8, "--micro-batch-size", 2)
+KEPT = {
+    "plain": (1, WITH_DROPOUT),
+    "adamw on ddp": (2, (*WITH_DROPOUT, "--optimizer", "adamw", "--lr", 0.001)),
+    "fsdp2": (2, (*WITH_DROPOUT, "--engine", "fsdp2")),
+    "fp16": (1, (*SMALL, "--precision", "fp16")),
+    "accelerate": (2, (*SMALL, "--engine", "accelerate")),
+    "zero 3": (2, (*SMALL, "--engine", "deepspeed", "--stage", 3, "--optimizer", "adamw", "--lr", 0.001)),
+}
+
+
+@pytest.mark.parametrize(("ranks", "options"), KEPT.values(), ids=KEPT)
+def test_resumed_run_has_the_same_bits(programs, tmp_path, ranks, options):
+    options = (*options, "--updates", 6, "--checkpoint-every", 3, "--keep", 9)
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again" / "checkpoints" / "update-00000006")
+    (tmp_path / "again" / "weights.pt").unlink()
+    text = trained(programs, tmp_path / "again", *options, "--evaluate-every", 1, "--resume", ranks=ranks)
+    assert "goes on with update 3" in text and "3 updates in" in text
+    assert same(tmp_path / "whole", tmp_path / "again")
+    logs = [[(one["index"], one["loss"]) for one in log_of(tmp_path / name)] for name in ("whole", "again")]
+    assert logs[0] == logs[1]
+
+
+def test_resumed_run_may_change_engine_and_ranks(programs, tmp_path):
+    options = (*SMALL, "--precision", "float64", "--schedule", "constant")
+    trained(programs, tmp_path / "run", *options, "--updates", 4, ranks=2)
+    trained(programs, tmp_path / "run", *options, "--updates", 8, "--engine", "fsdp2", "--resume", ranks=2)
+    text = trained(programs, tmp_path / "run", *options, "--updates", 12, "--resume", ranks=1)
+    assert "the state is of 2 ranks and this job has 1" in text
+    trained(programs, tmp_path / "run", *options, "--updates", 16, "--resume", ranks=3)
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+def test_nonfinite_loss_prints_one_line_and_checkpoints_stay(programs, tmp_path):
+    options = (*SMALL, "--updates", 5, "--checkpoint-every", 1, "--max-norm", 0, "--schedule", "constant")
+    done = programs.run("train", *options, "--lr", 1e30, "--out", tmp_path / "run")
+    assert done.status == 1
+    (line,) = [line for line in done.text.splitlines() if line.startswith("train: ")]
+    assert "is not finite" in line and "--resume goes on from it" in line
+    assert "Traceback" not in done.text
+    text = trained(programs, tmp_path / "skip", *options, "--lr", 1e30, "--on-nonfinite", "skip")
+    assert "was skipped: a gradient is not finite" in text
+    last = log_of(tmp_path / "skip")[-1]
+    assert not last["stepped"] and last["loss"] is None
+    for file in ("log.jsonl", "evaluation.jsonl", "summary.json"):
+        assert "NaN" not in (tmp_path / "skip" / file).read_text()
+
+
+def test_resume_prints_the_checkpoint_that_it_found(programs, tmp_path):
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", 2, "--resume")
+    assert "no checkpoint in" in text
+    summary = (tmp_path / "run" / "summary.json").read_text()
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", 2, "--resume")
+    assert "nothing left to do: 2 updates are done" in text
+    assert (tmp_path / "run" / "summary.json").read_text() == summary
+    done = programs.run("train", *SMALL, "--batch-size", 32, "--updates", 4, "--out", tmp_path / "run", "--resume")
+    assert done.status == 2
+    assert "was made with batch_size = 64 and this run has 32; give the same, or another --out" in done.text
+    ended = wait_for(programs.start_ranks(2, "train", *SMALL, "--seed", 3, "--out", tmp_path / "run", "--resume"))
+    assert [done.status for done in ended] == [2, 2]
+
+
+def test_checkpoint_that_cannot_be_read_is_named(programs, tmp_path):
+    options = (*SMALL, "--updates", 2, "--out", tmp_path / "run", "--resume")
+    assert programs.run("train", *options).status == 0
+    state = tmp_path / "run" / "checkpoints" / "update-00000002" / "state.pt"
+    state.write_bytes(state.read_bytes()[:1000])
+    ended = wait_for(programs.start_ranks(2, "train", *options))
+    assert [done.status for done in ended] == [2, 2]
+    assert f"{state.parent} cannot be read (" in "".join(done.text for done in ended)
+
+
+def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
+    run = tmp_path / "run"
+    options = (*SMALL[:2], "--updates", 3, "--checkpoint-every", 1, "--schedule", "constant", "--out", run)
+    done = programs.run("train", *options, LARGEST_FILE="50000")
+    assert done.status == 1
+    line = only_line(done.text)
+    assert ".update-00000001 cannot be written: " in line and "File too large" in line and "--resume goes on" in line
+    assert not list((run / "checkpoints").iterdir()), "no partial checkpoint is left"
+    assert programs.run("train", *options, "--resume").status == 0
+
+
+def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
+    options = (*SMALL, "--updates", 4)
+    trained(programs, tmp_path / "run", *options[:-1], 2, "--schedule", "constant")
+    partial = tmp_path / "run" / "checkpoints" / ".update-00000003"
+    partial.mkdir()
+    (partial / "state.pt").write_bytes(b"half")
+    with (tmp_path / "run" / "log.jsonl").open("a") as log:
+        log.write('{"index": 2, "loss": 1.0}\n{"index": 3, "lo')
+    trained(programs, tmp_path / "run", *options, "--schedule", "constant", "--resume")
+    assert not partial.exists()
+    assert [update["index"] for update in log_of(tmp_path / "run")] == [0, 1, 2, 3]
+    proven(programs, tmp_path / "run")
+
+
+def newest_update(run: Path) -> int:
+    return max((int(path.name[7:]) for path in run.glob("checkpoints/update-*")), default=0)
+
+
+@pytest.mark.parametrize(("ranks", "kills"), [(1, 8), (2, 5)])
+def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path, ranks, kills):
+    options = ("--model", "cnn", "--epochs", 1, "--checkpoint-every", 1)
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    seed = random.SystemRandom().randrange(10**6)
+    draw = random.Random(seed)
+    run, kept = 0, []
+    while len(kept) < kills:
+        out = tmp_path / f"run {run}"
+        reached = newest_update(out) + draw.randrange(5)
+        started = programs.start_ranks(ranks, "train", *options, "--out", out, "--resume")
+        wait_until(lambda out=out, reached=reached: newest_update(out) >= reached, started[0])
+        time.sleep(draw.uniform(0, 0.05))
+        for one in started:
+            one.send(signal.SIGKILL)
+        if wait_for(started)[0].status == -signal.SIGKILL:
+            kept.append(newest_update(out))
+        else:
+            assert same(tmp_path / "whole", out), f"{seed=}"
+            run += 1
+    trained(programs, out, *options, "--resume", ranks=ranks)
+    assert same(tmp_path / "whole", out), f"{seed=}"
+    assert [update["index"] for update in log_of(out)] == list(range(23))
+    assert len(set(kept)) > 2, f"the kills came where nothing was to be lost: {kept}, {seed=}"
+
+
+LONG = (*WITH_DROPOUT[:4], "--batch-size", 64, "--micro-batch-size", 1, "--updates", 2, "--checkpoint-every", 0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number", "options"), [(1, signal.SIGINT, ()), (2, signal.SIGTERM, ("--engine", "fsdp2"))], ids=str
+)
+def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path, ranks, number, options):
+    """The last rank alone gets it; the resumed run ends with the same bits, also with dropout."""
+    options = (*LONG, *options)
+    trained(programs, tmp_path / "whole", *options, ranks=ranks)
+    run, stops = tmp_path / "run", []
+    config = run / "config.json"  # written once signals are handled, right before the first micro-step
+    for wait in (0.0, 0.2):  # 0: in the first window on any machine
+        config.unlink(missing_ok=True)
+        started = programs.start_ranks(ranks, "train", *options, "--out", run, "--resume")
+        wait_until(config.exists, started[0])
+        time.sleep(wait)
+        started[-1].send(number)
+        ended = wait_for(started)
+        assert {done.status for done in ended} <= {128 + number, 0, -number}, ended[0].text
+        if ended[0].status == 128 + number:
+            stops.append(ended[0].text)
+    trained(programs, run, *options, "--resume", ranks=ranks)
+    assert same(tmp_path / "whole", run)
+    assert any(f"stopped by {number.name} in " in text and "micro-batches, and saved" in text for text in stops), stops
+    assert [one["loss"] for one in log_of(run)] == [one["loss"] for one in log_of(tmp_path / "whole")]
+
+
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2", "--sync", "gathered"))], ids=str)
+def test_checkpoints_by_the_clock_change_nothing_in_mid_window(programs, tmp_path, ranks, options):
+    shorter = (*LONG[:5], 24, *LONG[6:], *options)
+    trained(programs, tmp_path / "whole", *shorter, ranks=ranks)
+    options = (*shorter, "--checkpoint-minutes", 0.0005, "--keep", 99)
+    trained(programs, tmp_path / "run", *options, ranks=ranks)
+    assert same(tmp_path / "whole", tmp_path / "run")
+    for later in ("update-00000001", "update-00000002"):
+        shutil.rmtree(tmp_path / "run" / "checkpoints" / later, ignore_errors=True)
+    (tmp_path / "run" / "weights.pt").unlink()
+    text = trained(programs, tmp_path / "run", *options, "--resume", ranks=ranks)
+    assert "goes on with update 0" in text
+    assert same(tmp_path / "whole", tmp_path / "run")
+
+
+def test_ranks_name_the_loss_of_another(programs, tmp_path):
+    started = programs.start_ranks(2, "train", *SMALL, "--updates", 10**5, "--timeout", 0.2, "--out", tmp_path / "run")
+    log = tmp_path / "run" / "log.jsonl"
+    assert wait_until(lambda: log.exists() and log.read_text(), started[0])
+    started[1].send(signal.SIGKILL)
+    survivor = started[0].wait()
+    assert survivor.status == 1
+    (line,) = [line for line in survivor.text.splitlines() if line.startswith("train: ")]
+    assert "rank 0 lost contact with the other ranks" in line and "--resume goes on from it" in line

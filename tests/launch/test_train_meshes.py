@@ -1,0 +1,92 @@
+"""launch/train.py on meshes: tensor parallelism, context parallelism and pipelines end as data ranks alone do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch.test_train import log_of, only_line, proven, same, trained
+from tests.support.programs import ROOT
+
+CONFIGS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
+# 30 samples are 15 on each of two data ranks: micro-batches of 3 and 4. An epoch of 48 has a window of 18.
+SMALL = ("--width", 64, "--layers", 2, "--context", 48, "--batch-size", 30, "--warmup", 0)
+
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    """Rows of many lengths."""
+    path = tmp_path / "text.md"
+    path.write_text("\n\n".join(f"paragraph {i} has " + "some words " * (i % 7 + 1) for i in range(60)))
+    return path
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_config_ends_as_data_ranks_alone(programs, tmp_path, text, name):
+    config = ("--config", ROOT / "configs" / f"{CONFIGS[name]}.toml", *SMALL, "--data", text, "--epochs", 2)
+    printed = trained(programs, tmp_path / "mesh", *config, ranks=4)
+    trained(programs, tmp_path / "data", *config, f"--{name}", 1, "--engine", "ddp", ranks=2)
+    assert "4 ranks, FSDP2, 2 data ranks x 2 " in printed and "30 samples: 2 x 4 micro-batches of 4 or fewer" in printed
+    mesh, data = log_of(tmp_path / "mesh"), log_of(tmp_path / "data")
+    assert [one["counts"] for one in mesh] == [one["counts"] for one in data]
+    for key in ("loss", "grad_norm"):
+        assert [one[key] for one in mesh] == pytest.approx([one[key] for one in data], rel=1e-4)
+    held_out = [(tmp_path / run / "evaluation.jsonl").read_text() for run in ("mesh", "data")]
+    found = [[float(word.split()[1]) for word in one.split(",") if "loss" in word] for one in held_out]
+    assert len(found[0]) == 2 and found[0] == pytest.approx(found[1], rel=1e-4)
+    proven(programs, tmp_path / "mesh", 1e-4)
+
+
+ADAMW = (*SMALL, "--task", "language", "--optimizer", "adamw", "--lr", 1e-3, "--schedule", "constant")
+
+
+def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
+    """Each start ends with the state of the optimizer, too, or the weights would differ from there."""
+    options = (*ADAMW, "--data", text, "--precision", "float64", "--micro-batch-size", 4, "--resume")
+    for done, (ranks, cut) in enumerate([(4, "tp"), (2, "pp"), (4, "cp"), (2, ""), (4, "pp"), (2, "tp")]):
+        more = (f"--{cut}", 2) if cut else ()
+        printed = trained(programs, tmp_path / "run", *options, *more, "--updates", done + 1, ranks=ranks)
+        assert not done or f"goes on with update {done}" in printed
+    assert len(log_of(tmp_path / "run")) == 6
+    proven(programs, tmp_path / "run", 1e-10)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
+    """From a checkpoint within the first window."""
+    options = (*ADAMW, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3, "--keep", 99)
+    options = (*options, "--checkpoint-every", 0)
+    out = tmp_path / "run"
+    trained(programs, tmp_path / "whole", *options, ranks=4)
+    trained(programs, out, *options, "--checkpoint-minutes", 0.0001, ranks=4)
+    assert same(tmp_path / "whole", out)
+    for later in (out / "checkpoints").glob("update-0000000[123]"):
+        later.rename(tmp_path / later.name)
+    (out / "weights.pt").unlink()
+    printed = trained(programs, out, *options, "--resume", ranks=4)
+    assert "goes on with update 0" in printed
+    assert same(tmp_path / "whole", out)
+
+
+TEXT = ("--task", "language", "--plan", "4")
+MISTAKES = {
+    ("--tp", "2", "--plan", "4"): "tp = 2 with model = 'resnet18', expected task = 'language' and 'gpt'",
+    (*TEXT, "--tp", "3"): "tp = 3 and 4 ranks, expected a number that divides them",
+    (*TEXT, "--tp", "2", "--cp", "2"): "tp = 2 and cp = 2, expected one of tp, cp and pp above 1",
+    (*TEXT, "--tp", "2", "--engine", "ddp"): "tp = 2 with engine = 'ddp', expected 'fsdp2'",
+    (*TEXT, "--tp", "2", "--engine", "fsdp2", "--replicas", "2"): "tp = 2 with replicas, expected one of them",
+    (*TEXT, "--cp", "2", "--measure-noise"): "cp = 2 with measure_noise, expected one of them",
+    (*TEXT, "--tp", "4", "--width", "64"): "tp = 4 and width = 64, which makes 2 heads, expected a number that divides",
+    (*TEXT, "--cp", "4", "--context", "50"): "cp = 4 and context = 50, expected a number that divides them",
+    (*TEXT, "--pp", "4", "--layers", "3"): "pp = 4 and layers = 3, expected a layer for each stage",
+    (*TEXT, "--pp", "2", "--micro-batch-size", "3"): "pp = 2 and micro_batch_size = 3, expected a number that divides",
+    (*TEXT, "--pp", "2", "--engine", "fsdp2", "--sync", "every"): "pp = 2 with sync = 'every', expected 'last'",
+}
+
+
+@pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
+def test_unsupported_combinations_print_one_line_and_exit_with_status_2(programs, tmp_path, arguments):
+    done = programs.start("train", *arguments, cwd=tmp_path).wait()
+    assert done.status == 2, done.text
+    assert MISTAKES[arguments] in only_line(done.text)

@@ -1,0 +1,288 @@
+"""Ranks with parts of the same sequences: context parallelism over the ranks that FSDP2 or DDP reduces over.
+
+The oracle is one big batch of whole sequences, in one process.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.nn.functional import all_to_all_single
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_tokens
+from distaccum.extensions import NoiseScale
+from tests.support.oracle import flat, step_off
+from tests.support.problems import IGNORED, Batch, error, gradient, join, make_batch, refused
+from tests.support.ranks import on_ranks
+
+TOKENS = 6
+# Sizes of micro-batches by data rank: even, uneven, a dry rank.
+WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
+
+
+class Rotate(torch.autograd.Function):
+    """Sends a tensor to the next rank of the ring, and its gradient back."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: Any, by: int = 1) -> Tensor:
+        ctx.group, ctx.by = group, by
+        ranks = dist.get_process_group_ranks(group)
+        sent = sent.contiguous()
+        here, got = ranks.index(dist.get_rank()), torch.empty_like(sent)
+        work = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, sent, ranks[(here + by) % len(ranks)], group),
+                dist.P2POp(dist.irecv, got, ranks[(here - by) % len(ranks)], group),
+            ]
+        )
+        for one in work:
+            one.wait()
+        return got
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return Rotate.apply(gradient, ctx.group, -ctx.by), None, None
+
+
+def ring(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    """Keys and values go round; sums of exponentials are added up, as ring attention does."""
+    weights, values = 0.0, 0.0
+    for turn in range(dist.get_world_size(group)):
+        if turn:
+            k, v = Rotate.apply(k, group), Rotate.apply(v, group)
+        part = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).exp()
+        weights, values = weights + part.sum(-1, keepdim=True), values + part @ v
+    return values / weights
+
+
+class Gather(torch.autograd.Function):
+    """The parts of all ranks along the tokens; in backward their sum, of which each takes its part."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [
+            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
+        ]
+        dist.all_gather(parts, part.contiguous(), group=group)
+        return torch.cat(parts, dim=2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        whole = gradient.contiguous()
+        dist.all_reduce(whole, group=ctx.group)
+        return whole.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)], None
+
+
+def gathered(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    k, v = Gather.apply(k, group), Gather.apply(v, group)
+    return attention(q, k, v)
+
+
+def swapped(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
+    """Each rank has all tokens of its heads meanwhile."""
+    num = dist.get_world_size(group)
+
+    def swap(one: Tensor, cut: int, join: int) -> Tensor:
+        pieces = torch.stack(one.chunk(num, dim=cut)).contiguous()
+        return torch.cat(list(all_to_all_single(torch.empty_like(pieces), pieces, group=group)), dim=join)
+
+    return swap(attention(*(swap(one, 1, 2) for one in (q, k, v))), 2, 1)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1) @ v
+
+
+class Reader(nn.Module):
+    """An attention over all tokens between layers on each."""
+
+    def __init__(self, attend: Any = attention) -> None:
+        super().__init__()
+        self.attend = attend
+        self.enter, self.qkv, self.leave = nn.Linear(5, 8), nn.Linear(8, 24), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.enter(x))
+        q, k, v = (one.unflatten(-1, (2, 4)).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1))
+        return self.leave(x + self.attend(q, k, v).transpose(1, 2).flatten(2))
+
+
+def make_reader(attend: Any = attention) -> Reader:
+    torch.manual_seed(3)
+    return Reader(attend).double()
+
+
+ATTENTIONS = {"ring": ring, "gathered": gathered, "swapped": swapped}
+
+
+def on_a_mesh(attend: str, wrap: str) -> tuple[nn.Module, Any]:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    warnings.filterwarnings("ignore", message="torch.distributed.nn.functional", category=FutureWarning)
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "context"))
+    net = make_reader(partial(ATTENTIONS[attend], group=mesh["context"].get_group()))
+    if wrap == "DDP":
+        return DistributedDataParallel(net), mesh
+    both = init_device_mesh("cpu", (dist.get_world_size(),))  # the same ranks, flat
+    fully_shard(net.qkv, mesh=both)
+    fully_shard(net, mesh=both)
+    return net, mesh
+
+
+def criterion(model: nn.Module, batch: Any, how: str) -> Tensor:
+    return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction=how)
+
+
+def batches_of(layout: Any, index: int, rank: int) -> list[Any]:
+    batches = [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(layout[rank])]
+    if index == 1:  # nothing counts in one part of the first, nor in the whole second
+        batches[0]["labels"][:, TOKENS // 2 :] = IGNORED
+        batches[1]["labels"][:] = IGNORED
+    return batches
+
+
+def cut(batch: Any, mesh: Any) -> Any:
+    rank, num = mesh.get_local_rank(), mesh.size()
+    return {key: value.chunk(num, dim=1)[rank].contiguous() for key, value in batch.items()}
+
+
+RING, DDP = ("ring", "fsdp2"), ("gathered", "DDP")
+
+
+def part_of_tokens(context):
+    """A count of whole labels that are cut later."""
+    tokens = count_tokens("labels")
+    return lambda batch: tokens(batch) / context.size()
+
+
+@pytest.mark.parametrize(
+    ("attend", "wrap", "sync", "reduction", "whole"),
+    [
+        *((one, "fsdp2", "last", how, False) for one in ATTENTIONS for how in ("mean", "sum", "sum_to_mean")),
+        *((*RING, sync, "mean", False) for sync in ("every", "gathered")),
+        *((*DDP, "last", how, False) for how in ("mean", "sum_to_mean")),
+        # Whole labels that are cut later are counted once.
+        *(("ring", wrap, "last", how, True) for wrap in ("fsdp2", "DDP") for how in ("sum", "sum_to_mean")),
+    ],
+)
+@on_ranks(4)
+def test_law_holds_with_parts_of_sequences(attend, wrap, sync, reduction, whole):
+    """By window: how far the step, the norm and the loss are off."""
+    net, mesh = on_a_mesh(attend, wrap)
+    num, rank, context = mesh["data"].size(), mesh["data"].get_local_rank(), mesh["context"]
+    count = part_of_tokens(context) if whole else count_tokens("labels")
+    options = {"sync": sync, "reduction": reduction, "count": count, "max_norm": 1e9, "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), **options)
+    how = "mean" if reduction == "mean" else "sum"
+    for index, pair in enumerate(WINDOWS):
+        layout = [pair[r % 2] for r in range(num)]
+        mine = batches_of(layout, index, rank)
+        window = accumulator.window(mine if whole else [cut(one, context) for one in mine])
+        everyone = join([b for r in range(num) for b in batches_of(layout, index, r)])
+        assert list(window.counts.values()) == [int(everyone["labels"].ne(IGNORED).sum())]
+
+        def run(batch: Batch, window: Any = window) -> None:
+            window.backward(criterion(net, cut(batch, context) if whole else batch, how))
+
+        of_all = partial(criterion, how="sum" if reduction == "sum" else "mean")
+        assert max(step_off(net, window, make_reader(), everyone, of_all, run)) <= 1e-10
+
+
+@on_ranks(4)
+def test_law_holds_where_torch_cuts_sequences():
+    """torch's context_parallel cuts in place, the outer quarters to rank 0; its attention has no CPU kernel."""
+    from torch.distributed.tensor.experimental import context_parallel
+
+    net, mesh = on_a_mesh(*RING)
+    options = {"count": part_of_tokens(mesh["context"]), "max_norm": 1e9, "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), reduction="sum_to_mean", **options)
+    batches = [{key: value[:, :4].contiguous() for key, value in make_batch(2, seed=i).items()} for i in range(4)]
+    everyone = join(batches)
+    window = accumulator.window(batches[mesh["data"].get_local_rank() :: 2])
+
+    def run(batch: Batch) -> None:
+        with context_parallel(mesh["context"], buffers=list(batch.values()), buffer_seq_dims=[1, 1]):
+            assert batch["x"].shape == (2, 2, 5)
+            window.backward(criterion(net, batch, "sum"))
+
+    assert max(step_off(net, window, make_reader(), everyone, partial(criterion, how="mean"), run)) <= 1e-10
+
+
+PLANS = {
+    "counted whole": "so that all are counted 2 times; cut them before the window; or, where",
+    "fewer": "ranks [2, 3] of the group have parts of the same samples, and have [2, 1] micro-batches",
+}
+
+
+@pytest.mark.parametrize(("what", "said"), PLANS.items(), ids=PLANS)
+@on_ranks(4)
+def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
+    net, mesh = on_a_mesh(*RING)
+    context = mesh["context"]
+    options = {"reduction": "sum_to_mean", "count": count_tokens("labels"), "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
+    whole = [make_batch(2, seed=mesh["data"].get_local_rank()) for _ in range(2)]
+    parts = [cut(one, context) for one in whole]
+    batches = whole if what == "counted whole" else parts[: 1 if what == "fewer" and dist.get_rank() == 3 else 2]
+    message = refused(accumulator.window, batches)
+    window = accumulator.window(parts)  # the next one
+    for batch in window:
+        window.backward(criterion(net, batch, "sum"))
+    assert said in message and window.step().stepped
+
+
+@on_ranks(4)
+def test_options_that_need_whole_samples_are_refused():
+    net, mesh = on_a_mesh(*RING)
+    tokens, data = count_tokens("labels"), mesh["data"]
+    optimizer = SGD(net.parameters(), lr=0.1)
+    said = [
+        refused(Accumulator, net, optimizer, **options)
+        for options in (
+            {"count": tokens, "mesh": data, "extensions": [NoiseScale()]},
+            {"mesh": data},
+            {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
+            {"count": tokens, "mesh": "data"},
+        )
+    ]
+    accumulator = Accumulator(net, optimizer, count=tokens, mesh=data, micro_batch_size=1)
+    batch = cut(make_batch(2, seed=0), mesh["context"])
+    said.append(refused(accumulator.check, batch, lambda one: criterion(net, one, "mean")))
+    said.append(refused(accumulator.contrast, batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()))
+    assert "whose ranks have parts of the same samples; use data parallelism" in said[0]
+    assert "count=count_samples with a mesh" in said[1]
+    assert said[2] == "nothing"  # all of them carry data, as if no mesh were given
+    assert "expected the dimensions of a DeviceMesh" in said[3]
+    assert "check() with a mesh" in said[4]
+    assert "contrast() with a mesh" in said[5]
+
+
+@on_ranks(4)
+def test_update_cuts_parts_alike_and_counts_samples_once():
+    """update() cuts each rank's part alike, and `batch_size` is of samples that are counted once."""
+    net, mesh = on_a_mesh(*RING)
+    options = {"batch_size": 8, "micro_batch_size": 2, "max_norm": 1e9, "mesh": mesh["data"]}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), **options)
+    rank, exact = mesh["data"].get_local_rank(), make_reader()
+    criterion(exact, join([make_batch(5, seed=rank) for rank in range(2)]), "mean").backward()
+    before = flat(net.parameters())
+    update = accumulator.update(cut(make_batch(5, seed=rank), mesh["context"]), lambda one: criterion(net, one, "mean"))
+    off = error(before - flat(net.parameters()), gradient(exact))
+    lengths = []
+    for window in accumulator.windows([cut(make_batch(2, seed=rank + i), mesh["context"]) for i in range(4)]):
+        for batch in window:
+            window.backward(criterion(net, batch, "mean"))
+        lengths.append(window.step().micro_batches)
+    assert off <= 1e-10 and update.micro_batches == 3 and lengths == [2, 2]

@@ -1,0 +1,236 @@
+"""Experts that lie over data-parallel ranks: under fully_shard on a mesh of their own, and left out of it.
+
+Each rank sends its tokens to the experts of all ranks of the expert mesh, so an expert's gradient holds their samples
+before anything is reduced. The oracle is one big batch in one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+from tests.support.oracle import everything, own, step_off
+from tests.support.problems import IGNORED, refused
+from tests.support.ranks import on_ranks
+
+EXPERTS = 4
+# Sizes of micro-batches by data rank: even, uneven, two dry ranks.
+WINDOWS = [[[2, 2], [2, 2], [1, 3], [2, 1]], [[3, 1], [2], [1, 2, 1], [4]], [[], [3, 1], [2], []]]
+
+
+def rows_of(tokens: Tensor, group: Any) -> list[int]:
+    sizes: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(sizes, len(tokens), group=group)
+    return sizes
+
+
+def gather(own: Tensor, sizes: list[int], group: Any) -> Tensor:
+    padded = own.new_zeros(max(sizes), *own.shape[1:])
+    padded[: len(own)] = own
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded, group=group)
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+
+
+def add_up(every: Tensor, sizes: list[int], group: Any) -> Tensor:
+    """The sum over ranks, of which each takes its own rows."""
+    whole = every.contiguous().clone()
+    dist.all_reduce(whole, group=group)
+    return whole.split(sizes)[dist.get_rank(group)]
+
+
+class Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, sizes: list[int], group: Any) -> Tensor:
+        ctx.given = sizes, group
+        return gather(own, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, every: Tensor) -> Any:
+        return add_up(every, *ctx.given), None, None
+
+
+class Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, every: Tensor, sizes: list[int], group: Any) -> Tensor:
+        ctx.given = sizes, group
+        return add_up(every, sizes, group)
+
+    @staticmethod
+    def backward(ctx: Any, own: Tensor) -> Any:
+        return gather(own, *ctx.given), None, None
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(EXPERTS, 8, 8) / 3)
+        self.group: Any = None  # over which they are cut
+
+    def forward(self, tokens: Tensor, gates: Tensor) -> Tensor:
+        weight = self.weight
+        if self.group is None:
+            return torch.einsum("te,eij,tj->ti", gates, weight, tokens)
+        sizes, here = rows_of(tokens, self.group), dist.get_rank(self.group)
+        weight = weight.to_local() if hasattr(weight, "to_local") else weight
+        every, gates = Dispatch.apply(tokens, sizes, self.group), Dispatch.apply(gates, sizes, self.group)
+        gates = gates[:, here * len(weight) : (here + 1) * len(weight)]
+        return Combine.apply(torch.einsum("te,eij,tj->ti", gates, weight, every), sizes, self.group)
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.router, self.leave = nn.Linear(5, 8), nn.Linear(8, EXPERTS), nn.Linear(8, 4)
+        self.experts = Experts()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        tokens = torch.tanh(self.enter(x)).flatten(0, 1)
+        gates = torch.softmax(self.router(tokens), dim=-1)
+        gates = gates * (gates >= gates.topk(2, dim=-1).values[:, 1:])  # the best two
+        return self.leave(tokens + self.experts(tokens, gates)), gates.square().sum(-1).unflatten(0, x.shape[:2])
+
+
+def make_mixture() -> Mixture:
+    torch.manual_seed(3)
+    return Mixture().double()
+
+
+def on_a_mesh(how: str) -> Mixture:
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    net, ranks = make_mixture(), dist.get_world_size()
+    num = ranks if how == "ignored, over all" else 2
+    mesh = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("copies", "experts"))
+    cut = distribute_tensor(net.experts.weight.detach(), mesh["experts"], [Shard(0)])
+    net.experts.weight, net.experts.group = nn.Parameter(cut), mesh["experts"].get_group()
+    every = init_device_mesh("cpu", (ranks,))
+    if how.startswith("ignored"):
+        fully_shard(net, mesh=every, ignored_params={net.experts.weight})
+        return net
+    if how == "on a mesh of one shard":  # torchtitan's dp_replicate, with as many experts as shards
+        mesh = init_device_mesh("cpu", (ranks // num, 1, num), mesh_dim_names=("replicate", "copies", "experts"))
+        cut = distribute_tensor(net.experts.weight.detach().full_tensor(), mesh["experts"], [Shard(0)])
+        net.experts.weight = nn.Parameter(cut)
+        fully_shard(net.experts, mesh=mesh["replicate", "copies"])
+        net.experts.set_gradient_divide_factor(ranks)  # by which torch divides twice here, in float64
+        every = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("replicate", "shard"))
+    else:
+        along = (lambda parameter: Shard(1)) if how == "along another dimension" else None
+        fully_shard(net.experts, mesh=mesh["copies"], shard_placement_fn=along)
+    fully_shard(net, mesh=every)
+    return net
+
+
+HOW = [
+    "along another dimension",
+    "along the same dimension",
+    "on a mesh of one shard",
+    "ignored, over some",
+    "ignored, over all",
+]
+
+
+def losses(net: nn.Module, batch: Any, router: bool) -> dict[str, Tensor]:
+    logits, usage = net(batch["x"])
+    found = {"tokens": cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORED)}
+    return {**found, "samples": 0.1 * usage.mean()} if router else found
+
+
+def law_of_experts(how: str, sync: str, router: bool) -> None:
+    net = on_a_mesh(how)
+    counts = {"tokens": count_tokens("labels"), **({"samples": count_samples} if router else {})}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), sync=sync, count=counts, max_norm=1e9)
+    for index, layout in enumerate(WINDOWS):
+        window, everyone = accumulator.window(own(layout, index)), everything(layout, index)
+
+        def run(batch: Any, window: Any = window) -> None:
+            window.backward(**losses(net, batch, router))
+
+        off = step_off(net, window, make_mixture(), everyone, lambda *both: sum(losses(*both, router).values()), run)
+        assert max(off) <= 1e-10
+
+
+@pytest.mark.parametrize(
+    ("how", "sync", "router"),
+    [
+        *((how, sync, False) for how in HOW for sync in ("last", "every")),
+        *((how, "last", True) for how in ("along another dimension", "ignored, over some")),
+    ],
+)
+@on_ranks(4)
+def test_law_holds_with_experts(how, sync, router):
+    law_of_experts(how, sync, router)
+
+
+@on_ranks(4)
+def test_experts_as_dtensors_are_refused_with_ddp():
+    """Experts over two of four ranks, outside of DDP and inside of it."""
+    net, ranks = make_mixture(), dist.get_world_size()
+    mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
+    experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
+    beside, inside = (
+        [DistributedDataParallel(nn.Linear(5, 8)), experts],
+        [DistributedDataParallel(net, init_sync=False)],
+    )
+    beside, inside = [
+        refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
+        for models in (beside, inside)
+    ]
+    assert "weight is a DTensor over data-parallel ranks, outside of DDP" in beside and "ignored_params" in beside
+    assert "experts.weight is a DTensor inside of DDP" in inside and "ignored_params" in inside
+
+
+def wrapped_without_experts(wrapper: str) -> tuple[Any, nn.Module]:
+    net = make_mixture()
+    every, experts = init_device_mesh("cpu", (dist.get_world_size(),)), net.experts
+    if wrapper == "FSDP2":
+        return fully_shard(net, mesh=every, ignored_params={experts.weight}), experts
+    if wrapper == "FSDP1":
+        return FullyShardedDataParallel(net, ignored_modules=[experts], device_id=torch.device("cpu")), experts
+    del net.experts
+    object.__setattr__(net, "experts", experts)  # a module that is none of its own
+    return DistributedDataParallel(net), experts
+
+
+@pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])
+@on_ranks(2)
+def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
+    """What an Accumulator each says of experts to which this rank adds such a multiple of its number."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    model, experts = wrapped_without_experts(wrapper)
+    every = list(dict.fromkeys([*model.parameters(), *experts.parameters()]))
+    found, kept = [], experts.weight.detach().clone()
+    for change in (0.0, 1e-9, 1.0):
+        with torch.no_grad():
+            experts.weight.copy_(kept * (1 + change * dist.get_rank()))
+        models = [model, experts] if wrapper == "DDP" else model
+        accumulator = Accumulator(models, SGD(every, lr=0.0), count=count_tokens("labels"))
+
+        def loop(accumulator: Accumulator = accumulator) -> None:
+            for index in range(2):
+                window = accumulator.window(own(WINDOWS[0], index))
+                for batch in window:
+                    window.backward(losses(model, batch, False)["tokens"])
+                window.step()
+
+        found.append(refused(loop))
+    copies, rounded, differing = found
+    assert copies == rounded == "nothing"
+    assert "weight differs between the data-parallel ranks" in differing and "[Shard(0)]" in differing
+
+
+def test_gathered_parameters_are_refused_with_experts(ranks):
+    for message in ranks(4).run(refused, law_of_experts, "along another dimension", "gathered", False):
+        assert "experts.weight" in message and "use 'last' or 'every'" in message

@@ -1,0 +1,398 @@
+"""Stages of a model on several ranks, run by torch's pipeline schedules: alone, and with DDP or FSDP2 for each stage.
+
+The oracle is one big batch through all layers, in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_samples, count_tokens
+from distaccum.extensions import NoiseScale, WideSums
+from tests.support.engines import TORCH
+from tests.support.oracle import flat
+from tests.support.problems import IGNORED, error, gradient, make_batch, refused
+from tests.support.ranks import on_ranks
+
+pytestmark = pytest.mark.skipif(TORCH < (2, 13), reason="stages of torch 2.9 greet in another dtype: gloo aborts")
+CHUNKS = 2
+SCHEDULES = ["GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
+# Micro-batches of 4 samples by data rank: even, uneven, a dry rank.
+WINDOWS = [(2, 2), (1, 3), (0, 2)]
+
+
+def make_layers() -> list[nn.Sequential]:
+    torch.manual_seed(3)
+    sizes = [5, 8, 8, 8, 4]
+    return [nn.Sequential(nn.Linear(a, b), nn.Tanh()).double() for a, b in itertools.pairwise(sizes)]
+
+
+def by_stage(kind: str) -> list[nn.Sequential]:
+    layers = make_layers()
+    if kind in ("GPipe", "1F1B"):  # one stage on each of two ranks
+        return [nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:])]
+    return layers
+
+
+def criterion(outputs: Tensor, labels: Tensor, how: str = "mean") -> Tensor:
+    return cross_entropy(outputs.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=how)
+
+
+class Pipe:
+    """This rank's stages of the model, and their schedule."""
+
+    def __init__(self, kind: str, wrap: str, loss_fn: Any = criterion, **options: Any) -> None:
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+        ranks = dist.get_world_size()
+        self.mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "stage"))
+        self.rank, self.num = self.mesh["data"].get_local_rank(), ranks // 2
+        here, every = self.mesh["stage"].get_local_rank(), by_stage(kind)
+        self.here = [here] if len(every) == 2 else [here, 3 - here] if kind == "ZBVZeroBubble" else [here, here + 2]
+        self.modules: list[nn.Module] = [every[i] for i in self.here]
+        if wrap in ("fsdp2", "replicate"):
+            for module in self.modules:
+                (fully_shard if wrap == "fsdp2" else replicate)(module, mesh=self.mesh["data"])
+        elif wrap == "ddp":
+            group = self.mesh["data"].get_group()
+            self.modules = [DistributedDataParallel(module, process_group=group) for module in self.modules]
+        group = self.mesh["stage"].get_group()
+        stages = [
+            pipelining.PipelineStage(module, i, len(every), torch.device("cpu"), group=group)
+            for i, module in zip(self.here, self.modules, strict=True)
+        ]
+        options = {"scale_grads": False, **options}
+        make = getattr(pipelining, f"Schedule{kind}")
+        self.schedule = make(stages[0] if len(every) == 2 else stages, CHUNKS, loss_fn=loss_fn, **options)
+        self.is_last = len(every) - 1 in self.here
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [p for module in self.modules for p in module.parameters()]
+
+    def of_rank(self, every: nn.Sequential) -> list[nn.Parameter]:
+        return [p for i in self.here for p in every[i].parameters()]
+
+
+def batches_of(window: int, rank: int, num: int) -> list[Any]:
+    batches = [make_batch(4, seed=100 * window + 10 * rank + i) for i in range(num)]
+    if window == 1 and rank == 1:
+        batches[0]["labels"][:2] = IGNORED  # a chunk in which nothing counts
+        batches[1]["labels"][:] = IGNORED  # a micro-batch, which every stage leaves out
+    return [(one["x"], one["labels"]) for one in batches]
+
+
+def whole(index: int, layout: Any) -> tuple[Tensor, Tensor]:
+    """Inputs and labels of all data ranks."""
+    every = [batch for r, num in enumerate(layout) for batch in batches_of(index, r, num)]
+    return torch.cat([x for x, _ in every]), torch.cat([labels for _, labels in every])
+
+
+def run(window: Any, **options: Any) -> Any:
+    for x, labels in window:
+        outputs = window.run(x, target=labels, **options)
+    return outputs if len(window) else None
+
+
+def window_off(
+    window: Any,
+    parameters: Any,
+    exact: nn.Module,
+    of_rank: Any,
+    batch: Any,
+    loss_fn: Any = criterion,
+    clip: float = 1e9,
+) -> tuple[float, ...]:
+    """How far the step of these parameters, the norm and the loss are off; `exact` takes the same step."""
+    before = flat(parameters)
+    run(window)
+    update = window.step()
+    exact.zero_grad()
+    loss = loss_fn(exact(batch[0]), batch[1])
+    loss.backward()
+    norm = float(gradient(exact).norm())
+    with torch.no_grad():
+        for p in exact.parameters():
+            p.grad.mul_(min(1.0, clip / (norm + 1e-6)))
+            p.sub_(p.grad)
+    moved = error(before - flat(parameters), torch.cat([p.grad.flatten() for p in of_rank]))
+    return moved, abs(update.grad_norm - norm) / norm, abs(update.loss - loss.item()) / abs(loss.item())
+
+
+@pytest.mark.parametrize(
+    ("world", "kind", "wrap", "reduction", "clip"),
+    [
+        *((4, kind, wrap, "mean", 1e9) for kind in SCHEDULES for wrap in ("ddp", "fsdp2")),
+        *((2, kind, "none", "mean", 1e9) for kind in ("GPipe", "1F1B", "InterleavedZeroBubble")),
+        *(
+            (4, "1F1B", wrap, *options)
+            for wrap in ("ddp", "replicate")
+            for options in (("sum", 1e9), ("sum_to_mean", 1e9), ("mean", 0.05))
+        ),
+    ],
+)
+@on_ranks()
+def test_law_holds_over_stages(world, kind, wrap, reduction, clip):
+    how = "mean" if reduction == "mean" else "sum"
+    pipe = Pipe(kind, wrap, lambda outputs, labels: criterion(outputs, labels, how))
+    options = {"reduction": reduction, "max_norm": clip, "count": count_tokens(1)}
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), **options)
+    exact, of_all = nn.Sequential(*by_stage(kind)), partial(criterion, how="sum" if reduction == "sum" else "mean")
+    for index, layout in enumerate(WINDOWS):
+        batch = whole(index, layout := layout[-pipe.num :])
+        window = accumulator.window(batches_of(index, pipe.rank, layout[pipe.rank]))
+        assert window.counts == {"tokens": int(batch[1].ne(IGNORED).sum())}
+        off = window_off(window, pipe.parameters(), exact, pipe.of_rank(exact), batch, of_all, clip)
+        assert max(off) <= 1e-10
+
+
+def two_losses(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
+    return {"tokens": criterion(outputs, labels), "samples": outputs.square().mean()}
+
+
+@on_ranks(4)
+def test_named_losses_are_exact_over_stages():
+    """A loss over tokens and one over samples, of which some chunks have no token."""
+    pipe, losses = Pipe("1F1B", "ddp", two_losses), []
+    counts = {"tokens": count_tokens(1), "samples": count_samples}
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), count=counts)
+    exact, (x, labels) = nn.Sequential(*by_stage("1F1B")), whole(1, (3, 3))
+    wanted = two_losses(exact(x), labels)
+    sum(wanted.values()).backward()
+    before = flat(pipe.parameters())
+    window = accumulator.window(batches_of(1, pipe.rank, 3))
+    assert (run(window, losses=losses) is not None) == pipe.is_last
+    update = window.step()
+    off = error(before - flat(pipe.parameters()), torch.cat([p.grad.flatten() for p in pipe.of_rank(exact)]))
+    of_loss, num = max(abs(update.losses[name] - value.item()) for name, value in wanted.items()), len(losses)
+    assert off <= 1e-10 and of_loss <= 1e-10
+    assert num == (CHUNKS if pipe.is_last else 0)  # of the last micro-batch, on the last stage
+
+
+class Part(nn.Module):
+    """A stage whose two layers tensor-parallel ranks cut between them."""
+
+    def __init__(self, size: int, tensor: Any = None) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(size, 8), nn.Linear(8, 4)
+        self.double()
+        if tensor is not None:
+            parallelize_module(self, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.down(torch.tanh(self.up(x))))
+
+
+@pytest.mark.parametrize("world", [4, 8])
+@on_ranks()
+def test_law_holds_over_stages_beside_tensor_parallel_ranks(world):
+    num = world // 4  # data ranks; stages and tensor-parallel ranks are two of each
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    mesh = init_device_mesh("cpu", (num, 2, 2), mesh_dim_names=("data", "stage", "tensor"))
+    data, here = mesh["data"].get_local_rank(), mesh["stage"].get_local_rank()
+    torch.manual_seed(3)
+    exact = nn.Sequential(Part(5), Part(4))
+    part = Part([5, 4][here], mesh["tensor"])
+    for mine, other in zip(part.parameters(), exact[here].parameters(), strict=True):
+        mine.data.copy_(distribute_tensor(other.detach(), mine.device_mesh, mine.placements))
+    if num > 1:
+        fully_shard(part, mesh=mesh["data"])
+    stage = pipelining.PipelineStage(part, here, 2, torch.device("cpu"), group=mesh["stage"].get_group())
+    schedule = pipelining.Schedule1F1B(stage, CHUNKS, loss_fn=criterion, scale_grads=False)
+    accumulator = Accumulator(schedule, SGD(part.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
+    window = accumulator.window(batches_of(1, data, 1 + data))
+    mine, batch = list(part.parameters()), whole(1, range(1, num + 1))
+    assert max(window_off(window, mine, exact, exact[here].parameters(), batch)) <= 1e-10
+
+
+# Misuse, and windows that are left
+
+
+SAID = [
+    "window.backward() with a Schedule1F1B",
+    "DistaccumError",  # a second run in one micro-batch
+    "run() got arg_mbs, target_mbs, chunks of your own",
+    *(f"{call}() takes a function that returns a loss" for call in ("update", "check", "contrast")),
+    "a micro-batch has 3 samples",
+    "whose ranks have parts of the same samples; use data parallelism alone, or leave it out",
+    "sync='every' with a pipeline",
+    "WideSums with a pipeline's schedule",
+    "compute on the same samples together, and have",
+]
+
+
+@on_ranks(4)
+def test_misuse_of_a_pipeline_is_refused_on_all_stages():
+    pipe = Pipe("1F1B", "ddp")
+    optimizer = SGD(pipe.parameters(), lr=0.1)
+    accumulator = Accumulator(pipe.schedule, optimizer, count=count_tokens(1), micro_batch_size=4)
+    batches = batches_of(0, pipe.rank, 1)
+    (x, labels), said = batches[0], []
+    for calls in (
+        [lambda window: window.backward(x.clone().requires_grad_().sum())],
+        [lambda window: window.run(x, target=labels)] * 2,
+        [lambda window: window.run(arg_mbs=[(x,)] * 2, target_mbs=[labels] * 2)],
+    ):
+        window = accumulator.window(batches)
+        next(iterator := iter(window))
+        said.append([refused(call, window) for call in calls][-1])
+        iterator.close()
+        window.discard()
+    other = batches_of(5, dist.get_rank(), 1)  # other samples on each stage
+    make = partial(Accumulator, pipe.schedule, optimizer)
+    for call in (
+        lambda: accumulator.update(batches[0], lambda batch: pipe.modules[0](batch[0]).sum()),
+        lambda: accumulator.check(batches[0], lambda batch: pipe.modules[0](batch[0]).sum()),
+        lambda: accumulator.contrast(batches[0], lambda batch: batch[0].flatten(1), lambda x: x.sum()),
+        lambda: accumulator.window([tuple(one[:3] for one in batches[0])]),
+        lambda: make(extensions=[NoiseScale()]),
+        lambda: make(sync="every"),
+        lambda: make(extensions=[WideSums(torch.float64)]),
+        lambda: accumulator.window(other),
+    ):
+        said.append(refused(call))
+    assert [one for one in zip(said, SAID, strict=True) if one[1] not in one[0]] == []
+
+
+def evaluated(pipe: Pipe, index: int, **options: Any) -> None:
+    x, labels = batches_of(index, 0, 1)[0]
+    pipe.schedule.eval(*([] if pipe.is_last else [x]), **({"target": labels, **options} if pipe.is_last else {}))
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
+@on_ranks(4)
+def test_window_that_is_left_leaves_no_trace_in_a_pipeline(wrap):
+    """A window that is left by break, one that is used for evaluation in between, and an exact one."""
+    pipe = Pipe("1F1B", wrap)
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
+    window = accumulator.window(batches_of(0, pipe.rank, 2))
+    for x, labels in window:
+        window.run(x, target=labels)
+        break
+    window.discard()
+    losses: list[Tensor] = []
+    with torch.no_grad():
+        evaluated(pipe, 3, losses=losses)
+    window = accumulator.window(batches_of(0, pipe.rank, 2))
+    run(window)
+    if wrap == "fsdp2":  # whose gradients an evaluation clears
+        with torch.no_grad():
+            evaluated(pipe, 3)
+        assert "gradients were cleared between the window's loop and its step()" in refused(window.step)
+    window.discard()
+    exact = nn.Sequential(*by_stage("1F1B"))
+    window = accumulator.window(batches_of(0, pipe.rank, 2))
+    off = window_off(window, pipe.parameters(), exact, pipe.of_rank(exact), whole(0, (2, 2)))
+    assert max(off) <= 1e-10
+    assert all(float(loss) > 0.5 for loss in losses), "whole: no window weighs what is only looked at"
+
+
+@pytest.mark.parametrize("frozen", [0, 1])
+@on_ranks(2)
+def test_frozen_stage_takes_part_in_norm_and_scale(frozen):
+    """A window that overflows in the other stage, and one after it: the scale, and how far step and norm are off."""
+    pipe, is_frozen = Pipe("1F1B", "none"), dist.get_rank() == frozen
+    for module in pipe.modules if is_frozen else []:
+        module.requires_grad_(False)
+    scaler, said = torch.amp.GradScaler("cpu", init_scale=4.0), []
+    options = {"count": count_tokens(1), "max_norm": 0.05, "scaler": scaler}
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=1.0), **options)
+    for overflows in (True, False):
+        before = flat(pipe.parameters())
+        run(window := accumulator.window(batches_of(0, 0, 2)))
+        for p in pipe.parameters() if overflows and not is_frozen else []:
+            p.grad.fill_(math.inf)
+        update = window.step()
+        said.append(update.reason)
+    every, (x, labels) = by_stage("1F1B"), whole(0, [2])
+    every[frozen].requires_grad_(False)
+    criterion(nn.Sequential(*every)(x), labels).backward()
+    exact = gradient(every[1 - frozen])
+    moved = before - flat(pipe.parameters())
+    wanted = torch.zeros_like(moved) if is_frozen else exact * 0.05 / exact.norm()
+    said, scale, *off = (
+        said,
+        scaler.get_scale(),
+        float((moved - wanted).abs().max()),
+        update.grad_norm - float(exact.norm()),
+    )
+    assert said == ["the scaled gradients overflowed", None]
+    assert scale == 2.0 and max(map(abs, off)) <= 1e-6  # clipping adds 1e-6 to the norm
+
+
+@pytest.mark.parametrize(
+    ("kind", "how", "said"),
+    [
+        ("1F1B", "inside", "was called on a module inside of a stage of the Schedule1F1B"),
+        ("1F1B", "layers", "nothing"),
+        ("InterleavedZeroBubble", "layers", "are parts again after forward"),
+        ("InterleavedZeroBubble", "kept", "nothing"),
+    ],
+)
+@on_ranks(4)
+def test_sharded_stages_whose_gradients_torch_would_lose_are_refused(kind, how, said):
+    """Stages of which torch reduces gradients too early, or loses some: measured in torch 2.15."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    every = by_stage(kind)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
+    here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
+    places, stages = [here] if len(every) == 2 else [here, here + 2], []
+    for place in places:
+        whole = [] if how == "inside" else [every[place]]
+        for module in [*(one for one in every[place] if list(one.parameters())), *whole]:
+            fully_shard(module, mesh=mesh["data"], reshard_after_forward=False if how == "kept" else None)
+        stages.append(pipelining.PipelineStage(every[place], place, len(every), torch.device("cpu"), group=group))
+    make = getattr(pipelining, f"Schedule{kind}")
+    schedule = make(stages if len(every) > 2 else stages[0], CHUNKS, loss_fn=criterion, scale_grads=False)
+    parameters = [p for place in places for p in every[place].parameters()]
+
+    def plan() -> None:
+        accumulator = Accumulator(schedule, SGD(parameters, lr=0.1), count=count_tokens(1))
+        accumulator.window(batches_of(0, mesh["data"].get_local_rank(), 1))
+
+    assert said in refused(plan)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"), [("InterleavedZeroBubble", "stages before 2 are frozen"), ("Interleaved1F1B", "nothing")]
+)
+@on_ranks(2)
+def test_frozen_first_stages_are_refused_where_backward_is_split(kind, said):
+    pipe = Pipe(kind, "none")
+    for place, module in zip(pipe.here, pipe.modules, strict=True):
+        module.requires_grad_(place > 1)
+    assert said in refused(Accumulator, pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1))
+
+
+@on_ranks(4, seconds=20)
+def test_micro_batches_of_other_lengths_are_refused_on_all_stages():
+    """Windows that would exchange tensors of two shapes, and one after a call without gradients, which frees them."""
+    pipe = Pipe("1F1B", "ddp")
+    accumulator = Accumulator(pipe.schedule, SGD(pipe.parameters(), lr=0.0), count=count_tokens(1))
+
+    def of(*lengths: int) -> None:
+        batch = batches_of(0, pipe.rank, 1)[0]
+        run(window := accumulator.window([tuple(one[:length] for one in batch) for length in lengths]))
+        window.step()
+
+    said = [refused(of, *lengths) for lengths in ((4, 2), (4, 4), (2,), (4,))]
+    evaluated(pipe, 3)
+    said = [*said, refused(of, 2, 2)]
+    assert "has 2 samples and another 4" in said[0] and "has 2 samples and another 4" in said[2]
+    assert [said[1], *said[3:]] == ["nothing"] * 3

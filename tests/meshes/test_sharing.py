@@ -1,0 +1,238 @@
+"""Ranks that share samples: tensor and sequence parallelism beside FSDP2, on 2 x 2 and 2 x 2 x 2 ranks.
+
+The oracle is one big batch of the samples of the data-parallel ranks, in one process.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    loss_parallel,
+    parallelize_module,
+)
+from torch.nn.functional import cross_entropy
+from torch.optim import SGD
+
+from distaccum import Accumulator, count_tokens
+from tests.support.oracle import everything, flat, step_off
+from tests.support.problems import make_batch, micro_batches_of, refused
+from tests.support.ranks import on_ranks
+
+# Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
+WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Text(nn.Module):
+    """Two blocks between layers that no plan cuts, with the vocabulary as output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter = nn.Linear(5, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.leave = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.enter(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.leave(x)
+
+
+def make_text() -> Text:
+    torch.manual_seed(3)
+    return Text().double()
+
+
+def parallelized(net: Text, tensor: Any, plan: str) -> Text:
+    for block in net.blocks:
+        if plan == "sequence":  # norms see a part of each row's tokens
+            cut = {
+                "norm": SequenceParallel(),
+                "up": ColwiseParallel(input_layouts=Shard(1)),
+                "down": RowwiseParallel(output_layouts=Shard(1)),
+            }
+            parallelize_module(block, tensor, cut)
+            into = PrepareModuleInput(
+                input_layouts=(Replicate(),), desired_input_layouts=(Shard(1),), use_local_output=True
+            )
+            out = PrepareModuleOutput(output_layouts=(Shard(1),), desired_output_layouts=(Replicate(),))
+            for prepare in (into, out):
+                parallelize_module(block, tensor, prepare)
+        else:
+            parallelize_module(block, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if plan == "loss":
+        parallelize_module(net, tensor, {"leave": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)})
+    return net
+
+
+def sharded(shape: tuple[int, ...], plan: str, wrap: str = "root too") -> tuple[Text, int]:
+    """The model on a mesh whose last dimension is tensor parallel, and this rank's place among the data's."""
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
+    if len(shape) == 1:  # no data parallelism
+        return parallelized(make_text(), init_device_mesh("cpu", shape), plan), 0
+    names = ("data", "tensor") if len(shape) == 2 else ("replica", "data", "tensor")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    net = parallelized(make_text(), mesh["tensor"], plan)
+    over = mesh[names[:-1]] if len(shape) == 3 else mesh["data"]
+    for block in net.blocks:
+        fully_shard(block, mesh=over)
+    if wrap != "blocks alone":
+        fully_shard(net, mesh=over)
+    return net, dist.get_rank() // shape[-1]
+
+
+def criterion(model: nn.Module, batch: Any) -> Tensor:
+    return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten())
+
+
+PLANS = ["tensor", "sequence", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("world", "plan", "sync", "clip", "wrap"),
+    [
+        *((4, plan, sync, 1e9, "root too") for plan in PLANS for sync in ("last", "every", "gathered")),
+        *((2, plan, "last", clip, "") for plan in PLANS for clip in (1e9, 0.05)),
+        (4, "sequence", "last", 0.05, "root too"),
+        *((4, "tensor", "last", clip, "blocks alone") for clip in (1e9, 0.05)),  # beside plain parameters
+        *((8, plan, sync, 1e9, "root too") for plan in ("tensor", "sequence") for sync in ("last", "replicas")),
+    ],
+)
+@on_ranks()
+def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
+    num = world // 2
+    net, rank = sharded({2: (2,), 4: (2, 2), 8: (2, 2, 2)}[world], plan, wrap)
+    optimizer = SGD(net.parameters(), lr=1.0, foreach=False if wrap == "blocks alone" else None)
+    accumulator = Accumulator(net, optimizer, sync=sync, count=count_tokens("labels"), max_norm=clip)
+    for index, pair in enumerate(WINDOWS):
+        layout = [pair[r % 2] for r in range(num)] if num > 1 else [pair[1]]
+        window = accumulator.window(micro_batches_of(layout, index, rank))
+        with loss_parallel():
+            assert max(step_off(net, window, make_text(), everything(layout, index), criterion, clip=clip)) <= 1e-10
+
+
+# Ranks of one tensor-parallel group whose plans differ
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [("number", "micro-batches [2, 1]"), ("length", "counts [(4.0,), (5.0,)]"), ("data", "other numbers in their")],
+)
+@on_ranks(4)
+def test_plans_of_ranks_that_share_samples_must_be_equal(how, said):
+    net, rank = sharded((2, 2), "tensor")
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    batches = [make_batch(2, seed=rank), make_batch(2, seed=rank + 5)]
+    if dist.get_rank() == 3:
+        if how == "number":
+            batches.pop()
+        elif how == "length":
+            batches[0] = make_batch(3, seed=rank)
+        else:
+            batches[0] = make_batch(2, seed=77)
+    message = refused(accumulator.window, batches)
+    window = accumulator.window([make_batch(2, seed=rank)])  # the next one
+    for batch in window:
+        window.backward(criterion(net, batch))
+    message = message if window.step().stepped else "no step"
+    assert "ranks [2, 3] compute on the same samples together, and have " + said in message
+    assert "by the data-parallel rank" in message
+
+
+def fails_on_one(how: str) -> Any:
+    """update() where one tensor-parallel rank fails before any forward communicates."""
+    net, rank = sharded((2, 2), "tensor")
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.1), micro_batch_size=4)
+    before, calls = flat(net.parameters()), 0
+
+    def loss_fn(batch: Any) -> Tensor:
+        nonlocal calls
+        calls += 1
+        loss = criterion(net, batch)
+        if dist.get_rank() == 1 and calls == 1:
+            raise torch.OutOfMemoryError("none left") if how == "memory" else ValueError("a broken sample")
+        return loss
+
+    updates: list[Any] = []
+    message = refused(lambda: updates.append(accumulator.update(make_batch(4, seed=rank), loss_fn)))
+    return message, [one.micro_batches for one in updates], not torch.equal(before, flat(net.parameters()))
+
+
+def test_failure_of_a_tensor_parallel_rank_undoes_the_window_on_all(ranks):
+    seen = ranks(4).run(fails_on_one, "error")
+    assert seen[1][0] == "ValueError: a broken sample"
+    for rank in (0, 2, 3):
+        assert "failed in update 0" in seen[rank][0]
+    assert not any(moved for *_, moved in seen)
+
+
+def test_memory_of_a_tensor_parallel_rank_halves_the_micro_batch_on_all(ranks):
+    assert ranks(4).run(fails_on_one, "memory") == [("nothing", [2], True)] * 4
+
+
+def names_of_partial(net: nn.Module) -> list[str]:
+    gradients = [(name, p.grad) for name, p in net.named_parameters() if hasattr(p.grad, "placements")]
+    return [name for name, gradient in gradients if any(one.is_partial() for one in gradient.placements)]
+
+
+@on_ranks(2)
+def test_partial_sums_are_settled_once_after_the_last_backward():
+    """Of gradients that are partial sums after the first micro-batch, and after the loop."""
+    plan = "sequence"
+    net, _ = sharded((2,), plan)
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))
+    window, partial = accumulator.window([make_batch(2, seed=i) for i in range(2)]), []
+    for batch in window:
+        window.backward(criterion(net, batch))
+        partial.append(names_of_partial(net))
+    partial.append(names_of_partial(net))
+    window.step()
+    first, last, after = partial
+    assert first and first == last
+    assert after == []
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+@on_ranks(4, seconds=20)
+def test_norm_waits_for_no_group_that_only_some_ranks_have(what):
+    """As where a job makes its mesh twice: DTensor may place a result on the mesh of an earlier call, on some ranks."""
+    net, _ = sharded((2, 2), "tensor")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), max_norm=1e9)
+    norms = []
+    for replaces in (False, True):
+        window = accumulator.window([make_batch(2, seed=dist.get_rank() // 2)])
+        for batch in window:
+            window.backward(criterion(net, batch))
+        weight = net.blocks[0].up.weight
+        if replaces and dist.get_rank() == 3:
+            gradient = DTensor.from_local(weight.grad.to_local(), mesh, weight.placements)
+            if what == "parameter":
+                weight.data = DTensor.from_local(weight.to_local(), mesh, weight.placements)
+            weight.grad = gradient
+        norms.append(window.step().grad_norm)
+    assert abs(norms[1] - norms[0]) <= 1e-12

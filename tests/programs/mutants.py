@@ -1,0 +1,212 @@
+"""Changes the law, the feed and the window in one place at a time, at random, and runs the tests, which must fail.
+
+    python -m tests.programs.mutants --seed 7 --num 60               # prints a table of the mutants
+    python -m tests.programs.mutants --seed 7 --num 6 --only shares  # in the files whose path contains this
+    python -m tests.programs.mutants --seed 7 --num 60 --list        # runs nothing
+
+A mutant turns a condition, drops a statement, or changes a constant or an operator; a seed gives the same mutants of
+the same source, and a smaller number the first of them. Texts, annotations and assertions stay, since no test can see a
+change of them. Each mutant runs in a copy of the repository, against the tests that TESTS names for its file. A test
+that hangs has failed. This program is not part of the suite: a mutant takes 10 to 100 seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+HANG = 240  # seconds of one test
+# The tests of each file, which run in this order, after the examples in it; of tests/core where no folder is named.
+TESTS = {
+    "cutting": "cutting loaders feeding/by_cost window runs/update",
+    "feeding/by_cost": "feeding/by_cost law",
+    "law": "law waits cutting window state engines/ddp engines/ddp_shared meshes/context engines/fsdp2",
+    "sizes": "runs/update feeding/by_cost",
+    "tools/terminal": "tools/cli tools/plan tools/doctor",
+    "update": "law waits window engines/ddp extensions/noise",
+    "drawing": "law cutting feed loaders window feeding/by_cost runs/update runs/contrast engines/ddp engines/fsdp2",
+    "feed": "feed loaders state law window engines/ddp",
+    "guard": "window scaling parts heads engines/ddp engines/fsdp2",
+    "losses": "law waits scaling window heads engines/ddp runs/contrast",
+    "nonfinite": "scaling window engines/ddp runs/contrast engines/fsdp2",
+    "parts": "parts heads",
+    "planner": "law window feed loaders state limits engines/ddp engines/fsdp2",
+    "record": "law scaling extensions/noise engines/ddp",
+    "state": "state",
+    "stepping": "scaling window law extensions/noise state engines/ddp engines/fsdp2 wrappers/deepspeed",
+    "window": "law waits window scaling parts heads state extensions/noise engines/ddp engines/fsdp2 runs/update",
+}
+PAIRS = ["FloorDiv Mult", "Mult Div", "Add Sub", "And Or", "Lt LtE", "Gt GtE", "Eq NotEq", "Is IsNot", "In NotIn"]
+OPERATORS = {
+    getattr(ast, a): getattr(ast, b) for one, two in map(str.split, PAIRS) for a, b in ((one, two), (two, one))
+}
+CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: str  # under distaccum/, without .py
+    line: int
+    change: str
+    source: str  # of the whole file
+
+    @property
+    def place(self) -> str:
+        return f"{self.file}.py:{self.line}"
+
+
+def mutants_of(source: str, file: str = "") -> Iterator[Mutant]:
+    """All mutants of a file, each of valid Python that differs from it."""
+    lines = source.splitlines(keepends=True)
+
+    def offset(line: int, column: int) -> int:
+        return sum(map(len, lines[: line - 1])) + len(lines[line - 1].encode()[:column].decode())
+
+    for node, fresh in _changes(ast.parse(source)):
+        start, end = offset(node.lineno, node.col_offset), offset(node.end_lineno or 0, node.end_col_offset or 0)
+        before, after = source[start:end], "pass" if isinstance(fresh, ast.Pass) else f"({ast.unparse(fresh)})"
+        change = f"`{' '.join(before.split())}`: " + ("dropped" if after == "pass" else f"`{after[1:-1]}`")
+        yield Mutant(file, node.lineno, change, source[:start] + after + source[end:])
+
+
+def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, ast.AST]]:
+    """What can be changed in a node and below it, each with what takes its place."""
+    match node:
+        case ast.Expr(ast.Call()) | ast.Raise() | ast.Delete() | ast.AugAssign() | ast.Continue() | ast.Break():
+            yield node, ast.Pass()
+        case ast.Return(None) | ast.Assign([ast.Attribute() | ast.Subscript()]):  # a local name would be missing
+            yield node, ast.Pass()
+        case ast.If(test) | ast.While(test) | ast.IfExp(test) if not isinstance(test, ast.Compare):
+            yield test, ast.UnaryOp(ast.Not(), test)  # of a comparison the operator is changed
+        case ast.comprehension(ifs=tests):
+            yield from ((one, ast.UnaryOp(ast.Not(), one)) for one in tests)
+        case ast.Compare(left, operators, others):
+            for place, operator in enumerate(operators):
+                if other := OPERATORS.get(type(operator)):
+                    changed = [*operators[:place], other(), *operators[place + 1 :]]
+                    yield node, ast.Compare(left, changed, others)
+        case ast.BinOp(op=operator) | ast.BoolOp(op=operator) if other := OPERATORS.get(type(operator)):
+            yield node, type(node)(**{**dict(ast.iter_fields(node)), "op": other()})
+        case ast.Constant(bool(value)):
+            yield node, ast.Constant(not value)
+        case ast.Constant(int(value) | float(value)):
+            yield node, ast.Constant(value + 1)
+        case ast.Call(ast.Name(name) as called) if name in CALLS:
+            yield called, ast.Name(CALLS[name])
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns", "decorator_list", "type_params"):
+            for child in value if isinstance(value, list) else [value]:
+                if isinstance(child, ast.AST) and not _is_unseen(child):
+                    yield from _changes(child)
+
+
+def _is_unseen(node: ast.AST) -> bool:
+    """Texts, errors, assertions of the library's own mistakes, and what only a type checker or `==` reads."""
+    match node:
+        case ast.IfExp(_, one, other):
+            return _is_unseen(one) or _is_unseen(other)  # a choice of words
+        case ast.BinOp(left, operator):
+            return _is_unseen(left) or isinstance(operator, ast.BitOr)
+        case ast.Call(ast.Name(name)):
+            return name == "field" or name.endswith("Error")
+        case ast.FunctionDef(returns=ast.Name("str")) | ast.Constant(str()) | ast.keyword("strict"):
+            return True
+    return isinstance(node, ast.JoinedStr | ast.Assert)
+
+
+def chosen(seed: int, num: int, only: str = "") -> list[Mutant]:
+    files = [file for file in TESTS if only in file]
+    every = [one for file in files for one in mutants_of((ROOT / f"distaccum/{file}.py").read_text(), file)]
+    random.Random(seed).shuffle(every)
+    return every[:num]
+
+
+def copied_tree(folder: Path) -> Path:
+    """Copies tracked and new files; the tests run on that copy of the library."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def failed_tests(files: Sequence[str], words: Sequence[str], tree: Path) -> list[str]:
+    """The tests that fail, or the one that hangs."""
+    hangs = ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-n", "0", "-m", "not slow", *hangs, *words, *files]
+    environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "400"}
+    log = tree / "tests.log"
+    with log.open("w") as file:
+        status = subprocess.run(command, cwd=tree, env=environment, stdout=file, stderr=subprocess.STDOUT).returncode
+    text = log.read_text()
+    if status in (0, 5):  # 5: nothing was selected
+        return []
+    found = re.findall(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", text, re.MULTILINE)
+    begun = re.findall(r"^(\S+::.+?) *$", text, re.MULTILINE)  # without an outcome
+    return found or begun[-1:] or [f"status {status}: {' '.join(text.split())[-200:]}"]
+
+
+def files_of(mutant: Mutant) -> list[str]:
+    named = [name.rpartition("/") for name in TESTS[mutant.file].split()]
+    return [f"distaccum/{mutant.file}.py", *(f"tests/{folder or 'core'}/test_{name}.py" for folder, _, name in named)]
+
+
+def killer(mutant: Mutant, words: Sequence[str], tree: Path) -> str | None:
+    """The first test that fails with the mutant; None: it survives."""
+    path = tree / f"distaccum/{mutant.file}.py"
+    whole = path.read_text()
+    path.write_text(mutant.source)
+    try:
+        return next(iter(failed_tests(files_of(mutant), ["-x", *words], tree)), None)
+    finally:
+        path.write_text(whole)
+
+
+def run(mutants: Sequence[Mutant]) -> int:
+    """Prints a row for each mutant; returns the number that survived."""
+    survived = 0
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        tree = copied_tree(Path(folder))
+        files = sorted({file for mutant in mutants for file in files_of(mutant)})
+        broken = [test for file in files for test in failed_tests([file], [], tree)]
+        print(f"Left out, since they fail without a mutant: {', '.join(broken) or 'none'}\n")
+        print("| mutant | change | killed by |\n| --- | --- | --- |", flush=True)
+        for mutant in mutants:
+            test = killer(mutant, [f"--deselect={test}" for test in broken], tree)
+            survived += test is None
+            by = "**SURVIVED**" if test is None else f"`{test.removeprefix('tests/')}`"
+            print(f"| {mutant.place} | {mutant.change} | {by} |", flush=True)
+    print(f"\n{len(mutants) - survived} of {len(mutants)} killed")
+    return survived
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seed", type=int, default=7)
+    parser.add_argument("--num", type=int, default=60, help="mutants (60)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="only files whose path contains this")
+    parser.add_argument("--list", action="store_true", help="print the mutants and run nothing")
+    arguments = parser.parse_args()
+    mutants = chosen(arguments.seed, arguments.num, arguments.only)
+    if not mutants:
+        parser.error(f"no mutant of a file with {arguments.only!r} in its path, expected part of: {', '.join(TESTS)}")
+    if arguments.list:
+        print("\n".join(f"{one.place}: {one.change}" for one in mutants))
+        return 0
+    return 1 if run(mutants) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

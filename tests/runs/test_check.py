@@ -1,0 +1,440 @@
+"""check(): compares the accumulated gradient with the one big batch's on the user's model, and names the causes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.nn.functional import cross_entropy, dropout, normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError, Report, count_samples, count_tokens
+from tests.support.engines import zero
+
+Batch = dict[str, Tensor]
+
+
+def make_batch(size: int = 11, seed: int = 1) -> Batch:
+    """Rows of 5 tokens; the number of labels that count differs between rows, and a row's first label may count."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(0, 4, (size, 5), generator=generator)
+    labels[torch.rand(size, 5, generator=generator) < 0.4] = -100
+    labels[:, 4] = 1
+    return {
+        "x": torch.randn(size, 5, 3, generator=generator),
+        "y": torch.randint(0, 4, (size,), generator=generator),
+        "labels": labels,
+    }
+
+
+class Centred(nn.Module):
+    """Batch normalisation that is no layer of torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - x.mean(0) if self.training else x
+
+
+class Counting(nn.Module):
+    """Its output depends on the number of calls so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        return x * self.seen
+
+
+class Noise(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return dropout(dropout(x, 0.3, self.training), 0.3, self.training)
+
+
+def net(*layers: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(15, 8), *layers, nn.Tanh(), nn.Linear(8, 4))
+
+
+def token_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 4))
+
+
+def of_samples(model: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
+    return cross_entropy(model(batch["x"]), batch["y"], reduction=how)
+
+
+def of_tokens(model: nn.Module, batch: Batch, how: str = "mean") -> Tensor:
+    return cross_entropy(model(batch["x"]).flatten(0, 1), batch["labels"].flatten(), reduction=how)
+
+
+def shifted(model: nn.Module, batch: Batch) -> Tensor:
+    return cross_entropy(model(batch["x"])[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+
+def in_float32(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss in float32 for every dtype of the model, as in Hugging Face's language models."""
+    return cross_entropy(model(batch["x"]).float().flatten(0, 1), batch["labels"].flatten())
+
+
+def of_pairs(model: nn.Module, batch: Batch) -> Tensor:
+    outputs = normalize(model(batch["x"]), dim=1)
+    return cross_entropy(outputs @ outputs.T / 0.2, torch.arange(len(outputs)))
+
+
+def check(model: nn.Module, loss: Callable[[nn.Module, Batch], Any], **options: Any) -> Report:
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), **{"micro_batch_size": 5, **options})
+    return accumulator.check(make_batch(), lambda batch: loss(model, batch))
+
+
+TOKENS = count_tokens("labels")
+SHIFTED = count_tokens("labels", shift=True)
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "options"),
+    [
+        (net(), of_samples, {}),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"reduction": "sum"}),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"reduction": "sum_to_mean"}),
+        (token_net(), of_tokens, {"count": TOKENS}),
+        (token_net(), shifted, {"count": SHIFTED}),
+        (token_net(), lambda m, b: of_tokens(m, b, "sum"), {"count": TOKENS, "reduction": "sum_to_mean"}),
+        (net(nn.BatchNorm1d(8)).eval(), of_samples, {}),
+        (net(nn.LayerNorm(8), nn.GroupNorm(2, 8)), of_samples, {"micro_batch_size": 1}),
+        (net().bfloat16(), lambda m, b: of_samples(m, {**b, "x": b["x"].to(m[1].weight.dtype)}), {}),
+        (net().double(), lambda m, b: of_samples(m, {**b, "x": b["x"].double()}), {}),
+        (net(), of_samples, {"scaler": GradScaler("cpu", init_scale=64.0)}),
+        (
+            net(),
+            lambda m, b: {"a": of_samples(m, b), "b": m(b["x"]).square().sum()},
+            {"reduction": {"a": "mean", "b": "sum_to_mean"}, "count": {"a": count_samples, "b": TOKENS}},
+        ),
+    ],
+)
+def test_correct_setup_is_equivalent(model, loss, options):
+    report = check(model, loss, **options)
+    assert report.equivalent and not report.causes, report
+    assert report.worst <= report.bound and report.dtype == "float64" and report.samples == 11
+    assert sum(report.micro_batches) == -(-11 // options.get("micro_batch_size", 5))
+
+
+@pytest.mark.parametrize(
+    ("model", "loss", "options", "causes"),
+    [
+        (net(nn.BatchNorm1d(8)), of_samples, {}, ["batchnorm: .* 2 .BatchNorm1d"]),
+        (net(Centred()), of_samples, {}, ["loss: .*samples depend on each other"]),
+        (net(nn.Dropout(0.2), nn.Dropout(0.3)), of_samples, {}, ["dropout: .* 2, 3 .Dropout"]),
+        (net(Noise()), of_samples, {}, ["random: .*random numbers are drawn, or"]),
+        (net(), lambda m, b: of_samples(m, b) * (1 + random.random()), {}, ["random: "]),
+        (
+            net(nn.BatchNorm1d(8), nn.Dropout(0.3)),
+            lambda m, b: of_samples(m, b) * (1 + torch.rand(())),
+            {},
+            ["dropout: .* 3 .Dropout", "random: .*outside of dropout layers", "batchnorm: .* 2 .BatchNorm1d"],
+        ),
+        (net(Counting()), of_samples, {}, ["random: .*something is kept between calls"]),
+        (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
+        (net(), of_samples, {"reduction": "sum"}, ["reduction: the criterion averages over samples .* say 'mean'"]),
+        (
+            token_net(),
+            of_tokens,
+            {},
+            [r"count: .*the labels in 'labels' .*=count_tokens\('labels'\)"],
+        ),
+        (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
+        (token_net(), of_tokens, {"count": SHIFTED}, [r"count: .*count=count_tokens\('labels'\)"]),
+        (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
+        (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7, 7. for"]),
+        (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
+        (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": "auto"}, ["reduction: the criterion sums"]),
+        (
+            net(),
+            lambda m, b: {"a": of_samples(m, b), "b": of_samples(m, b, "sum")},
+            {"count": {"a": count_samples, "b": count_samples}},
+            ["reduction: the criterion of 'b' sums"],
+        ),
+        (
+            token_net(),
+            lambda m, b: (of_tokens(m, b, "none") * (w := 1.0 + b["y"].repeat_interleave(5))).sum() / w.sum(),
+            {},
+            ["loss: .* or it is a mean by weights of its own, whose sum count has to give"],
+        ),
+    ],
+)
+def test_report_names_each_cause(model, loss, options, causes):
+    report = check(model, loss, **options)
+    assert not report.equivalent and report.worst > report.bound
+    assert len(report.causes) == len(causes), report
+    text = "\n".join(report.causes)
+    for cause in causes:
+        assert re.search(cause, text), report
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_loss_in_float32_widens_the_bound(dtype):
+    model = token_net().to(dtype)
+    labels = torch.full((7, 12), -100)
+    for row, number in enumerate([2, 3, 8, 4, 11, 6, 3]):  # 37 in all: float32 rounds these shares
+        labels[row, :number] = 1
+    batch = {"x": torch.randn(7, 12, 3, dtype=dtype), "labels": labels}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
+    report = accumulator.check(batch, lambda part: in_float32(model, part))
+    assert report.equivalent and 1e-8 < report.worst < 1e-6 and report.bound == 1e-4, report
+    assert report.dtype == "float64" and "computes in float32 in part" in report.notes[0]
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    report = accumulator.check(batch, lambda part: in_float32(model, part))
+    assert "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1, report
+
+
+@pytest.mark.parametrize("labels", [[0, -100], [0, 1, -100], [0, -100, 1, -100], [0, 1, 2, -100, 1], [0, -100] * 6])
+def test_wrong_count_shows_in_few_samples_and_where_even_parts_keep_as_many_labels(labels):
+    model = nn.Linear(6, 3)
+    batch = {"x": torch.randn(len(labels), 6), "labels": torch.tensor(labels)}
+
+    def checked(count: Any) -> Report:
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2, count=count)
+        return accumulator.check(batch, lambda part: cross_entropy(model(part["x"]), part["labels"]))
+
+    report = checked(count_samples)
+    assert not report.equivalent and "count=count_tokens('labels')" in report.causes[0] and len(report.causes) == 1
+    assert checked(TOKENS).equivalent
+    if len(labels) > 4:  # parts of fewer samples keep one label each
+        assert not checked(lambda part: 1).equivalent
+
+
+def labels_of_three_parts(*ignored: int) -> Batch:
+    batch = make_batch(12)
+    for part in ignored:
+        batch["labels"][4 * part : 4 * part + 4] = -100
+    return batch
+
+
+def test_micro_batch_without_labels_is_named():
+    model, batch = token_net(), labels_of_three_parts(1)
+    report = Accumulator(model, micro_batch_size=4).check(batch, lambda b: of_tokens(model, b))
+    (cause,) = report.causes
+    assert not report.equivalent
+    assert cause.startswith("count: ") and cause.endswith("count=count_tokens('labels')")
+    batch["labels"][4:8, 0] = 1  # a loss on the next token ignores the first label
+    report = Accumulator(model, micro_batch_size=4, count=TOKENS).check(batch, lambda b: shifted(model, b))
+    (cause,) = report.causes
+    assert cause.endswith("count=count_tokens('labels', shift=True)")
+    report = check(net(), lambda m, b: of_samples(m, b) + (math.nan if len(b["x"]) == 3 else 0.0))
+    assert "loss: a micro-batch's loss is not finite, and the whole batch's is" in report.causes[0]
+
+
+def test_micro_batch_without_labels_is_left_out_where_they_are_counted():
+    model = token_net()
+    accumulator = Accumulator(model, micro_batch_size=4, count=TOKENS)
+    report = accumulator.check(labels_of_three_parts(1), lambda b: of_tokens(model, b))
+    assert report.equivalent and report.micro_batches == (2,)
+    with pytest.raises(DistaccumError, match="the loss of the whole batch is nan, and it or its gradient"):
+        Accumulator(model, micro_batch_size=4).check(labels_of_three_parts(0, 1, 2), lambda b: of_tokens(model, b))
+
+
+@pytest.mark.parametrize("loss", [lambda m, b: of_samples(m, b) * 0, lambda m, b: (m(b["x"]) - 99).relu().mean()])
+def test_gradient_of_zeros_is_refused(loss):
+    with pytest.raises(DistaccumError, match="zero in every parameter, so nothing was compared"):
+        check(net(), loss)
+
+
+def test_model_without_trainable_parameters_is_refused():
+    with pytest.raises(ValueError, match="no parameter of the model requires a gradient, so nothing can be compared"):
+        check(net().requires_grad_(False), of_samples)
+    assert check(net(nn.Linear(8, 8).requires_grad_(False)), of_samples).equivalent
+
+
+def test_check_restores_model_gradients_and_random_numbers():
+    model = net(nn.BatchNorm1d(8), nn.Dropout(0.2))
+    model[3].eval()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0, momentum=0.9), micro_batch_size=5)
+    of_samples(model, make_batch()).backward()
+    before, gradients = copy.deepcopy(model.state_dict()), [p.grad for p in model.parameters()]
+    values = [g.clone() for g in gradients]
+    modes, state, drawn = [m.training for m in model.modules()], torch.get_rng_state(), random.getstate()
+    batch = make_batch()
+    given = {key: one.clone() for key, one in batch.items()}
+    report = accumulator.check(batch, lambda part: of_samples(model, part))
+    assert [cause.split(":")[0] for cause in report.causes] == ["batchnorm"]
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) and before[name].dtype == after[name].dtype for name in before)
+    assert all(p.grad is g and torch.equal(g, v) for p, g, v in zip(model.parameters(), gradients, values, strict=True))
+    assert [m.training for m in model.modules()] == modes
+    assert torch.equal(torch.get_rng_state(), state) and random.getstate() == drawn
+    assert all(torch.equal(batch[key], given[key]) for key in given)
+    assert accumulator.index == 0 and not model[2]._forward_pre_hooks
+    with pytest.warns(UserWarning, match="2 normalise each micro-batch"):  # check() has not used up the warning
+        accumulator.split(batch)
+    with pytest.raises(KeyError):
+        accumulator.check(batch, lambda part: of_samples(model, part) + {}["a bug"])
+    after = model.state_dict()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_report_lists_the_worst_parameters_first(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    text = str(check(net(nn.BatchNorm1d(8)), of_samples))
+    lines = text.splitlines()
+    assert "accumulated in 3 micro-batches, one batch of 11: NOT equivalent" in lines[0]
+    assert all(len(line) <= 80 for line in lines)
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("gradient of"))
+    assert "float64" in lines[start]
+    errors = [float(line.split()[-1]) for line in lines[start + 1 : start + 7]]
+    assert errors == sorted(errors, reverse=True)
+    assert "to_groupnorm" in text
+
+
+def test_loss_that_cannot_be_cast_is_checked_in_its_own_dtype():
+    weight = torch.arange(1.0, 5.0)
+    report = check(net(), lambda m, b: cross_entropy(m(b["x"]), b["y"], weight))
+    assert not report.equivalent and report.dtype == "float32"  # a mean weighted by class
+    assert "a mean by weights of its own" in report.causes[0]
+    assert "not in float64: RuntimeError" in report.notes[0]
+    half = torch.full((4,), 0.5)
+    report = check(net(), lambda m, b: (m(b["x"]) @ half).square().mean())
+    assert report.equivalent and report.dtype == "float32" and 0 < report.worst < 1e-5
+
+
+def test_misuse_of_check_raises_a_clear_error():
+    model = net()
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=4)
+    with pytest.raises(ValueError, match="got 1 samples, expected at least two"):
+        accumulator.check(make_batch(1), lambda batch: of_samples(model, batch))
+    bad = make_batch()
+    bad["x"][3] = float("nan")
+    with pytest.raises(
+        DistaccumError, match="the loss of the whole batch is nan, and it or its gradient is not finite"
+    ):
+        accumulator.check(bad, lambda batch: of_samples(model, batch))
+    with pytest.raises(ValueError, match=r"loss_fn gave losses \['b'\], expected one for each of \['samples'\]"):
+        accumulator.check(make_batch(), lambda batch: {"b": of_samples(model, batch)})
+    with pytest.raises(ValueError, match="count gave 0 tokens for the whole batch"):
+        Accumulator(model, steps=2, count=TOKENS).check({**bad, "labels": bad["labels"] * 0 - 100}, lambda batch: 1)
+    assert accumulator.check(make_batch(), lambda batch: {"loss": of_samples(model, batch)}).equivalent
+    with pytest.raises(ValueError, match=r"check\(\) cuts a batch and no size was given"):
+        Accumulator(model).check(make_batch(), lambda batch: of_samples(model, batch))
+    accumulator = Accumulator(model, micro_batch_size=4)
+
+    def no_room(batch: Batch) -> Tensor:
+        if len(batch["x"]) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return of_samples(model, batch)
+
+    with pytest.raises(DistaccumError, match=r"the whole batch does not fit into memory, .* take a smaller one"):
+        accumulator.check(make_batch(), no_room)
+    for batch in accumulator.split(make_batch()):
+        with pytest.raises(DistaccumError, match="another window was requested"):
+            accumulator.check(batch, lambda part: of_samples(model, part))
+        break
+
+
+# Ranks
+
+
+def wrapped(kind: str, model: nn.Module) -> nn.Module:
+    if kind == "FSDP2":
+        from torch.distributed.fsdp import fully_shard
+
+        return fully_shard(model)
+    if kind == "FSDP1":
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
+    return DistributedDataParallel(model, gradient_as_bucket_view="views" in kind)
+
+
+LAYERS = {"batchnorm": [nn.BatchNorm1d(8)], "dropout": [nn.Dropout(0.2), nn.Dropout(0.3)]}
+LOSSES = {"count": of_tokens, "loss": of_pairs, "reduction": lambda m, b: of_samples(m, b, "sum")}
+CAUSES = ("", "batchnorm", "dropout", "count", "loss", "reduction")
+
+
+def over_ranks(kind: str) -> list[Report]:
+    found = []
+    for cause in CAUSES:
+        model = wrapped(kind, token_net() if cause == "count" else net(*copy.deepcopy(LAYERS.get(cause, []))))
+        batch = make_batch(*[(7, 1), (4, 2)][dist.get_rank()])
+        accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+        loss = LOSSES.get(cause, of_samples)
+        found.append(accumulator.check(batch, lambda part, model=model, loss=loss: loss(model, part)))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["DDP", "DDP views", "FSDP2", "FSDP1"])
+def test_ranks_report_the_same_verdict(ranks, kind):
+    for one, other, cause in zip(*ranks(2).run(over_ranks, kind), CAUSES, strict=True):
+        assert one == other and one.samples == 11 and one.micro_batches == (3, 2)
+        assert one.equivalent == (not cause), one
+        assert [found.split(":")[0] for found in one.causes] == ([cause] if cause else []), one
+
+
+def ranks_whose_count_is_right_alone() -> Report:
+    """Token counts are even within each rank and differ between ranks: only the job's big batch shows the error."""
+    batch = make_batch(6, seed=dist.get_rank())
+    batch["labels"] = torch.full((6, 5), 1)
+    if dist.get_rank():
+        batch["labels"][:, 1:] = -100
+    model = DistributedDataParallel(token_net())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    return accumulator.check(batch, lambda part: of_tokens(model, part))
+
+
+def test_count_wrong_only_between_ranks_is_found(ranks):
+    report = ranks(2).run(ranks_whose_count_is_right_alone)[0]
+    assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
+
+
+def a_batch_without_a_length() -> str:
+    model = DistributedDataParallel(net())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    with pytest.raises((DistaccumError, TypeError)) as caught:
+        accumulator.check(make_batch() if dist.get_rank() else "text", lambda b: of_samples(model, b))
+    return str(caught.value)
+
+
+def test_bad_batch_of_one_rank_raises_on_all_ranks(ranks):
+    one, other = ranks(2).run(a_batch_without_a_length)
+    assert (
+        "a str without tensors or lists of samples has no batch dimension" in one
+        and f"rank 0 could not begin the check (TypeError: {one}" in other
+    )
+
+
+def batches_of_other_widths() -> str:
+    model = DistributedDataParallel(token_net())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3, count=TOKENS)
+    width = 3 + dist.get_rank()
+    with pytest.raises(DistaccumError) as caught:
+        accumulator.check({k: v[:, :width] for k, v in make_batch().items() if k != "y"}, lambda b: of_tokens(model, b))
+    return str(caught.value)
+
+
+def test_batches_that_cannot_be_joined_are_refused(ranks):
+    assert all(
+        "cannot be joined into one" in message and "pad them" in message
+        for message in ranks(2).run(batches_of_other_widths)
+    )
+
+
+def with_deepspeed() -> str:
+    engine, _ = zero(1)(net(), 1.0)
+    with pytest.raises(DistaccumError) as caught:
+        Accumulator(engine, steps=2).check(make_batch(), lambda b: of_samples(engine, b))
+    return str(caught.value)
+
+
+def test_deepspeed_is_refused(ranks):
+    assert all("check() with DeepSpeed, which shows no gradient" in message for message in ranks(2).run(with_deepspeed))

@@ -1,0 +1,459 @@
+"""update(): a micro-batch that does not fit or an error in the loss undoes the window on all ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import itertools
+import random
+import weakref
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp import GradScaler
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam
+
+from distaccum import Accumulator, DistaccumError
+from distaccum.runs.memory import is_out_of_memory
+from distaccum.sizes import FIRST_WAIT, MicroBatchSize
+from tests.support.counting import Counting
+from tests.support.engines import COALESCES, KINDS, full_weights, fully_sharded
+from tests.support.problems import (
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_batch,
+    make_net_without_router,
+    refused,
+    run_window,
+    weights,
+)
+from tests.support.ranks import on_ranks
+
+
+class Raises(torch.autograd.Function):
+    """Raises in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
+        ctx.error = error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ctx.error
+
+
+class Limited:
+    """A loss that runs out of memory above `limit` samples, at the given place."""
+
+    def __init__(self, model: nn.Module, limit: float, where: str = "forward") -> None:
+        self.model, self.limit, self.where = model, limit, where
+        self.sizes: list[int] = []
+
+    def __call__(self, batch: Any) -> torch.Tensor:
+        self.sizes.append(len(batch["x"]))
+        too_large = torch.OutOfMemoryError("CUDA out of memory. Tried") if self.sizes[-1] > self.limit else None
+        if too_large and self.where == "forward":
+            raise too_large
+        outputs = self.model(batch["x"])
+        return (Raises.apply(outputs, too_large) if too_large else outputs).square().mean()
+
+
+def make(model: nn.Module | None = None, lr: float = 1.0, **options: Any) -> Any:
+    model = model or make_net_without_router()
+    return model, Accumulator(model, SGD(model.parameters(), lr=lr), **options)
+
+
+def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
+    """Weights after one step of SGD with lr=1 on all samples."""
+    optimizer = SGD(net.parameters(), lr=1.0)
+    optimizer.zero_grad()
+    loss_of(net, join(batches)).backward()
+    optimizer.step()
+    return weights(net)
+
+
+# One process
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("micro_batch_size", [13, "auto"])
+def test_micro_batch_that_does_not_fit_is_cut_smaller_and_the_size_is_remembered(where, micro_batch_size):
+    model, accumulator = make(micro_batch_size=micro_batch_size)
+    batch, loss_fn = make_batch(13, seed=1), Limited(model, 4, where)
+    update = accumulator.update(batch, loss_fn)
+    assert update.stepped and update.counts == {"samples": 13}
+    assert loss_fn.sizes == [13, 6, 3, 3, 3, 4]
+    assert error(weights(model), big_batch(make_net_without_router(), [batch])) <= 1e-12
+    model, other = make(micro_batch_size=micro_batch_size)
+    other.load_state_dict(accumulator.state_dict())
+    loss_fn = Limited(model, 4)
+    other.update(make_batch(12, seed=2), loss_fn)
+    assert loss_fn.sizes == [4, 4, 4]
+
+
+def test_single_sample_that_does_not_fit_is_an_error():
+    model, accumulator = make(micro_batch_size="auto")
+    before = weights(model)
+    with pytest.raises(DistaccumError, match=r"1 sample does not fit.*rank 0: OutOfMemoryError: CUDA out of memory."):
+        accumulator.update(make_batch(5, seed=1), Limited(model, 0))
+    assert torch.equal(weights(model), before) and all(p.grad is None for p in model.parameters())
+
+
+class Random(nn.Module):
+    """Uses dropout, running statistics, a buffer that it assigns, and numbers from `random`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1)).double()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = self.seen + 1
+        return self.layers(x.flatten(1)) * random.uniform(0.5, 1.0)
+
+
+def seeded() -> nn.Module:
+    torch.manual_seed(5)
+    random.seed(5)
+    return Random()
+
+
+@pytest.mark.filterwarnings("ignore:layers.1 normalise")
+def test_buffers_count_only_micro_batches_that_succeeded():
+    for first_size, counted in ((4, 9), (12, 12)):  # a size that fits at once, and one that is halved
+        model, accumulator = make(seeded(), 0.1, micro_batch_size=first_size)
+        for i in range(3):
+            accumulator.update(make_batch(12, seed=i), Limited(model, 5, "backward" if i else "forward"))
+        assert model.layers[1].num_batches_tracked == model.seen == counted
+
+
+@pytest.mark.filterwarnings("ignore:layers.1 normalise")
+@pytest.mark.parametrize("kind", [KeyError, KeyboardInterrupt])
+def test_undone_window_changes_no_later_bit(kind):
+    ends = []
+    for fails in (False, True):
+        model = seeded()
+        accumulator = Accumulator(model, Adam(model.parameters(), lr=0.1), micro_batch_size=4)
+        for i in range(3):
+            calls: list[int] = []
+
+            def loss_fn(batch, calls=calls, fails=fails, model=model):
+                calls.append(0)
+                outputs = model(batch["x"])
+                if fails and len(calls) == 3:
+                    raise kind
+                return outputs.square().mean()
+
+            with pytest.raises(kind) if fails else contextlib.nullcontext():
+                accumulator.update(make_batch(12, seed=i), loss_fn)
+            if fails:
+                accumulator.update(make_batch(12, seed=i), loss_fn)
+        ends.append(model.state_dict())
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_out_of_memory_errors_are_recognised_and_no_others():
+    with pytest.raises(RuntimeError) as host:
+        torch.empty(2**50)
+    with pytest.raises(MemoryError) as python:
+        bytearray(1 << 62)
+    wrapped = ValueError("while compiling")
+    wrapped.__cause__ = torch.OutOfMemoryError()
+    for one in (host.value, python.value, wrapped, RuntimeError("CUDA error: out of memory")):
+        assert is_out_of_memory(one)
+    for one in (RuntimeError("shapes differ"), KeyError("out of memory"), ValueError("out of memory")):
+        assert not is_out_of_memory(one)
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, KeyError])
+def test_failed_attempt_frees_its_tensors(kind):
+    model, accumulator = make(micro_batch_size="auto")
+    held: list[Any] = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        if len(batch["x"]) > 4:
+            activations = torch.ones(1000)
+            held.append(weakref.ref(activations))
+            raise kind
+        assert all(one() is None for one in held)  # before the smaller size is tried
+        return loss_of(model, batch)
+
+    gc.disable()
+    try:
+        with contextlib.suppress(KeyError):
+            accumulator.update(make_batch(13, seed=0), loss_fn)
+        assert held and held[-1]() is None
+    finally:
+        gc.enable()
+
+
+def test_size_recovers_up_to_the_given_number():
+    fit = MicroBatchSize(most=10)
+    assert fit.ran_out(10) and fit.size == 5  # another program used the memory for a while
+    seen = set()
+    for _ in range(20 * FIRST_WAIT):
+        seen.add(fit.size)
+        fit.succeeded(fit.size, 4)
+    assert sorted(seen)[:2] == [5, 7] and max(seen) == 10
+
+
+def test_longer_samples_are_not_proven_by_shorter_ones():
+    fit = MicroBatchSize(most=4)
+    for _ in range(2):
+        fit.succeeded(4, 2, width=100)
+    assert fit.is_proven(4, 100) and fit.is_proven(2, 50)
+    assert not fit.is_proven(4, 101) and not fit.is_proven(5, 100)
+
+
+def test_wrong_sizes_are_refused_at_once():
+    model = make_net_without_router()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for value in ("automatic", 2.5, 0):
+        with pytest.raises((TypeError, ValueError), match="micro_batch_size="):
+            Accumulator(model, optimizer, micro_batch_size=value)
+    with pytest.raises(ValueError, match=r"update\(\) cuts a batch and no size was given"):
+        Accumulator(model, optimizer).update(make_batch(2, seed=0), None)
+    with pytest.raises(ValueError, match=r"'auto' is for update\(\)"):
+        Accumulator(model, optimizer, batch_size=8, micro_batch_size="auto").windows([])
+
+
+def test_learned_size_yields_to_another_micro_batch_size():
+    model, small = make(lr=0.0, micro_batch_size=2)
+    small.update(make_batch(8, seed=0), Limited(model, 9))
+    for asked, sizes in ((4, [4, 4]), ("auto", [8])):
+        _, larger = make(model, 0.0, micro_batch_size=asked)
+        larger.load_state_dict(small.state_dict())
+        loss_fn = Limited(model, 9)
+        larger.update(make_batch(8, seed=0), loss_fn)
+        assert loss_fn.sizes == sizes
+
+
+def test_retry_leaves_the_scaler_as_found():
+    model = make_net_without_router().float()
+    scaler = GradScaler("cpu", init_scale=256.0, growth_interval=3)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", scaler=scaler)
+    batches = [make_batch(8, seed=i, dtype=torch.float32) for i in range(2)]
+    accumulator.update(batches[0], Limited(model, 8))
+    at_start = scaler.state_dict()
+    seen = []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        seen.append((scaler.get_scale(), scaler.state_dict()))
+        return Limited(model, 3, "backward")(batch)
+
+    accumulator.update(batches[1], loss_fn)
+    assert len(seen) > 4 and all(one == (256.0, at_start) for one in seen)
+    assert scaler.state_dict() == {**at_start, "_growth_tracker": 2}
+    expected = make_net_without_router().float()
+    for batch in batches:
+        big_batch(expected, [batch])
+    assert error(weights(model), weights(expected)) <= 1e-6
+
+
+# Ranks
+
+
+def wrap(kind: str) -> Any:
+    """The model, the function that reads its weights, and its dtype."""
+    net = make_net_without_router()
+    if kind.startswith("ZeRO"):
+        return KINDS[kind].wrap(net.float(), 1.0)[0], KINDS[kind].weights, torch.float32
+    return DistributedDataParallel(net) if kind == "DDP" else fully_sharded()(net, 1.0)[0], full_weights, torch.float64
+
+
+def waits_for_a_lost_rank(where: str) -> str:
+    """Rank 0's error after rank 1 has left, in a group that is unusable afterwards."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+    is_gone = dist.get_rank() == 1
+    if is_gone and where == "planning":
+        return ""
+    try:
+        for window in accumulator.windows([torch.ones(2, 3)]):
+            for x in window:
+                loss = model(x).mean()
+                if is_gone:
+                    return ""
+                window.backward(loss)
+    except DistaccumError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("where", ["planning", "reducing backward"])
+def test_lost_rank_is_recognised_by_a_failed_collective(ranks, where):
+    zero, _ = ranks(2).run(waits_for_a_lost_rank, where)
+    assert zero.startswith("rank 0 lost contact with the other ranks")
+
+
+BUG, NO_MEMORY, EVERY_RANK = "a bug", "CUDA out of memory.", -1
+FAULTS = list(itertools.product((BUG, NO_MEMORY), ("loss", "backward")))
+
+
+def updates(kind: str, fault: tuple[str, str], at: tuple[int, int], sizes: list[int], options: dict[str, Any]) -> Any:
+    """Runs updates with a fault in one rank's n-th micro-batch; returns the message, the largest error and leaks."""
+    rank, (text, where) = dist.get_rank(), fault
+    model, read, dtype = wrap(kind)
+    optimizer = None if kind.startswith("ZeRO") else SGD(model.parameters(), lr=1.0)
+    accumulator = Accumulator(model, optimizer, **options)
+    calls, message, wrong, leaks = 0, "", [], []
+
+    def loss_fn(batch: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        here = at[0] in (rank, EVERY_RANK) and calls == at[1]
+        error = torch.OutOfMemoryError(text) if text == NO_MEMORY else RuntimeError(text)
+        if here and where == "loss":
+            raise error
+        outputs = model(batch["x"])
+        return (Raises.apply(outputs, error) if here else outputs).square().mean()
+
+    for i in range(4):
+        batches = [make_batch(max(0, size + i), seed=10 * i + r, dtype=dtype) for r, size in enumerate(sizes)]
+        before, plain = read(model).double(), make_net_without_router()
+        for attempt in range(2):
+            try:
+                update = accumulator.update(batches[rank], loss_fn)
+                break
+            except (DistaccumError, RuntimeError) as caught:
+                message = f"{type(caught).__name__}: {caught}"
+                assert attempt == 0
+                leaks += leaked(model)
+        assert update.index == i
+        nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+        loss_of(plain, {"x": join(batches)["x"].double()}).backward()
+        wrong.append(error(before - read(model).double(), gradient(plain)))
+        leaks += leaked(model)
+    return message, max(wrong), leaks
+
+
+def leaked(model: Any) -> list[str]:
+    if hasattr(model, "save_checkpoint"):
+        return []
+    found = [name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.any())]
+    return found + ["the flag"] * (not getattr(model, "require_backward_grad_sync", True))
+
+
+OPTIONS = {
+    "DDP": {"micro_batch_size": 3},
+    "DDP, auto": {"micro_batch_size": "auto"},
+    "DDP, every": {"micro_batch_size": 3, "sync": "every"},
+    "FSDP2": {"micro_batch_size": 3},
+    "FSDP2, gathered": {"micro_batch_size": 3, "sync": "gathered"},
+    "FSDP2, auto": {"micro_batch_size": "auto"},
+    **{
+        f"ZeRO {stage}": {"micro_batch_size": 3} for stage in range(3 if COALESCES else 2)
+    },  # 2 reduces in each backward
+}
+IN_THE_LOSS = [(BUG, "loss"), (NO_MEMORY, "loss")]
+UNPROVEN = list(itertools.product(FAULTS, [(0, 1), (1, 1), (1, 2), (0, 4)]))
+# No reduction starts before all ranks have succeeded, at any micro-batch until a size is proven, and then up to the
+# last loss. Under FSDP2 with sync='last' a given size counts as proven: the last backward reduces at once.
+SCENES = {
+    **{f"{kind}, unproven": (kind, UNPROVEN, [7, 5]) for kind in OPTIONS if "ZeRO" not in kind and kind != "FSDP2"},
+    "FSDP2, on all ranks": ("FSDP2", list(itertools.product(FAULTS, [(EVERY_RANK, n) for n in (1, 2, 3, 8)])), [7, 7]),
+    **{
+        f"{kind}, proven": (kind, list(itertools.product(IN_THE_LOSS, [(0, 10), (1, 6), (1, 8)])), [9, 6])
+        for kind in ("DDP", "DDP, every", "FSDP2, gathered")
+    },
+    **{
+        f"{kind}, beside a rank without samples": (kind, [((NO_MEMORY, "loss"), (0, 2))], [7, -3])
+        for kind in ("DDP", "DDP, auto", "DDP, every")
+    },
+    **{kind: (kind, list(itertools.product(FAULTS, [(1, 2), (0, 6)])), [7, 5]) for kind in OPTIONS if "ZeRO" in kind},
+}
+
+
+@pytest.mark.parametrize(("kind", "cases", "sizes"), SCENES.values(), ids=SCENES)
+@on_ranks(2)
+def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, cases, sizes):
+    for fault, at in cases:
+        message, wrong, leaks = updates(kind.partition(",")[0], fault, at, sizes, OPTIONS[kind])
+        assert wrong <= (1e-5 if "ZeRO" in kind else 1e-10) and not leaks
+        if fault[0] == NO_MEMORY:
+            assert not message
+        elif at[0] in (dist.get_rank(), EVERY_RANK):
+            assert message == f"RuntimeError: {fault[0]}"
+        else:
+            assert message.startswith(f"DistaccumError: rank {at[0]} failed in update ") and fault[0] in message
+
+
+@on_ranks(2)
+def test_update_adds_one_small_collective():
+    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
+    model, accumulator = make(DistributedDataParallel(make_net_without_router()), 0.1, micro_batch_size=2)
+    for i, reductions in enumerate([3, 3, 2, 2]):
+        with Counting() as counting:
+            accumulator.update(make_batch(8, seed=i), partial(loss_of, model)).loss  # noqa: B018
+            names = [name for name, _ in counting.take()]
+        assert (names.count("allgather_"), sum("allreduce" in name for name in names)) == (2, reductions)
+
+
+@on_ranks(2)
+def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
+    rank = dist.get_rank()
+    model, accumulator = make(DistributedDataParallel(make_net_without_router()), micro_batch_size="auto")
+    before = weights(model)
+    said = refused(accumulator.update, make_batch(4, seed=rank), Limited(model, 0 if rank == 1 else 9))
+    assert torch.equal(weights(model), before)
+    batches = [make_batch(4, seed=10 + r) for r in range(2)]
+    accumulator.update(batches[rank], Limited(model, 9))
+    assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
+    assert "1 sample does not fit into the memory of rank 1" in said
+
+
+@pytest.mark.parametrize("static", [False, True])
+@on_ranks(2)
+def test_update_equals_its_documented_loop(static):
+    """Also for buffers: DDP broadcasts them before the window, not in a forward that some rank may not run."""
+    ends = []
+    for closure in (False, True):
+        torch.manual_seed(5)
+        net = nn.Sequential(nn.Flatten(), nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+        ddp = DistributedDataParallel(net, static_graph=static)
+        model, accumulator = make(ddp, 0.1, micro_batch_size=3, batchnorm="ignore")
+        for i in range(5):
+            batch = make_batch(7, seed=10 * i + dist.get_rank())
+            if closure:
+                accumulator.update(batch, partial(loss_of, model))
+            else:
+                run_window(accumulator.split(batch), model).step()
+        ends.append(torch.cat([value.double().flatten() for value in model.state_dict().values()]))
+    assert error(*ends) <= 1e-12
+
+
+def one_rank_fails_to_step() -> list[str]:
+    model = wrap("DDP")[0]
+    optimizer = SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, optimizer, micro_batch_size=3)
+
+    def fail(*_: object) -> None:
+        if accumulator.index == 3 and dist.get_rank() == 1:  # the size is proven by now
+            raise ZeroDivisionError("in the optimizer")
+
+    optimizer.register_step_pre_hook(fail)
+    messages = []
+    for i in range(5):
+        try:
+            accumulator.update(make_batch(6, seed=i), lambda batch: loss_of(model, batch))
+        except (ZeroDivisionError, DistaccumError) as error:
+            messages.append(f"{type(error).__name__}: {error}")
+    return messages
+
+
+def test_error_in_one_ranks_step_stops_all_ranks_before_the_next_window(ranks):
+    zero, one = ranks(2).run(one_rank_fails_to_step)
+    assert one[0] == "ZeroDivisionError: in the optimizer"
+    assert zero[0].startswith("DistaccumError: ranks disagree on the update's index (rank 0: 4, rank 1: 3)")
+    assert one[1] == zero[0]

@@ -1,0 +1,270 @@
+"""The wrappers on which the law is tested: how each is made, and how every rank reads all of its weights."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from distaccum import Accumulator, Extension
+from tests.support.problems import CASES, Batch, Net, error, join, make_net, micro_batches_of
+
+sys.path.append(str(Path(__file__).parents[2] / "launch"))
+import wrappers
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One way to wrap a net for training with SGD."""
+
+    wrap: Callable[..., tuple[nn.Module, Any]]  # net, learning rate, max_norm=None -> model, optimizer
+    weights: Callable[[nn.Module], Tensor]  # all in one vector, in the order of the net's parameters
+    policies: tuple[str, ...] = ("last", "every")
+    world: int = 2
+    dtype: torch.dtype = torch.float64
+    extensions: Callable[[], Sequence[Extension]] = tuple
+
+    @property
+    def bound(self) -> float:
+        return 1e-10 if self.dtype == torch.float64 else 1e-5
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def full_weights(model: nn.Module) -> Tensor:
+    return torch.cat([full(parameter).detach().flatten() for parameter in model.parameters()]).clone()
+
+
+def full_gradient(model: nn.Module) -> Tensor:
+    """None counts as zeros."""
+    return torch.cat(
+        [torch.zeros(p.shape).flatten() if p.grad is None else full(p.grad).flatten() for p in model.parameters()]
+    )
+
+
+def with_sgd(model: nn.Module, lr: float) -> tuple[nn.Module, SGD]:
+    return model, SGD(model.parameters(), lr=lr)
+
+
+def plain(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+    return with_sgd(net, lr)
+
+
+def ddp(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+    return with_sgd(wrappers.ddp(net, find_unused_parameters=True), lr)  # no loss uses the router
+
+
+def layers(net: Any) -> list[nn.Module]:
+    return [net.body[0], net.body[2]]
+
+
+def fully_sharded(*, parts: bool = True, **options: Any):
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+        return with_sgd(wrappers.fully_sharded(net, layers(net) if parts else [], **options), lr)
+
+    return wrapped
+
+
+def fsdp1(strategy: str, *, parts: bool = True, **options: Any):
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+        mesh = {"device_mesh": wrappers.mesh_of(net, (2, 2))} if strategy.startswith("HYBRID") else {}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # NO_SHARD is deprecated
+            found = wrappers.fsdp1(net, layers(net) if parts else [], strategy=strategy, **mesh, **options)
+        return with_sgd(found, lr)
+
+    return wrapped
+
+
+def summoned_weights(model: nn.Module) -> Tensor:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    with FullyShardedDataParallel.summon_full_params(model):
+        by_name = dict(model.named_parameters())
+        tidy = {name.replace("_fsdp_wrapped_module.", ""): p.detach().flatten() for name, p in by_name.items()}
+        return torch.cat([tidy[name] for name, _ in Net().named_parameters()]).clone()
+
+
+def zero(stage: int, **config: Any):
+    """A DeepSpeed engine."""
+
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
+        import_deepspeed()
+        return wrappers.deepspeed(net, SGD(net.parameters(), lr=lr), zero_config(stage, max_norm, **config))
+
+    return wrapped
+
+
+def zero_config(stage: int, max_norm: float | None = None, **config: Any) -> dict[str, Any]:
+    return wrappers.zero_config(
+        stage, **{"gradient_clipping": 0.0 if max_norm in (None, math.inf) else max_norm, **config}
+    )
+
+
+def import_deepspeed() -> Any:
+    """Uses this process's gloo group and compiles nothing; the environment stays set for the tests."""
+    os.environ.update({**wrappers.deepspeed_variables(), "LOCAL_RANK": str(dist.get_rank())})
+    warnings.filterwarnings("ignore", message=".*model_fields.*")  # of DeepSpeed 0.18, with a newer pydantic
+    warnings.filterwarnings("ignore", category=FutureWarning, module="deepspeed")
+    if not COALESCES:
+        warnings.filterwarnings("ignore", message="ZeRO stage . reduces gradients in each micro-step")
+    return wrappers.import_deepspeed()
+
+
+def zero_weights(engine: Any) -> Tensor:
+    import deepspeed
+
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters) if engine.zero_optimization_stage() == 3 else nullcontext():
+        return torch.cat([p.detach().flatten() for p in parameters]).clone()
+
+
+DEEPSPEED = tuple(int(part) for part in metadata.version("deepspeed").split(".")[:3])
+TORCH = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+COALESCES, HAS_UNMANAGED = DEEPSPEED >= (0, 19, 2), DEEPSPEED >= (0, 19, 4)
+
+
+def zero_kind(stage: int, world: int = 2, **config: Any) -> Kind:
+    if stage < 2:
+        policies: tuple[str, ...] = ("last",)
+    else:
+        policies = ("last", "every") if COALESCES and not config else ("every",)  # elsewhere 'last' warns
+    return Kind(zero(stage, **config), zero_weights, policies, world, torch.float32)
+
+
+UNMANAGED = {"managed_gradient_accumulation": False}
+SHARDED = ("last", "every", "gathered")
+HYBRID = (*SHARDED, "replicas")
+
+
+def wide_sums() -> list[Any]:
+    from distaccum.extensions import WideSums  # which the core alone has not
+
+    return [WideSums(torch.float64)]
+
+
+KINDS: dict[str, Kind] = {
+    "plain": Kind(plain, full_weights, world=1),
+    "DDP": Kind(ddp, full_weights),
+    "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=wide_sums),
+    "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
+    "FSDP2, root only": Kind(fully_sharded(parts=False), full_weights, SHARDED),
+    "FSDP2, parts": Kind(fully_sharded(root=False), full_weights, SHARDED),
+    "FSDP2, one rank": Kind(fully_sharded(), full_weights, SHARDED, world=1),
+    "FSDP2, kept after forward": Kind(fully_sharded(reshard_after_forward=False), full_weights, ("last",)),
+    "HSDP, 2 replicas of 1 shard": Kind(fully_sharded(shape=(2, 1)), full_weights, HYBRID),
+    "HSDP, 2 replicas of 2 shards": Kind(fully_sharded(shape=(2, 2)), full_weights, HYBRID, world=4),
+    "FSDP1": Kind(fsdp1("FULL_SHARD"), summoned_weights),
+    "FSDP1, flat parameters": Kind(fsdp1("FULL_SHARD", use_orig_params=False), summoned_weights),
+    "FSDP1, root only": Kind(fsdp1("FULL_SHARD", parts=False), summoned_weights),
+    "FSDP1, parts": Kind(fsdp1("FULL_SHARD", root=False), summoned_weights),
+    "FSDP1, SHARD_GRAD_OP": Kind(fsdp1("SHARD_GRAD_OP"), summoned_weights),
+    "FSDP1, NO_SHARD": Kind(fsdp1("NO_SHARD"), summoned_weights),
+    "FSDP1, HYBRID_SHARD": Kind(fsdp1("HYBRID_SHARD"), summoned_weights, world=4),
+    **{f"ZeRO {stage}": zero_kind(stage) for stage in range(4)},
+    "ZeRO 2, one rank": zero_kind(2, world=1),
+    **({f"ZeRO {stage}, unmanaged": zero_kind(stage, **UNMANAGED) for stage in range(4)} if HAS_UNMANAGED else {}),
+}
+
+
+def big_batch_at(case: str, at: Tensor, micro_batches: list[Batch]) -> tuple[float, Tensor]:
+    """Loss and gradient of the criterion on all samples at these weights, in float64."""
+    loss_fn, how, reduction, _ = CASES[case]
+    net = Net()
+    nn.utils.vector_to_parameters(at.double(), net.parameters())
+    batch = join(micro_batches)
+    batch["x"] = batch["x"].double()
+    loss = loss_fn(net, batch, "mean" if reduction == "sum_to_mean" else how)
+    loss.backward()
+    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
+    return loss.item(), torch.cat([g.flatten() for g in gradient])
+
+
+@dataclass
+class Seen:
+    """The errors of one window on one rank."""
+
+    gradient: float  # error of the change of the weights, which equals the gradient's
+    loss: float
+    length: int
+    turns: int
+    norm: float | None = None
+
+
+class Run:
+    """A net under one kind of wrapper; each of its windows is compared with the one big batch."""
+
+    def __init__(self, name: str, case: str = "samples mean", **options: Any) -> None:
+        self.kind, self.case = KINDS[name], case
+        _, _, reduction, count = CASES[case]
+        self.lr = 1 / 32 if reduction == "sum" else 1.0
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr, options.get("max_norm"))
+        options = {"extensions": self.kind.extensions(), "reduction": reduction, "count": count, **options}
+        self.accumulator = Accumulator(self.model, self.optimizer, **options)
+
+    def weights(self) -> Tensor:
+        return self.kind.weights(self.model)
+
+    def micro_batches(self, layout: Any, index: int) -> list[Batch]:
+        return micro_batches_of(layout, index, self.rank, self.kind.dtype)
+
+    def exact(self, at: Tensor, layout: Any, index: int) -> tuple[float, Tensor]:
+        batches = [b for r in range(self.world) for b in micro_batches_of(layout, index, r, self.kind.dtype)]
+        return big_batch_at(self.case, at, batches)
+
+    def window(self, layout: Any, index: int, max_norm: float = math.inf) -> Seen:
+        loss_fn, how, *_ = CASES[self.case]
+        before = self.weights()
+        window = self.accumulator.window(self.micro_batches(layout, index))
+        turns = 0
+        for micro_batch in window:
+            assert window.stand_in == (turns >= len(window))
+            window.backward(loss_fn(self.model, micro_batch, how))
+            turns += 1
+        update = window.step()
+        assert update.stepped
+        loss, exact = self.exact(before, layout, index)
+        norm = float(exact.norm())
+        moved = (before.double() - self.weights().double()) / self.lr
+        wrong = error(moved, exact * min(1.0, max_norm / norm))
+        off = None if update.grad_norm is None else abs(update.grad_norm - norm) / norm
+        return Seen(wrong, abs(update.loss - loss) / abs(loss), len(window), turns, off)
+
+
+# A window lists the micro-batch sizes of each rank, for up to four ranks.
+LAYOUTS = [
+    [[3, 3, 3]] * 4,
+    [[4], [4], [4], [4]],  # short
+    [[1, 6, 2], [5, 1, 3], [2, 2, 9], [1, 1, 1]],  # uneven sizes
+    [[3, 2], [5], [1, 1, 1], [2]],  # uneven counts
+    [[2, 3, 1], [], [1], [4, 4]],  # a dry rank
+    [[], [2, 1, 4], [1], []],
+]
+FOR_ONE_RANK = LAYOUTS[:4]
+
+
+def law(name: str, case: str, layouts: Sequence[Any], **options: Any) -> list[Seen]:
+    """Consecutive windows on this rank, each compared with the one big batch."""
+    run = Run(name, case, **options)
+    return [run.window(layout, index) for index, layout in enumerate(layouts)]
+
+
+def laws(name: str, sync: str, cases: Sequence[str] = tuple(CASES)) -> dict[str, list[Seen]]:
+    """All windows of these losses on this rank."""
+    layouts = LAYOUTS if KINDS[name].world > 1 else FOR_ONE_RANK
+    return {case: law(name, case, layouts, sync=sync) for case in cases}

@@ -1,0 +1,88 @@
+"""Compares windows on this rank with one big batch in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.engines import full, full_gradient
+from tests.support.problems import (
+    Batch,
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_net_without_router,
+    micro_batches_of,
+    run_window,
+)
+
+Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
+
+
+def own(layout: Layout, index: int = 0, dtype: torch.dtype = torch.float64) -> list[Batch]:
+    """This rank's micro-batches."""
+    return micro_batches_of(layout, index, dist.get_rank(), dtype)
+
+
+def everything(layout: Layout, index: int = 0, dtype: torch.dtype = torch.float64) -> Batch:
+    """The micro-batches of all ranks in one batch, in float64."""
+    whole = join([batch for rank in range(len(layout)) for batch in micro_batches_of(layout, index, rank, dtype)])
+    return {**whole, "x": whole["x"].double()}
+
+
+def gradients_off(
+    model: nn.Module,
+    accumulator: Any,
+    layouts: Iterable[Layout],
+    make: Callable[[], nn.Module] = make_net_without_router,
+    loss_fn: Callable[..., Tensor] = loss_of,
+) -> list[float]:
+    """The error of the gradient of each window; the optimizer's rate is 0, `make` makes the same net."""
+    found = []
+    for index, layout in enumerate(layouts):
+        window = run_window(accumulator.window(own(layout, index)), model, loss_fn)
+        plain = make()
+        loss_fn(plain, everything(layout, index)).backward()
+        found.append(error(full_gradient(model), gradient(plain)))
+        window.step()
+    return found
+
+
+def flat(parameters: Iterable[Tensor]) -> Tensor:
+    return torch.cat([full(parameter).detach().flatten() for parameter in parameters]).double().clone()
+
+
+def step_off(
+    model: nn.Module,
+    window: Any,
+    plain: nn.Module,
+    whole: Any,
+    loss_fn: Callable[..., Tensor] = loss_of,
+    run: Callable[[Any], object] | None = None,
+    clip: float = math.inf,
+    read: Callable[[nn.Module], Tensor] = lambda model: flat(model.parameters()),
+) -> tuple[float, ...]:
+    """Errors of an SGD step with a rate of 1, of the norm before clipping (0: none was taken) and of the loss.
+
+    `plain` has the loss `loss_fn(plain, whole)` on the big batch; `run` runs a micro-batch with another. `read` reads
+    all weights.
+    """
+    before = read(model).double()
+    for batch in window:
+        run(batch) if run is not None else window.backward(loss_fn(model, batch))
+    update = window.step()
+    nn.utils.vector_to_parameters(before.clone(), plain.parameters())
+    plain.zero_grad()
+    loss = loss_fn(plain, whole)
+    loss.backward()
+    norm = float(gradient(plain).norm())
+    exact = gradient(plain) * min(1.0, clip / (norm + 1e-6))
+    of_norm = 0.0 if update.grad_norm is None else abs(update.grad_norm - norm) / norm
+    moved = before - read(model).double()
+    return error(moved, exact), of_norm, abs(update.loss - loss.item()) / max(1.0, abs(loss.item()))

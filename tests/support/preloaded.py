@@ -1,0 +1,44 @@
+"""The slow imports, made once by the server that forks ranks and programs (multiprocessing's forkserver).
+
+They cost 10 seconds of a core; a fork costs a twentieth of a second.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # DeepSpeed reads it on import
+sys.path.insert(0, str(Path(__file__).parents[2] / "launch"))
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import accelerate
+    import deepspeed
+    import matplotlib
+    import torch
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot
+    import prove
+    import torchvision
+    import train
+
+    with suppress(ImportError):  # deepspeed.initialize imports this optimizer, which compiles on import
+        import deepspeed.runtime.zero.muon.muon_optimizer
+
+import distaccum.accumulator
+import distaccum.tools.cli
+
+torch.set_num_threads(1)
+LOADED = (accelerate, deepspeed, torch, torchvision, distaccum.accumulator)
+PROGRAMS = {"train": train.main, "prove": prove.main, "distaccum": distaccum.tools.cli.main}
+gc.collect()
+gc.freeze()  # or each fork's first collection would copy all pages that it visits

@@ -1,0 +1,181 @@
+"""Starts the programs under launch/ as real processes, forked from one that has done the slow imports."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import resource
+import runpy
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+from tests.support.ranks import fork, may_have_children
+
+ROOT = Path(__file__).parents[2]
+SECONDS = 60  # per program; a longer run counts as a hang
+
+
+@dataclass(frozen=True)
+class Done:
+    status: int  # negative: killed by this signal
+    text: str  # its output on both streams
+    errors: str = ""  # its stderr, if kept separately
+
+
+class Program:
+    """A process that runs a program."""
+
+    def __init__(self, process: BaseProcess, log: Path, errors: Path) -> None:
+        self._process, self._log, self._errors = process, log, errors
+
+    @property
+    def text(self) -> str:
+        return self._log.read_text() if self._log.exists() else ""  # no file: killed before it printed
+
+    @property
+    def errors(self) -> str:
+        return self._errors.read_text() if self._errors.exists() else ""
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self._process.pid or 0, number)
+
+    def wait(self, seconds: float = SECONDS) -> Done:
+        return wait_for([self], seconds)[0]
+
+
+def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
+    """Waits for all. After a failure the others may wait for the failed one, so they get only a few seconds more."""
+    until = time.monotonic() + seconds
+    statuses: dict[int, int] = {}
+    while len(statuses) < len(programs):
+        for i, one in enumerate(programs):
+            if i not in statuses and (status := one.poll()) is not None:
+                statuses[i] = status
+                until = min(until, time.monotonic() + 10) if status else until
+        if time.monotonic() > until:
+            left = [one for i, one in enumerate(programs) if i not in statuses]
+            for one in left:
+                one.send(signal.SIGABRT)  # SIGABRT prints its stack
+            patience = time.monotonic() + 5
+            while any(one.poll() is None for one in left) and time.monotonic() < patience:
+                time.sleep(0.02)
+            for one in left:
+                one.send(signal.SIGKILL)
+            texts = [
+                f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}{p.errors}"
+                for i, p in enumerate(programs)
+            ]
+            raise AssertionError("\n".join(texts))
+        time.sleep(0.02)
+    return [Done(statuses[i], one.text, one.errors) for i, one in enumerate(programs)]
+
+
+def wait_until(seen: Callable[[], object], program: Program, seconds: float = SECONDS) -> bool:
+    """Whether `seen` became true before the program ended."""
+    until = time.monotonic() + seconds
+    while not seen():
+        if program.poll() is not None:
+            return False
+        assert time.monotonic() < until, program.text
+        time.sleep(0.005)
+    return True
+
+
+class Programs:
+    """`programs.run("train", "--updates", "2")`; `ranks=2` starts two, as a launcher would.
+
+    A program is one of `preloaded.PROGRAMS`, a script ("launch/bench/law.py"), or "-c" with Python code as its first
+    argument.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[Program] = []
+
+    def start(
+        self, program: str, *arguments: object, cwd: Path | None = None, own_stderr: bool = False, **environment: str
+    ) -> Program:
+        """With `own_stderr`, stderr goes to a file of its own."""
+        log = self._folder / f"{len(self._started)}.log"
+        errors = log.with_suffix(".errors")
+        words = [str(argument) for argument in arguments]
+        cwd = cwd or self._folder  # a run without --out writes here
+        logs = [str(log), str(errors if own_stderr else log)]
+        process = fork(run, program, words, logs, cwd, environment)
+        self._started.append(Program(process, log, errors))
+        return self._started[-1]
+
+    def start_ranks(self, ranks: int, program: str, *arguments: object, **environment: str) -> list[Program]:
+        port = free_port()
+        job = {
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+        }
+        return [
+            self.start(program, *arguments, **job, RANK=str(rank), LOCAL_RANK=str(rank), **environment)
+            for rank in range(ranks)
+        ]
+
+    def run(self, program: str, *arguments: object, ranks: int = 1, **environment: str) -> Done:
+        """Rank 0's result; all ranks must have ended with the same status."""
+        if ranks == 1:
+            return self.start(program, *arguments, **environment).wait()
+        ended = wait_for(self.start_ranks(ranks, program, *arguments, **environment))
+        assert len({done.status for done in ended}) == 1, "\n".join(done.text for done in ended)
+        return ended[0]
+
+    def stop(self) -> None:
+        """Ends the programs that still run."""
+        for one in self._started:
+            one.send(signal.SIGKILL)
+
+
+def free_port() -> str:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return str(found.getsockname()[1])
+
+
+def run(program: str, arguments: list[str], logs: list[str], cwd: Path, environment: dict[str, str]) -> None:
+    """Runs the program in a process that was forked for it, and ends with its status."""
+    may_have_children()
+    for stream, log in enumerate(logs, start=1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    faulthandler.enable(2)
+    os.environ.update(environment)
+    sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.argv[0] = program if program == "distaccum" else f"{program}.py"
+    os.chdir(cwd)
+    if limit := os.environ.get("LARGEST_FILE"):  # in bytes; simulates a full disk
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
+    sys.exit(_main_of(program)(arguments))
+
+
+def _main_of(program: str) -> Callable[[list[str]], int | None]:
+    """The program's main function. Scripts and code run as under `python`."""
+    from tests.support import preloaded
+
+    def script(arguments: list[str]) -> None:
+        sys.argv[:] = [program, *arguments]
+        sys.path.insert(0, str(Path(program).parent))
+        runpy.run_path(program, run_name="__main__")
+
+    def code(arguments: list[str]) -> None:
+        sys.argv[:] = ["-c", *arguments[1:]]
+        exec(compile(arguments[0], "<string>", "exec"), {"__name__": "__main__"})
+
+    if program == "-c":
+        return code
+    return script if program.endswith(".py") else preloaded.PROGRAMS[program]

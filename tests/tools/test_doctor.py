@@ -1,0 +1,102 @@
+"""`distaccum doctor`: it reports this machine correctly, and finds planted faults."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import re
+
+import pytest
+import torch
+
+from distaccum.tools.cli import main
+from distaccum.tools.doctor import examine_launcher
+from tests.support.programs import Done, Program, Programs, free_port
+
+
+def ended(programs: list[Program], *statuses: int) -> list[Done]:
+    done = [one.wait(120) for one in programs]
+    assert [one.status for one in done] == [*statuses], done
+    return done
+
+
+def started(
+    programs: Programs, *words: str, second: dict[str, str] | None = None, program: tuple[str, ...] = ("distaccum",)
+) -> list[Program]:
+    """Two ranks, of which the second has these variables besides and runs this program."""
+    job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "COLUMNS": "120"}
+    own = [{"RANK": "0", "LOCAL_RANK": "0", **job}, {"RANK": "1", "LOCAL_RANK": "1", **job, **(second or {})}]
+    first = programs.start("distaccum", "doctor", *words, own_stderr=True, **own[0])
+    return [first, programs.start(*program, "doctor", *words, own_stderr=True, **own[1])]
+
+
+@pytest.fixture
+def old_accelerate(tmp_path) -> dict[str, str]:
+    """An environment whose Accelerate reports an unsupported, older version."""
+    about = tmp_path / "accelerate-1.7.3.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: accelerate\nVersion: 1.7.3\n")
+    return {"PYTHONPATH": str(tmp_path)}
+
+
+def test_doctor_tries_each_engine_of_one_process(programs):
+    (done,) = ended([programs.start("distaccum", "doctor", "--json", own_stderr=True)], 0)
+    found = json.loads(done.text)
+    assert found["healthy"]
+    seen = {one["name"]: one for one in found["findings"]}
+    assert seen["torch"]["seen"].startswith(torch.__version__)
+    assert seen["variables"]["seen"] == "none: one process"
+    assert seen["a plain module"]["seen"] == "sync='last', 'every'"
+    fsdp2 = seen["FSDP2 (fully_shard)"]
+    assert "'gathered'" in fsdp2["seen"]
+
+
+def test_doctor_tries_engines_on_two_ranks_and_prints_once(programs):
+    one, other = ended(started(programs, "--json"), 0, 0)
+    assert not other.text
+    found = json.loads(one.text)
+    assert found["healthy"]
+    seen = {one["name"]: one for one in found["findings"]}
+    assert seen["a plain module"]["state"] == "absent" and seen["DistributedDataParallel"]["state"] == "ok"
+    assert seen["hosts"]["seen"].startswith("ranks: 2 on ")
+
+
+def test_ranks_that_disagree_are_named_and_all_end_with_the_same_status(programs, old_accelerate):
+    one, other = ended(started(programs, second=old_accelerate), 1, 1)
+    new = importlib.metadata.version("accelerate")
+    assert re.search(rf"WRONG accelerate +{re.escape(new)} on rank 0; 1\.7\.3 on rank 1; install the same", one.text)
+    assert one.text.endswith("1 is WRONG, see above\n")
+    assert not other.text
+
+
+DIES = """
+import os, sys
+from distaccum.tools import cli, doctor
+doctor.ENGINES["DistributedDataParallel"] = "", lambda _: os._exit(3)
+sys.exit(cli.main())
+"""
+
+
+def test_findings_are_printed_even_if_a_rank_dies_in_a_trial(programs):
+    text = ended(started(programs, "--timeout", "3", program=("-c", DIES)), 1, 3)[0].text
+    assert re.search(r"ok +torch ", text) and "ranks: 2 on " in text
+    assert re.search(r"WRONG DistributedDataParallel .*a rank went away", " ".join(text.split()))
+
+
+def test_missing_rank_prints_one_sentence_and_exits_with_status_2(programs):
+    unreachable = {"MASTER_PORT": free_port()}
+    alone, lost = ended(started(programs, "--timeout", "1", second=unreachable), 2, 2)
+    assert not alone.text and "did not all meet at 127.0.0.1" in alone.errors and "this is rank 0 of 2" in alone.errors
+    assert len(alone.errors.splitlines()) == 1
+    assert "this is rank 1 of 2" in lost.errors and lost.errors.splitlines()[-1].startswith("distaccum doctor: Dist")
+
+
+def test_launcher_whose_processes_would_train_alone_is_named():
+    finding = examine_launcher({"SLURM_STEP_NUM_TASKS": "4"})
+    assert finding.state == "wrong" and "SLURM_STEP_NUM_TASKS=4 and no RANK" in finding.seen
+    assert examine_launcher({"SLURM_NTASKS": "4"}).state == "ok", "a batch script of Slurm"
+
+
+def test_wrong_timeout_prints_one_line(capsys):
+    assert main(["doctor", "--timeout", "0"]) == 2
+    assert "--timeout 0, expected seconds above 0" in capsys.readouterr().err

@@ -1,0 +1,223 @@
+"""`plan`: its cuts are those of real windows, its bytes those of counted collectives, its rules those of papers."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from distaccum import Accumulator, plan
+from distaccum.law import cut_evenly, steps_for
+from distaccum.tools.cli import main
+from distaccum.tools.plan.fitting import fit
+from distaccum.tools.plan.forecast import amount
+from distaccum.tools.plan.rules import scaled_learning_rate
+from tests.support.counting import Counting
+
+LAYERS, WIDTH = 4, 24  # even, so that two ranks halve a layer's weight
+NUMBERS = LAYERS * WIDTH * WIDTH
+
+
+def policy(forecast, name):
+    return next(row for row in forecast.policies if row["policy"] == name)
+
+
+# The cut
+
+
+@pytest.mark.parametrize(("batch", "micro", "ranks"), [(1000, 32, 8), (101, 50, 1), (3, 1, 8), (64, 64, 1), (97, 7, 5)])
+def test_planned_cut_equals_the_librarys(batch, micro, ranks):
+    forecast = plan(batch_size=batch, micro_batch_size=micro, ranks=ranks)
+    assert forecast.steps == steps_for(batch, micro, ranks)
+    assert forecast.windows.samples == forecast.steps * micro * ranks >= batch
+    sizes = [one.samples for one in forecast.split.ranks for _ in range(one.ranks)]
+    assert sum(sizes) == batch and len(sizes) == ranks and max(sizes) - min(sizes) <= 1
+    for one in forecast.split.ranks:
+        parts = [size for times, size in one.micro_batches for _ in range(times)]
+        assert parts == cut_evenly(one.samples, largest=micro)
+
+
+# Bytes
+
+
+def sent_here(engine, sync, steps):
+    """Bytes that a ring sends for the large collectives that one update makes."""
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
+    if engine == "DDP":
+        net = DistributedDataParallel(net)
+    else:
+        for layer in net:
+            fully_shard(layer)
+        fully_shard(net)
+    accumulator = Accumulator(net, torch.optim.SGD(net.parameters(), lr=0.1), steps=steps, sync=sync)
+    num, sent = dist.get_world_size(), []
+    for _ in range(2):  # DDP rebuilds its buckets after the first window
+        window = accumulator.window(torch.randn(steps, 2, WIDTH))
+        with Counting() as counting:
+            for inputs in window:
+                window.backward(net(inputs).square().mean())
+            window.step()
+        sent.append(0.0)
+        for name, numbers in counting.take():
+            if numbers < WIDTH * WIDTH // 2:
+                continue  # the plan and the record
+            whole = numbers if "allreduce" in name else numbers * num / (num + 1)  # all ranks, and one part more
+            rounds = 2 if "allreduce" in name else 1
+            sent[-1] += 4 * rounds * (num - 1) / num * whole
+    return sent[-1]
+
+
+def all_sent_here(cases):
+    return [sent_here(*case) for case in cases]
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_planned_bytes_equal_those_of_counted_collectives(ranks, world):
+    cases = [("DDP", "last", 3), ("DDP", "every", 3)]
+    cases += [("FSDP2", sync, 3) for sync in ("last", "every", "gathered")]
+    for found in ranks(world).run(all_sent_here, cases):
+        for (engine, sync, steps), sent in zip(cases, found, strict=True):
+            forecast = plan(batch_size=steps * world, micro_batch_size=1, ranks=world, parameters=NUMBERS)
+            assert sent == pytest.approx(policy(forecast, f"{engine}, {sync}")["bytes_per_update"]), (engine, sync)
+
+
+def test_bytes_of_each_policy_add_up():
+    def sent(name):
+        return policy(plan(parameters=4000, dtype_bytes=2, ranks=4, nodes=2), name)
+
+    assert sent("DDP, last")["bytes_once"] == 2 * 3 * 8000 // 4
+    assert sent("ZeRO 1 and 2, last")["bytes_once"] == 3 * 3 * 8000 // 4
+    assert sent("FSDP2, last")["bytes_once"] == 3 * 8000 // 4
+    assert sent("FSDP2, last")["bytes_per_micro_step"] == 2 * 3 * 8000 // 4
+    hybrid = sent("FSDP2 hybrid, replicas")
+    assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
+
+
+# The learning rate
+
+
+def test_learning_rates_follow_their_rules():
+    sgd = scaled_learning_rate(32, 0.1, "sgd", "mean")
+    assert sgd["lr"] == pytest.approx(3.2)  # Goyal et al.: 0.1 for 256, 3.2 for 8k
+    assert "1706.02677" in sgd["advice"][0] and "warm-up of 5 epochs" in sgd["advice"][0]
+    adam = scaled_learning_rate(4, 1e-3, "adam", "mean")
+    assert adam["lr"] == pytest.approx(2e-3) and adam["eps_times"] == pytest.approx(0.5)
+    assert "2205.10287" in adam["advice"][0] and "1 - beta x 4" in adam["advice"][0]
+    # An SGD step on the sum at a fixed rate equals one on the mean at the linearly scaled rate.
+    summed = scaled_learning_rate(4, 0.1, "sgd", "sum")
+    assert summed["lr"] == pytest.approx(0.1) and "has grown by 4 already" in summed["advice"][0]
+    summed = scaled_learning_rate(4, 1e-3, "adam", "sum")
+    assert summed["lr"] == pytest.approx(2e-3) and summed["eps_times"] == pytest.approx(2.0)  # 4 of the sum, / sqrt(4)
+
+
+# Arguments
+
+
+def test_missing_arguments_leave_parts_out_and_are_requested():
+    forecast = plan(ranks=8, nodes=2, parameters="350M")
+    assert forecast.steps is None and policy(forecast, "DDP, last")["bytes_once"] == 2 * 7 * 1_400_000_000 // 8
+    asked = "; ".join(forecast.missing)
+    for flag in ("--batch-size", "--base-batch-size"):
+        assert flag in asked
+    assert "--parameters" not in asked and "--batch-size and --micro-batch-size for the steps" in str(forecast)
+
+
+def test_amounts_are_read_with_their_units():
+    for text, number in {"7e9": 7e9, "350M": 350e6, "1,281,167": 1281167, "7b": 7e9, "1.3B": 13e8, "4k": 4000}.items():
+        assert amount("parameters", text) == number
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many ranks on each node"),
+        ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
+        ({"batch_size": 0}, "batch_size=0, expected a whole number of at least 1"),
+        ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
+    ],
+)
+def test_mistakes_raise_one_clear_sentence(options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        plan(**options)
+
+
+@pytest.mark.parametrize("columns", [60, 120, 300])
+def test_report_fits_the_terminal(monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    known = {"batch_size": 1000, "micro_batch_size": 32, "base_batch_size": 256, "ranks": 8}
+    text = str(plan(**known, nodes=2, parameters="11.7M"))
+    assert max(map(len, text.splitlines())) <= min(columns, 120)
+    assert text.count("FSDP2 hybrid, replicas") == 1
+    for header in ("each micro-step", "once", "per update"):
+        assert header in " ".join(text.split())
+
+
+# A model
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(6, 4), nn.BatchNorm1d(4)
+        self.most = 5
+
+    def forward(self, x):
+        if len(x) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return self.norm(torch.dropout(self.layer(x), 0.5, True)).square().mean()
+
+
+def test_model_is_tried_and_left_unchanged():
+    net, batch = Net(), {"x": torch.randn(16, 6)}
+    net.layer.weight.grad = torch.ones(4, 6)
+    mean, state = net.norm.running_mean.clone(), torch.get_rng_state()
+    found = fit(net, batch, lambda part: net(part["x"]))
+    assert (found.parameters, found.gradient_bytes, found.micro_batch_size) == (36, 144, 4)
+    assert "halved until it fitted" in found.summary
+    assert torch.equal(net.norm.running_mean, mean) and torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(net.layer.weight.grad, torch.ones(4, 6)) and net.layer.bias.grad is None
+    forecast = plan(model=(net, batch, lambda part: net(part["x"])), batch_size=10, ranks=2)
+    assert forecast.steps == 2 and policy(forecast, "DDP, last")["bytes_per_update"] == 144
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        fit(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
+
+
+# The command
+
+FACTORY = """
+import torch
+from torch import nn
+
+def setup():
+    model = nn.Linear(6, 4)
+    return model, torch.randn(8, 6), lambda part: model(part).square().mean()
+"""
+RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 11.7M"
+
+
+def test_command_prints_text_and_json(capsys):
+    words = ["plan", *RUN.split(), "--base-batch-size", "256", "--lr", "0.1"]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    for part in ("4 micro-steps per rank", "DDP, last", "1706.02677", "2205.10287"):
+        assert part in text
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["steps"] == 4 and found["windows"]["samples"] == 1024
+    rows = {row["policy"]: row for row in found["policies"]}
+    assert rows["DDP, every"]["bytes_per_update"] == 4 * rows["DDP, last"]["bytes_per_update"]
+
+
+def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
+    (tmp_path / "planned.py").write_text(FACTORY)
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for part in ("a micro-batch of 8 samples fits on cpu", "more than 8 was not tried", "28 parameters"):
+        assert part in text

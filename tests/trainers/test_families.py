@@ -1,0 +1,383 @@
+"""AccumulatingTrainer with families of models: each is exact, or refused with the count that makes it exact.
+
+`python -m tests.trainers.test_families` prints the table of docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from distaccum import count_samples, count_tokens
+from tests.support.problems import error
+from tests.wrappers.test_accelerate import accelerators
+
+IGNORED = -100
+EXACT = 2e-6  # of losses that transformers takes in float32
+LENGTHS = (9, 2, 4, 3, 7, 5, 2)  # in micro-batches of two rows; the last has one
+TEXT = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+BART = {
+    **{"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16},
+    **{"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "max_position_embeddings": 32},
+}
+LLAMA = {**TEXT, **SMALL, "num_key_value_heads": 2}
+
+Rows = list[dict[str, Any]]
+
+
+@dataclass
+class Family:
+    """A model with rows for it; `cure`: what the refusal asks for, `{}` where no count is right."""
+
+    model: Callable[[], nn.Module]
+    rows: Callable[[], Rows]
+    cure: dict[str, Any] | None = None  # None: exact without
+    words: str = ""  # of the refusal, about the cure
+    options: dict[str, Any] = field(default_factory=dict)
+    big: Callable[[nn.Module, dict[str, Any]], Tensor] = lambda model, batch: model(**batch)["loss"]
+
+
+def of(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        import transformers
+
+        return getattr(transformers, name)(getattr(transformers, config)(**options))
+
+    return make
+
+
+def whole(**columns: Tensor) -> Rows:
+    """Rows of tensors; a column of texts has a mask and is padded."""
+    return [{name: column[row] for name, column in columns.items()} for row in range(len(LENGTHS))]
+
+
+def texts(**more: Any) -> Rows:
+    """Texts of several lengths; labels on some tokens or all."""
+    return [{"input_ids": torch.randint(3, 40, (n,)), "attention_mask": torch.ones(n).long()} for n in LENGTHS]
+
+
+def causal() -> Rows:
+    return [{**row, "labels": row["input_ids"]} for row in texts()]
+
+
+def masked() -> Rows:
+    found = causal()
+    for row in found:
+        keep = torch.rand(len(row["labels"])) < 0.6
+        keep[0] = True
+        row["labels"] = row["labels"].where(keep, IGNORED)
+    return found
+
+
+def classes() -> Rows:
+    return [{**row, "labels": torch.randint(0, 2, ())} for row in texts()]
+
+
+def questions() -> Rows:
+    ids = torch.randint(3, 40, (len(LENGTHS), 12))
+    at = torch.tensor([3, 4, 5, 99, 6, 99, 7])
+    return whole(input_ids=ids, start_positions=at, end_positions=at)
+
+
+def pairs() -> Rows:
+    return [{**row, "labels": torch.randint(3, 40, (n,))} for row, n in zip(texts(), reversed(LENGTHS), strict=True)]
+
+
+def prepared() -> Rows:
+    """With what the decoder gets, as the collator makes it where the model does not see the labels."""
+    return [{**row, "decoder_input_ids": row["labels"].roll(1)} for row in pairs()]
+
+
+def audio(**more: Any) -> Rows:
+    sounds = torch.randn(len(LENGTHS), 400)
+    return [{"input_values": s, "labels": torch.randint(3, 20, (n,))} for s, n in zip(sounds, LENGTHS, strict=True)]
+
+
+def images(**labels: Any) -> Rows:
+    return whole(pixel_values=torch.randn(len(LENGTHS), 3, 16, 16))
+
+
+def labelled() -> Rows:
+    return [{**row, "labels": torch.randint(0, 2, ())} for row in images()]
+
+
+def segments() -> Rows:
+    found = images()
+    for i, row in enumerate(found):
+        row["labels"] = torch.randint(0, 4, (16, 16))
+        row["labels"][: 13 if i % 4 < 3 else 0] = 255
+    return found
+
+
+def boxes() -> Rows:
+    found = whole(pixel_values=torch.randn(len(LENGTHS), 3, 32, 32), pixel_mask=torch.ones(len(LENGTHS), 32, 32).long())
+    for row, n in zip(found, LENGTHS, strict=True):
+        row["labels"] = {"class_labels": torch.randint(0, 3, (n,)), "boxes": 0.2 + 0.3 * torch.rand(n, 4).double()}
+    return found
+
+
+def captions() -> Rows:
+    return [{**image, **text} for image, text in zip(images(), causal(), strict=True)]
+
+
+def matches() -> Rows:
+    found = captions()
+    for row in found:
+        del row["labels"]
+        row["return_loss"] = True
+    return found
+
+
+def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    batch: dict[str, Any] = {}
+    for name, first in rows[0].items():
+        column = [row[name] for row in rows]
+        if not isinstance(first, Tensor):
+            batch[name] = column if isinstance(first, dict) else first
+        elif first.dim() and name not in ("pixel_values", "pixel_mask"):
+            fill = IGNORED if name == "labels" else 0
+            batch[name] = torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fill)
+        else:
+            batch[name] = torch.stack(column)
+        if isinstance(batch[name], Tensor) and batch[name].is_floating_point():
+            batch[name] = batch[name].double()
+    return batch
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+    return model
+
+
+def segformer() -> nn.Module:
+    options = {"sr_ratios": [1], "hidden_sizes": [8], "patch_sizes": [3], "strides": [2], "depths": [1]}
+    heads = {"num_attention_heads": [1], "mlp_ratios": [1], "decoder_hidden_size": 8, "num_labels": 4}
+    model = of("SegformerForSemanticSegmentation", "SegformerConfig", num_encoder_blocks=1, **options, **heads)()
+    model.decode_head.batch_norm = nn.Identity()  # batch normalisation is another limit
+    return model
+
+
+def detr() -> nn.Module:
+    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
+
+    backbone = ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"], layer_type="basic"
+    )
+    options = {**BART, "num_queries": 10, "num_labels": 3, "auxiliary_loss": False, "use_pretrained_backbone": False}
+    return DetrForObjectDetection(
+        DetrConfig(use_timm_backbone=False, backbone_config=backbone, backbone=None, **options)
+    )
+
+
+def with_lora() -> nn.Module:
+    import peft
+
+    return peft.get_peft_model(
+        gpt2(), peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, init_lora_weights=False)
+    )
+
+
+def wav2vec(reduction: str) -> Callable[[], nn.Module]:
+    sizes = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
+    norm = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "num_conv_pos_embedding_groups": 2}
+    more = {
+        "layerdrop": 0.0,
+        "num_conv_pos_embeddings": 4,
+        "apply_spec_augment": False,
+        "pad_token_id": 0,
+        "vocab_size": 20,
+    }
+    return of("Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL, **sizes, **norm, **more, ctc_loss_reduction=reduction)
+
+
+VISION = {**SMALL, "image_size": 16, "patch_size": 8}
+BERT = ("BertConfig", {**TEXT, **SMALL, "max_position_embeddings": 32})
+gpt2 = of("GPT2LMHeadModel", "GPT2Config", **TEXT, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+llama = of("LlamaForCausalLM", "LlamaConfig", **LLAMA)
+mixtral = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+t5 = of(
+    "T5ForConditionalGeneration",
+    "T5Config",
+    vocab_size=40,
+    d_model=16,
+    d_kv=8,
+    d_ff=16,
+    num_layers=1,
+    num_heads=2,
+    decoder_start_token_id=0,
+)
+text_and_vision = {"text_config": {**TEXT, **SMALL, "max_position_embeddings": 32}, "vision_config": VISION}
+
+
+def inside(batch: dict[str, Tensor]) -> Tensor:
+    return batch["start_positions"].lt(batch["input_ids"].shape[1]).sum()
+
+
+def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
+    logits, labels = outputs["logits"][:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = nn.functional.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return loss / (labels.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
+
+
+def smoothed(shift: bool) -> Callable[[nn.Module, dict[str, Any]], Tensor]:
+    def big(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        from transformers.trainer_pt_utils import LabelSmoother
+
+        return LabelSmoother(epsilon=0.1)(model(**batch), batch["labels"], shift_labels=shift)
+
+    return big
+
+
+FAMILIES = {
+    "Llama": Family(llama, causal),
+    "GPT-2": Family(gpt2, causal),
+    "BERT, masked tokens": Family(of("BertForMaskedLM", BERT[0], **BERT[1]), masked),
+    "BERT, classes": Family(of("BertForSequenceClassification", BERT[0], **BERT[1]), classes),
+    "BERT, questions": Family(of("BertForQuestionAnswering", BERT[0], **BERT[1]), questions, {"count": inside}, "own"),
+    "T5": Family(t5, pairs),
+    "BART": Family(of("BartForConditionalGeneration", "BartConfig", **TEXT, **BART), pairs),
+    "Wav2Vec2, CTC mean": Family(wav2vec("mean"), audio, {"count": count_samples}, "count=count_samples fits"),
+    "Wav2Vec2, CTC sum": Family(wav2vec("sum"), audio, {"reduction": "sum", "count": count_samples}, "sum_to_mean"),
+    "ViT": Family(of("ViTForImageClassification", "ViTConfig", **VISION), labelled),
+    "SegFormer": Family(
+        segformer, segments, {"count": count_tokens("labels", ignore_index=255)}, "ignore_index=255.* fits"
+    ),
+    "DETR": Family(detr, boxes, {}, "several denominators"),
+    "CLIP": Family(of("CLIPModel", "CLIPConfig", **text_and_vision, projection_dim=8), matches, {}, "over pairs"),
+    "Mixtral": Family(of("MixtralForCausalLM", "MixtralConfig", **mixtral), causal),
+    "Mixtral, router's loss": Family(
+        of("MixtralForCausalLM", "MixtralConfig", **mixtral, output_router_logits=True),
+        causal,
+        {},
+        "several denominators",
+    ),
+    "Llama, label smoothing": Family(llama, causal, options={"label_smoothing_factor": 0.1}, big=smoothed(True)),
+    "T5, label smoothing": Family(t5, prepared, options={"label_smoothing_factor": 0.1}, big=smoothed(False)),
+    "Llama, compute_loss_func": Family(llama, causal, options={"compute_loss_func": summed}),
+}
+if importlib.util.find_spec("peft") is not None:
+    FAMILIES["GPT-2 with LoRA"] = Family(with_lora, causal)
+
+
+def train(family: Family, model: nn.Module, rows: Rows, **options: Any) -> Any:
+    from transformers import PrinterCallback, TrainingArguments
+    from transformers.utils import logging
+
+    from distaccum.transformers import AccumulatingTrainer
+
+    logging.set_verbosity_error()
+    options = {**family.options, **options}
+    ours = {name: options.pop(name) for name in ("count", "reduction", "compute_loss_func") if name in options}
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            folder,
+            use_cpu=True,
+            per_device_train_batch_size=2,
+            gradient_accumulation_steps=4,
+            max_steps=1,
+            max_grad_norm=0.0,
+            learning_rate=1.0,
+            lr_scheduler_type="constant",
+            optim="sgd",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            train_sampling_strategy="sequential",
+            accelerator_config={"even_batches": False},
+            **options,
+        )
+        trainer = AccumulatingTrainer(model, arguments, train_dataset=rows, data_collator=collate, **ours)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    return trainer
+
+
+@contextmanager
+def in_double() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@in_double()
+def measure(name: str) -> tuple[str, float | None]:
+    """The refusal, if any; and the error of the gradient against one big batch, with the cure if there is one."""
+    family = FAMILIES[name]
+    torch.manual_seed(0)
+    start = without_dropout(family.model()).double().train()
+    rows = family.rows()
+    refusal, model = "", copy.deepcopy(start)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            train(family, model, rows)
+        except ValueError as error_:
+            refusal = str(error_)
+            before = zip(start.state_dict().values(), model.state_dict().values(), strict=True)
+            assert all(torch.equal(*pair) for pair in before)
+            if not family.cure:
+                return refusal, None
+            train(family, model, rows, **family.cure)
+    family.big(start, collate(rows)).backward()
+    pairs_ = [(p, q) for p, q in zip(start.parameters(), model.parameters(), strict=True) if p.grad is not None]
+    moved = torch.cat([(p - q).detach().flatten() for p, q in pairs_])
+    return refusal, error(moved, torch.cat([p.grad.flatten() for p, _ in pairs_]))
+
+
+def measure_all() -> dict[str, tuple[str, float | None]]:
+    return {name: measure(name) for name in FAMILIES}
+
+
+def judge(name: str, refusal: str, wrong: float | None) -> None:
+    family = FAMILIES[name]
+    assert bool(refusal) == (family.cure is not None), refusal or wrong
+    assert "count=" in refusal or not refusal
+    assert family.words.split(".*")[0] in refusal
+    assert (wrong is None) == (family.cure == {})
+    assert wrong is None or wrong <= EXACT
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_family_is_exact_or_asks_for_the_count_that_makes_it_exact(name):
+    judge(name, *measure(name))
+
+
+def test_families_are_as_exact_on_two_ranks(ranks):
+    for found in ranks(2).run(measure_all, seconds=300):
+        for name, (refusal, wrong) in found.items():
+            judge(name, refusal, wrong)
+
+
+def table() -> None:
+    print("| model | by default | with | error |\n| --- | --- | --- | --- |")
+    for name in FAMILIES:
+        refusal, wrong = measure(name)
+        judge(name, refusal, wrong)
+        cure = FAMILIES[name].cure or {}
+        given = ", ".join(f"`{key}={getattr(value, '__name__', value)}`" for key, value in cure.items()) or "-"
+        print(
+            f"| {name} | {'refused' if refusal else 'exact'} | {given} | {'-' if wrong is None else f'{wrong:.1e}'} |"
+        )
+
+
+if __name__ == "__main__":
+    table()

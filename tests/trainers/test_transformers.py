@@ -1,0 +1,499 @@
+"""transformers' Trainer with windows: against one big batch in float64, and beside the Trainer where that is exact."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from distaccum import count_tokens
+from tests.support.problems import error, gradient, weights
+from tests.wrappers.test_accelerate import accelerators
+
+VOCABULARY, PAD, IGNORED = 11, 0, -100
+STEPS, MAX_NORM = 3, 0.3  # which clips some
+
+
+class Net(nn.Module):
+    """A causal model in float64, with a loss as those of the library have it."""
+
+    constant: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("constant", torch.ones(1))  # which DDP broadcasts, as positions of rotary embeddings
+        self.embedding = nn.Embedding(VOCABULARY, 6)
+        self.mix = nn.Linear(6, 6)
+        self.head = nn.Linear(6, VOCABULARY)
+
+    def forward(
+        self, input_ids: Tensor, labels: Tensor | None = None, num_items_in_batch: Any = None, **_: Any
+    ) -> dict[str, Tensor]:
+        features = self.embedding(input_ids) * self.constant
+        logits = self.head(torch.tanh(self.mix(features.cumsum(1))))
+        if labels is None:
+            return {"logits": logits}
+        how = "mean" if num_items_in_batch is None else "sum"
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction=how)
+        return {"loss": loss if num_items_in_batch is None else loss / num_items_in_batch, "logits": logits}
+
+
+class WithoutKeywords(Net):
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+        return super().forward(input_ids, labels)
+
+
+def make_net(kind: type[Net] = Net) -> Net:
+    torch.manual_seed(3)
+    return kind().double()
+
+
+Row = dict[str, Tensor]
+
+
+def make_rows(lengths: list[int]) -> list[Row]:
+    """A length below 0: a row without a label."""
+    generator = torch.Generator().manual_seed(5)
+    rows = []
+    for length in lengths:
+        ids = torch.randint(1, VOCABULARY, (abs(length),), generator=generator)
+        labels = torch.randint(1, VOCABULARY, (abs(length),), generator=generator)
+        rows.append({"input_ids": ids, "labels": labels if length > 0 else torch.full_like(labels, IGNORED)})
+    return rows
+
+
+def collate(rows: list[Row]) -> Row:
+    pad = torch.nn.utils.rnn.pad_sequence
+    fills = {"input_ids": PAD, "labels": IGNORED, "attention_mask": 0}
+    return {name: pad([row[name] for row in rows], batch_first=True, padding_value=fills[name]) for name in rows[0]}
+
+
+class Rows(Dataset):  # type: ignore[type-arg]
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return self.rows[index]
+
+
+def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, **options: Any) -> Any:
+    from transformers import PrinterCallback, TrainingArguments
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    names = ("callbacks", "count", "reduction", "compute_loss_func")
+    others = {name: options.pop(name) for name in names if name in options}
+    arguments = TrainingArguments(
+        **{
+            "output_dir": folder,
+            "use_cpu": True,
+            "num_train_epochs": 2,
+            "per_device_train_batch_size": 1,
+            "gradient_accumulation_steps": STEPS,
+            "max_grad_norm": MAX_NORM,
+            "lr_scheduler_type": "linear",
+            "save_strategy": "no",
+            "logging_steps": 1,
+            "report_to": "none",
+            "disable_tqdm": True,
+            "remove_unused_columns": False,
+            **options,
+        }
+    )
+    sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+    train_dataset = Rows(rows) if isinstance(rows, list) else rows
+
+    class InOrder(kind):  # type: ignore[misc]
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)
+
+    trainer = InOrder(
+        model, arguments, train_dataset=train_dataset, data_collator=collate, optimizers=(sgd, None), **others
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def part_of(rank: int, world: int, rows: list[Row]) -> list[Row]:
+    return rows[rank::world]  # as Accelerate deals them out
+
+
+def windows_of(parts: list[list[Row]], epochs: int = 2) -> list[list[Row]]:
+    """The rows of each update, of all ranks."""
+    found = []
+    for _ in range(epochs):
+        for start in range(0, max(map(len, parts)), STEPS):
+            found.append([row for part in parts for row in part[start : start + STEPS]])
+    return found
+
+
+class Expected:
+    """The updates by one call of the model on all rows of each; an update without labels is none."""
+
+    def __init__(self, model: Net, windows: list[list[Row]]) -> None:
+        self.weights: list[Tensor] = []
+        self.logged: list[tuple[float, float, float]] = []  # loss, norm, learning rate
+        sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(sgd, lambda update: 1 - update / len(windows))
+        for rows in windows:
+            loss = model(**collate(rows))["loss"]
+            norm = torch.zeros(())
+            rate = schedule.get_last_lr()[0]
+            if any(row["labels"].ne(IGNORED).any() for row in rows):
+                loss.backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
+                sgd.step()
+                schedule.step()
+                sgd.zero_grad()
+            self.weights.append(weights(model))
+            self.logged.append((loss.item(), norm.item(), rate))
+
+
+def fit(kind: Any, model: Net, rows: Any, **options: Any) -> Any:
+    """The model's weights after each update, and what was logged of each; or an error's words."""
+    from transformers import TrainerCallback
+
+    seen: list[Tensor] = []
+
+    class Looks(TrainerCallback):
+        def on_step_end(self, *_: Any, model: Any, **__: Any) -> None:
+            seen.append(weights(model))
+
+    resume = options.pop("resume", None)
+    with accelerators(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # their own
+        trainer = make_trainer(kind, model, rows, options.pop("folder", folder), callbacks=[Looks()], **options)
+        trainer.train(resume_from_checkpoint=resume)
+    logged = [
+        (log["loss"], log["grad_norm"], log["learning_rate"]) for log in trainer.state.log_history if "loss" in log
+    ]
+    return seen, logged
+
+
+def kinds() -> tuple[Any, Any]:
+    from transformers import Trainer
+
+    from distaccum.transformers import AccumulatingTrainer
+
+    return Trainer, AccumulatingTrainer
+
+
+def worst(seen: list[Tensor], expected: list[Tensor]) -> float:
+    assert len(seen) == len(expected)
+    return max(error(one, other) for one, other in zip(seen, expected, strict=True))
+
+
+EVEN = {"even_batches": False}
+LENGTHS = {
+    "short-tail": [3, 5, 2, 7, 1, 4, 6, 2, 9, 3],
+    "window-without-labels": [3, 5, 2, -7, -1, -4, 6, 2],
+    "micro-batch-without-labels": [3, -5, 2, 7, 1, -4, 6, -2],
+}
+
+
+def against_the_big_batch(case: str) -> tuple[float, Any, Any]:
+    rows = make_rows({**LENGTHS, "empty-rank": [3, 5, 2, 7, 1, 4, 6], "even": [3, 5, 2, 7, 1, 4, 6, 2]}[case])
+    world, rank_options = (dist.get_world_size(), EVEN) if dist.is_initialized() else (1, None)
+    expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=rank_options)
+    return worst(seen, expected.weights), logged, expected.logged
+
+
+@pytest.mark.parametrize(
+    ("world", "case"), [*((1, case) for case in LENGTHS), *((2, case) for case in (*LENGTHS, "empty-rank", "even"))]
+)
+def test_updates_are_those_of_the_big_batch(ranks, world, case):
+    found = ranks(2).run(against_the_big_batch, case) if world == 2 else [against_the_big_batch(case)]
+    for wrong, logged, expected in found:
+        assert wrong <= 1e-10
+        for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected, strict=True):
+            assert rate == pytest.approx(wanted_rate)
+            assert norm == pytest.approx(wanted_norm, abs=1e-10)
+            assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
+
+
+# Loaders of one's own, of any length on each rank; and those without a length
+
+
+def with_loaders(kind: Any, sizes: list[int]) -> Any:
+    class Own(kind):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            rank = dist.get_rank()
+            start = sum(sizes[:rank])
+            own = self.train_dataset.rows[start : start + sizes[rank]]
+            return torch.utils.data.DataLoader(Rows(own), batch_size=1, collate_fn=collate)
+
+    return Own
+
+
+def uneven(sizes: list[int], lengths: list[int]) -> float:
+    rows = make_rows(lengths)
+    parts = [rows[sum(sizes[:rank]) :][:size] for rank, size in enumerate(sizes)]
+    expected = Expected(make_net(), windows_of(parts))
+    seen, _ = fit(with_loaders(kinds()[1], sizes), make_net(), rows)
+    return worst(seen, expected.weights)
+
+
+@pytest.mark.parametrize("sizes", [[7, 2], [0, 4], [1, 6]], ids=str)
+def test_ranks_may_have_loaders_of_any_length(ranks, sizes):
+    assert max(ranks(2).run(uneven, sizes, [3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)])) <= 1e-10
+
+
+class Stream(IterableDataset):  # type: ignore[type-arg]
+    def __init__(self, rows: list[Row]) -> None:
+        self.rows = rows
+
+    def __iter__(self) -> Iterator[Row]:
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("updates", [4, 5])
+def test_dataset_without_a_length_that_ends_in_mid_window_is_exact(updates):
+    """The Trainer leaves the gradient of such a window to the first of the next epoch."""
+    rows = make_rows([3, 5, 2, 7, 1])
+    expected = Expected(make_net(), windows_of([rows], epochs=3)[:updates])
+    options = {"max_steps": updates, "num_train_epochs": 3}
+    seen, _ = fit(kinds()[1], make_net(), Stream(rows), **options)
+    assert worst(seen, expected.weights) <= 1e-10
+    theirs, _ = fit(kinds()[0], make_net(), Stream(rows), **options)
+    assert worst(theirs, expected.weights) > 1e-3
+
+
+# Losses of one's own
+
+
+def test_micro_batches_of_one_row_cannot_be_asked_about_a_mean_of_ones_own():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(**inputs)["loss"]
+
+    with pytest.raises(ValueError, match="micro-batches of one row cannot be cut; give count="):
+        fit(Own, make_net(), make_rows([3, 5, 2]))
+
+
+def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
+    rows = make_rows(LENGTHS["short-tail"])
+    expected = Expected(make_net(), windows_of([rows]))
+    errors = []
+    for kind in kinds():
+
+        class Own(kind):  # type: ignore[misc,valid-type]
+            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+                return model(**inputs)["loss"]
+
+        options = {} if kind is kinds()[0] else {"count": count_tokens("labels")}
+        errors.append(worst(fit(Own, make_net(), rows, **options)[0], expected.weights))
+    theirs, ours = errors
+    assert ours <= 1e-10
+    assert theirs > 1e-2
+
+
+def gathering(lengths: list[int]) -> tuple[float, list[float]]:
+    """As TRL's SFTTrainer: metrics are gathered over ranks in each `compute_loss`."""
+    gathered: list[float] = []
+
+    class Gathers(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
+            loss = model(**inputs, num_items_in_batch=num_items_in_batch)["loss"]
+            everywhere = self.accelerator.gather(inputs["labels"].ne(IGNORED).sum()).sum().item()
+            if model.training:  # not where the loss is asked over what it is a mean
+                gathered.append(everywhere)
+            return loss
+
+    rows = make_rows(lengths)
+    expected = Expected(make_net(), windows_of([part_of(rank, 2, rows) for rank in range(2)], epochs=1))
+    seen, _ = fit(Gathers, make_net(), rows, num_train_epochs=1, accelerator_config=EVEN)
+    return worst(seen, expected.weights), gathered
+
+
+@pytest.mark.parametrize("lengths", [[3, -5, 2, 7, 1, -4, 6, -2], [3, 5, 2, 7, 1, 4, 6]], ids=["left-out", "empty"])
+def test_loss_that_gathers_meets_all_ranks_in_each_turn(ranks, lengths):
+    for wrong, gathered in ranks(2).run(gathering, lengths):
+        assert wrong <= 1e-10
+        assert sum(gathered) == sum(length for length in lengths if length > 0)
+
+
+# Resume, callbacks, and what is counted
+
+
+def resumed(folder: str, lengths: list[int]) -> tuple[float, float]:
+    rows = make_rows(lengths)
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    options = {"accelerator_config": EVEN, "save_strategy": "steps", "save_steps": 1, "folder": folder}
+    fit(kinds()[1], make_net(), rows, **options)
+    seen, _ = fit(kinds()[1], make_net(), rows, resume=f"{folder}/checkpoint-2", **options)
+    return worst(seen, expected.weights[2:]), len(seen)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
+    lengths = [3, 5, 2, -7, 1, 4, 6, 2, 9, 3, 4][: 8 if world == 1 else 13]
+    found = ranks(2).run(resumed, str(tmp_path), lengths) if world == 2 else [resumed(str(tmp_path), lengths)]
+    for wrong, updates in found:
+        assert wrong <= 1e-10
+        assert updates == (4 if world == 1 else 2)
+
+
+def test_loader_is_read_while_a_window_runs():
+    happened: list[str] = []
+
+    class Noting(Rows):
+        def __getitem__(self, index: int) -> Row:
+            happened.append("draw")
+            return super().__getitem__(index)
+
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, batch_size=1, collate_fn=collate)
+
+        def compute_loss(self, model: Any, *args: Any, **named: Any) -> Any:
+            happened.extend(["run"] * model.training)  # not where the loss is asked over what it is a mean
+            return super().compute_loss(model, *args, **named)
+
+    fit(Own, make_net(), Noting(make_rows([3] * 8)), num_train_epochs=1)
+    assert happened == ["draw"] * 3 + ["draw", "run"] * 5 + ["run"] * 3
+
+
+def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
+    from transformers import TrainerCallback
+
+    heard: list[Any] = []
+    gradients: list[Tensor] = []
+
+    class Listens(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+            gradients.append(gradient(model).clone())
+
+        def on_substep_end(self, *_: Any, **__: Any) -> None:
+            heard.append("sub")
+
+        def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+            heard.append(f"step after {len(gradients)}")
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            heard.append(trainer.update.index)
+
+    rows = make_rows([3, 5, 2, 7])
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        options = {"num_train_epochs": 1, "max_grad_norm": 0.0, "callbacks": [Listens()]}
+        trainer = make_trainer(kinds()[1], make_net(), rows, folder, **options)
+        trainer.train()
+    assert heard == ["sub", "sub", "step after 1", 0, "step after 2", 1]
+    net = make_net()
+    net(**collate(rows[:3]))["loss"].backward()
+    assert error(gradients[0], gradient(net)) <= 1e-12
+    assert (trainer.update.counts, trainer.update.index) == ({"count": 7}, 1)
+
+
+def collectives() -> list[tuple[str, int]]:
+    from tests.support.counting import Counting
+
+    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2, 4, 3, 2, 1])
+    with Counting() as counting:
+        fit(kinds()[1], make_net(), rows, num_train_epochs=1, logging_steps=100)
+    return counting.take()
+
+
+def test_gradient_is_reduced_once_per_update(ranks):
+    size = sum(parameter.numel() for parameter in make_net().parameters())
+    for seen in ranks(2).run(collectives):
+        assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
+
+
+def test_wrong_count_of_ones_own_is_warned_of():
+    from distaccum import count_samples
+
+    rows = make_rows([3, 5, 2, 7, 1, 4])
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        options = {"count": count_samples, "per_device_train_batch_size": 2, "max_steps": 1}
+        trainer = make_trainer(kinds()[1], make_net(), rows, folder, **options)
+        with pytest.warns(
+            UserWarning, match=r"loss of Net is not a mean over what count= counts.*tokens\('labels'\) fits"
+        ):
+            trainer.train()
+
+
+def renamed(rows: list[Row]) -> Row:
+    return {{"labels": "targets"}.get(name, name): column for name, column in collate(rows).items()}
+
+
+def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return model(inputs["input_ids"], inputs["targets"])["loss"]
+
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Own, make_net(WithoutKeywords), make_rows([3, 3, 3]), folder, max_steps=1)
+        trainer.data_collator = renamed
+        with pytest.warns(UserWarning, match="compute_loss is weighed by samples.*several loss types"):
+            trainer.train()
+    assert trainer.update.counts == {"count": 3}
+
+
+def test_loss_of_ones_own_with_labels_that_is_no_mean_over_them_is_refused():
+    class Own(kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            rows = zip(inputs["input_ids"].split(1), inputs["labels"].split(1), strict=True)
+            return torch.stack([model(*row)["loss"] for row in rows]).mean()
+
+    with pytest.raises(ValueError, match=r"compute_loss is not a mean.*count=count_samples fits here"):
+        fit(Own, make_net(), make_rows([3, 5, 2, 7]), per_device_train_batch_size=2)
+
+
+class Drawing(Net):
+    """Draws random numbers and changes a buffer in each forward, and keeps to its mode."""
+
+    def forward(self, input_ids: Tensor, *args: Any, **named: Any) -> Any:
+        self.constant += self.training
+        found = super().forward(input_ids, *args, **named)
+        self.constant.fill_(1) if not self.training else None
+        return found | {"loss": found["loss"] * (1 + nn.functional.dropout(torch.ones(()), 0.5, self.training))}
+
+
+def test_questions_change_no_random_number_buffer_or_mode():
+    rows = make_rows([3, 5, 2, 7])
+    (theirs, _), (ours, _) = (fit(kind, make_net(Drawing), rows, gradient_accumulation_steps=1) for kind in kinds())
+    assert worst(ours, theirs) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"optim": "adalomo"}, "optim=.*steps in backward"), ({}, "DataParallel")],
+    ids=["lomo", "DataParallel"],
+)
+def test_options_that_cannot_be_exact_are_refused_before_training(options, words, tmp_path):
+    with accelerators():
+        trainer = make_trainer(kinds()[1], make_net(), make_rows([3, 4]), str(tmp_path))
+        for name, value in options.items():
+            setattr(trainer.args, name, value)
+        if not options:
+            trainer.args._n_gpu = 2
+        with pytest.raises(ValueError, match=words):
+            trainer.train()
+
+
+def test_batch_that_does_not_fit_is_halved_by_the_trainer():
+    """`auto_find_batch_size` begins the loop anew, in mid-window."""
+    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2])
+
+    class Small(Net):
+        def forward(self, input_ids: Tensor, *args: Any, **named: Any) -> Any:
+            if len(input_ids) > 1:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
+            return super().forward(input_ids, *args, **named)
+
+    expected = Expected(make_net(), windows_of([rows]))
+    seen, _ = fit(kinds()[1], make_net(Small), rows, per_device_train_batch_size=2, auto_find_batch_size=True)
+    assert worst(seen, expected.weights) <= 1e-10

@@ -1,0 +1,300 @@
+"""Accelerate: objects from `prepare` on real ranks, with its singletons restored."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from distaccum import Accumulator, DistaccumError
+from tests.support.engines import full_weights, import_deepspeed, zero_config, zero_weights
+from tests.support.oracle import everything, own
+from tests.support.problems import (
+    error,
+    gradient,
+    loss_of,
+    make_batch,
+    make_net_without_router,
+    micro_batches_of,
+    refused,
+    run_window,
+    weights,
+)
+from tests.support.ranks import RankError, on_ranks
+
+
+@contextmanager
+def accelerators(**environment: str) -> Iterator[Any]:
+    """Yields a factory of Accelerators on CPU in this job's process group."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState, GradientState
+
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    found = dict(os.environ)
+    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
+    if world > 1:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+        os.environ.update({"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+    try:
+        yield lambda **options: Accelerator(**{"cpu": True, **options})
+    finally:
+        AcceleratorState._reset_state(True)
+        GradientState._reset_state()
+        os.environ.clear()
+        os.environ.update(found)
+
+
+def state_of(accelerator: Any) -> Any:
+    gradient_state = accelerator.gradient_state
+    return (
+        accelerator.step,
+        gradient_state.sync_gradients,
+        gradient_state.num_steps,
+        list(gradient_state.dataloader_references),
+        {k: v for k, v in accelerator.state.__dict__.items() if k != "_shared_state"},
+    )
+
+
+UNEVEN = [[[3, 1, 2], [2, 2, 2]], [[4], [1, 2]], [[], [5, 1]]]
+GIVEN = pytest.mark.parametrize("given", [True, False], ids=["given", "found"])
+
+
+def prepare(accelerator: Any, **options: Any) -> Any:
+    net = make_net_without_router()
+    net = net.float() if options.pop("narrow", False) else net
+    optimizer = SGD(net.parameters(), lr=options.pop("lr", 1.0))
+    schedule = LambdaLR(optimizer, lambda update: 1 / (1 + update))
+    net, optimizer, schedule = accelerator.prepare(net, optimizer, schedule)
+    given = {"accelerator": accelerator} if options.pop("given", True) else {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Accelerate would step the schedule more often
+        return net, optimizer, schedule, Accumulator(net, optimizer, scheduler=schedule, **given, **options)
+
+
+def windows_off(model: Any, schedule: Any, accumulator: Accumulator, layouts: Any, read: Any = full_weights) -> Any:
+    """By window: how far its step is off, and its rate."""
+    seen = []
+    for index, layout in enumerate(layouts):
+        before, lr, plain = read(model).clone(), schedule.get_last_lr()[0], make_net_without_router()
+        mine = micro_batches_of(layout, index, dist.get_rank() if dist.is_initialized() else 0, before.dtype)
+        assert run_window(accumulator.window(mine), model).step().stepped
+        nn.utils.vector_to_parameters(before.double(), plain.parameters())
+        loss_of(plain, everything(layout, index, before.dtype)).backward()
+        seen.append((error((before.double() - read(model).double()) / lr, gradient(plain)), lr))
+    return seen
+
+
+def prepared(given: bool, layouts: Any) -> Any:
+    with accelerators() as make:
+        accelerator = make()
+        model, _, schedule, accumulator = prepare(accelerator, given=given, max_norm=100.0, lr=0.5)
+        found = state_of(accelerator)
+        seen = windows_off(model, schedule, accumulator, layouts)
+        assert state_of(accelerator) == found
+        assert not accelerator.optimizer_step_was_skipped
+    return seen
+
+
+@GIVEN
+@pytest.mark.parametrize("world", [1, 2])
+def test_prepared_model_trains_exactly(ranks, given, world):
+    layouts = UNEVEN if world > 1 else [[[3, 1, 2]], [[4]], [[2, 2]]]
+    for seen in ranks(2).run(prepared, given, layouts) if world > 1 else [prepared(given, layouts)]:
+        assert [lr for _, lr in seen] == [0.5, 0.25, 0.5 / 3]  # one step per update, not one per process
+        assert max(wrong for wrong, _ in seen) <= 1e-10
+
+
+def warnings_of_a_schedule(split_batches: bool, is_prepared: bool = True, **options: Any) -> list[str]:
+    from accelerate import DataLoaderConfiguration
+
+    with accelerators() as make, warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        accelerator = make(dataloader_config=DataLoaderConfiguration(split_batches=split_batches), **options)
+        net = make_net_without_router()
+        optimizer = SGD(net.parameters(), lr=0.5)
+        schedule: Any = LambdaLR(optimizer, lambda update: 1.0)
+        net, optimizer = accelerator.prepare(net, optimizer)
+        schedule = accelerator.prepare(schedule) if is_prepared else schedule
+        warned.clear()
+        Accumulator(net, optimizer, scheduler=schedule, accelerator=accelerator)
+    return [str(one.message) for one in warned]
+
+
+def schedules() -> list[list[str]]:
+    unlinked = {"step_scheduler_with_optimizer": False}
+    return [
+        warnings_of_a_schedule(False),
+        warnings_of_a_schedule(True),
+        warnings_of_a_schedule(False, **unlinked),
+        warnings_of_a_schedule(False, is_prepared=False),
+    ]
+
+
+def test_warning_names_the_factor_of_a_schedule_stepped_per_process(ranks):
+    (warned, *silent), on_rank_1 = ranks(2).run(schedules)
+    assert len(warned) == 1
+    assert "2 times per update" in warned[0] and "divide the lengths that were meant for Accelerate" in warned[0]
+    assert warned[0].partition("(warm-up, total) ")[2].startswith("by 2")
+    assert not any(silent) and not any(on_rank_1)
+    assert warnings_of_a_schedule(False) == []
+
+
+@GIVEN
+def test_accumulation_by_accelerate_is_refused(given):
+    with accelerators() as make:
+        accelerator = make(gradient_accumulation_steps=4)
+        with pytest.raises(DistaccumError, match=r"accumulates over 4 steps.*leave it at 1"):
+            prepare(accelerator, given=given)
+        accelerator.gradient_accumulation_steps = 1
+        *_, accumulator = prepare(accelerator, given=given)
+        accelerator.gradient_accumulation_steps = 2
+        with pytest.raises(DistaccumError, match="accumulates over 2 steps"):
+            accumulator.window([make_batch(1, seed=0)])
+
+
+@GIVEN
+def test_scaler_of_accelerate_scales_once_and_skips_an_overflow(given):
+    with accelerators() as make:
+        accelerator = make()
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        net, _, schedule, accumulator = prepare(accelerator, given=given, narrow=True)
+        ((wrong, _),) = windows_off(net, schedule, accumulator, [[[3, 1]]])
+        assert wrong <= 1e-6 and accelerator.scaler.get_scale() == 8.0
+        before, batches = weights(net), [make_batch(size, seed=size, dtype=torch.float32) for size in (3, 1)]
+        with pytest.raises(DistaccumError, match="loss of this window is not finite"):
+            run_window(accumulator.window(batches), net, lambda net, batch: loss_of(net, batch) * float("inf")).step()
+        window = accumulator.window(batches)
+        for batch in window:
+            loss = loss_of(net, batch)
+            loss.register_hook(lambda g: g * float("inf"))
+            window.backward(loss)
+        assert not window.step().stepped
+        assert accelerator.optimizer_step_was_skipped
+        assert accelerator.scaler.get_scale() == 4.0
+        assert torch.equal(before, weights(net))
+
+
+def test_accumulators_on_one_accelerator_do_not_disturb_each_other():
+    with accelerators() as make:
+        accelerator = make()
+        (one, *_, first), (two, *_, second) = (prepare(accelerator, steps=2) for _ in range(2))
+        before, plain = weights(one), make_net_without_router()
+        loader = micro_batches_of([[3, 1]], 0, 0)
+        loss_of(plain, everything([[3, 1]])).backward()
+        windows = [next(accumulator.windows(loader)) for accumulator in (first, second)]
+        for batch, same in zip(*windows, strict=True):  # windows alternate, as in a GAN
+            windows[0].backward(loss_of(one, batch))
+            windows[1].backward(loss_of(two, same))
+        windows[0].step()
+        assert error(before - weights(one), gradient(plain)) <= 1e-12
+        assert torch.equal(weights(two), before)
+        windows[1].step()
+        assert torch.equal(weights(two), weights(one))
+
+
+@on_ranks(2)
+def test_evaluation_and_break_leave_the_state_of_accelerate_as_found():
+    steps = 3
+    with accelerators() as make:
+        accelerator = make()
+        net = make_net_without_router()
+        x = torch.arange(14 * 6 * 5, dtype=torch.float64).view(14, 6, 5) / 100
+        loader = DataLoader(TensorDataset(x), batch_size=2)
+        evaluation = DataLoader(TensorDataset(x), batch_size=4)
+        net, optimizer, loader, evaluation = accelerator.prepare(net, SGD(net.parameters(), lr=0.0), loader, evaluation)
+        accumulator = Accumulator(net, optimizer, steps=steps, accelerator=accelerator)
+        found = state_of(accelerator)
+        counts = []
+        for leave_at in (1, 0, 99):
+            for i, window in enumerate(accumulator.windows(loader)):
+                for (inputs,) in window:
+                    window.backward(net(inputs).square().mean())
+                    if i == leave_at:
+                        break
+                if i == leave_at:
+                    break
+                counts.append(window.step().counts["samples"])
+                for (inputs,) in evaluation:
+                    with torch.no_grad():
+                        accelerator.gather_for_metrics(net(inputs))
+            assert state_of(accelerator) == found
+    # 14 samples in batches of 2 on 2 ranks; Accelerate repeats the first samples, so each rank has 4 batches.
+    assert counts == [12, 12, 4]
+
+
+class Endless(IterableDataset[torch.Tensor]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from [torch.ones(5)] * 3
+        raise OSError("the disk is gone")
+
+
+def draws_for_all_ranks() -> None:
+    with accelerators() as make:
+        accelerator = make()
+        net = nn.Linear(5, 1)
+        net, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), lr=0.0), DataLoader(Endless()))
+        for window in Accumulator(net, optimizer, steps=2, accelerator=accelerator).windows(loader):
+            for inputs in window:
+                window.backward(net(inputs).mean())
+            window.step()
+
+
+def test_error_of_a_loader_that_dispatches_is_raised_where_it_draws(ranks):
+    """Not after the other rank's report, which waits there for its batch."""
+    with pytest.raises(RankError, match=r"^rank 0 Traceback(.|\n)*OSError: the disk is gone"):
+        ranks(2).run(draws_for_all_ranks, seconds=20)
+
+
+@on_ranks(2)
+def test_fsdp2_model_from_prepare_trains_exactly():
+    """Accelerate uses FSDP only on accelerators, so its state is set to report some."""
+    from accelerate import FullyShardedDataParallelPlugin, PartialState
+    from accelerate.utils import DistributedType
+
+    with accelerators() as make:
+        state = PartialState(cpu=True)
+        state._shared_state.update(distributed_type=DistributedType.MULTI_GPU, device=torch.device("cpu"))
+        accelerator = make(fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
+        net, _, schedule, accumulator = prepare(accelerator, max_norm=100.0)
+        assert isinstance(net, FSDPModule)
+        assert max(wrong for wrong, _ in windows_off(net, schedule, accumulator, UNEVEN)) <= 1e-10
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_deepspeed_engine_from_prepare_trains_exactly(stage):
+    from accelerate import DeepSpeedPlugin, InitProcessGroupKwargs
+
+    class Plugin(DeepSpeedPlugin):
+        def set_deepspeed_weakref(self) -> None:
+            """Only transformers needs it."""
+
+    import_deepspeed()
+    # The plugin would create a process group; here it finds this job's.
+    with accelerators(DS_ACCELERATOR="cpu") as make:
+        config = {**zero_config(stage), "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+        group = InitProcessGroupKwargs(backend="gloo")
+        accelerator = make(cpu=False, deepspeed_plugin=Plugin(hf_ds_config=config), kwargs_handlers=[group])
+        engine, optimizer, schedule, accumulator = prepare(accelerator, narrow=True)
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            Accumulator(engine, optimizer, scheduler=schedule, accelerator=accelerator)
+        assert [str(one.message)[:30] for one in warned] == ["Accelerate steps a prepared sc"] * (dist.get_rank() == 0)
+        seen = windows_off(engine, schedule, accumulator, UNEVEN[:2], zero_weights)
+        window = accumulator.window(own(UNEVEN[0], 0, torch.float32))
+        said = refused(lambda: [accelerator.backward(loss_of(engine, batch)) for batch in window])  # steps the engine
+    assert max(wrong for wrong, _ in seen) <= 1e-5
+    assert [lr for _, lr in seen] == [1.0, 0.5]
+    assert "accelerator.backward(), which calls it" in said

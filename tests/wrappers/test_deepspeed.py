@@ -1,0 +1,470 @@
+"""DeepSpeed: its known traps, the collectives of each stage, and the refused uses."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+
+from distaccum import Accumulator, count_samples, count_tokens
+from tests.support.counting import Counting
+from tests.support.engines import (
+    COALESCES,
+    DEEPSPEED,
+    HAS_UNMANAGED,
+    UNMANAGED,
+    import_deepspeed,
+    zero_config,
+    zero_weights,
+)
+from tests.support.oracle import everything, own, step_off
+from tests.support.problems import (
+    error,
+    gradient,
+    join,
+    loss_of,
+    make_batch,
+    make_net,
+    make_net_without_router,
+    refused,
+    run_window,
+    sample_loss,
+    token_loss,
+)
+from tests.support.ranks import on_ranks
+
+F32 = torch.float32
+EVEN = [[2, 1, 3]] * 2
+UNEVEN = [[2, 1, 3], [4]]
+
+
+def initialize(stage: int, net: nn.Module | None = None, **config: Any) -> Any:
+    net = net or make_net_without_router().float()
+    optimizer = SGD(net.parameters(), lr=1.0)
+    schedule = LambdaLR(optimizer, lambda update: 1.0)
+    engine, optimizer, _, _ = import_deepspeed().initialize(
+        model=net, optimizer=optimizer, lr_scheduler=schedule, config=zero_config(stage, **config)
+    )
+    return engine, optimizer, schedule
+
+
+def exact_at(at: torch.Tensor, plain: nn.Module, whole: Any, loss_fn: Any = loss_of) -> torch.Tensor:
+    """The gradient at these weights, in float64."""
+    nn.utils.vector_to_parameters(at.double(), plain.double().parameters())
+    loss_fn(plain, whole).backward()
+    return gradient(plain)
+
+
+def off(
+    engine: Any, accumulator: Accumulator, layout: Any, index: int = 0, loss_fn: Any = loss_of, run: Any = None
+) -> float:
+    """The error of a window's step, compared with the one big batch."""
+    window, whole = accumulator.window(own(layout, index, F32)), everything(layout, index, F32)
+    run = run and partial(run, window)
+    return max(step_off(engine, window, make_net_without_router(), whole, loss_fn, run, read=zero_weights))
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@on_ranks(2)
+def test_named_losses_go_backward_together(stage):
+    engine, _, _ = initialize(stage)
+    accumulator = Accumulator(engine, count={"squares": count_samples, "means": count_samples})
+
+    def losses(net: Any, batch: Any) -> dict[str, torch.Tensor]:
+        outputs = net(batch["x"])
+        return {"squares": outputs.square().mean(), "means": outputs.mean()}
+
+    def run(window: Any, batch: Any) -> None:
+        window.backward(**losses(engine, batch))
+
+    assert off(engine, accumulator, UNEVEN, 0, lambda *both: sum(losses(*both).values()), run) <= 1e-5
+
+
+def overlapped(stage: int, bucket: int) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, "overlap_comm": True, "reduce_bucket_size": bucket}}
+
+
+CONFIGS: list[Any] = [(stage, {}) for stage in range(4)]
+CONFIGS += [(stage, UNMANAGED) for stage in range(4)] if HAS_UNMANAGED else []
+CONFIGS += [(n, overlapped(n, size)) for n, size in [(1, 40), (1, 10**6), (2, 40), (3, 10**6)]] if COALESCES else []
+CONFIGS += [(stage, {"gradient_allreduce_op": "sum"}) for stage in range(3)] if DEEPSPEED >= (0, 19, 8) else []
+
+
+@pytest.mark.parametrize(("stage", "config"), CONFIGS, ids=str)
+@on_ranks(2)
+def test_full_and_short_windows_step_the_engine_exactly(stage, config):
+    engine, _, schedule = initialize(stage, **config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an unmanaged stage 2 or 3 reduces in each micro-step
+        accumulator = Accumulator(engine, scheduler=schedule)
+    for layout in (UNEVEN, [[4], [5]]):
+        assert off(engine, accumulator, layout) <= 1e-5
+    assert engine.global_steps == schedule.last_epoch == 2
+    assert engine._is_gradient_accumulation_boundary is None, "the engine is restored for a later loop of the caller"
+
+
+@pytest.mark.skipif(COALESCES, reason="this version lets the library avoid it")
+@on_ranks(2)
+def test_overlap_comm_at_stage_1_is_refused_with_older_deepspeed():
+    engine, _, _ = initialize(1, **overlapped(1, 10**6))
+    assert 'put "overlap_comm": false' in refused(lambda: off(engine, Accumulator(engine), EVEN))
+
+
+def reductions(seen: list[tuple[str, int]]) -> int:
+    return sum(size > 30 and ("reduce" in name) for name, size in seen)
+
+
+# Gradient reductions in each of three micro-steps, after the loop, and in step.
+AT_ONCE, IN_EACH = [0, 0, 0, 1, 0], [1, 1, 1, 0, 0]
+REDUCTIONS = [
+    *((stage, "last", {}, AT_ONCE) for stage in range(4)),
+    *((stage, "every", {}, IN_EACH) for stage in (2, 3)),
+    (0, "last", UNMANAGED, AT_ONCE),
+    (1, "last", UNMANAGED, AT_ONCE),
+    (2, "every", UNMANAGED, IN_EACH),
+]
+
+
+def is_supported(stage: int, sync: str, config: dict[str, Any], *_: Any) -> bool:
+    """Whether this version of DeepSpeed has it."""
+    return (COALESCES or stage < 2 or sync == "every") and (HAS_UNMANAGED or not config)
+
+
+@pytest.mark.parametrize(("stage", "sync", "config", "expected"), [one for one in REDUCTIONS if is_supported(*one)])
+@on_ranks(2)
+def test_stages_reduce_as_often_as_expected(stage, sync, config, expected):
+    zero = {"stage": stage, "overlap_comm": False, "stage3_param_persistence_threshold": 0}
+    engine, _, _ = initialize(stage, **config, zero_optimization=zero)
+    accumulator = Accumulator(engine, sync=sync)
+    for index in range(2):
+        with Counting() as count:
+            window = accumulator.window(own(EVEN, index, F32))
+            count.take()
+            seen = []
+            for batch in window:
+                loss = loss_of(engine, batch)
+                count.take()
+                window.backward(loss)
+                seen.append(reductions(count.take()))
+            seen.append(reductions(count.take()))
+            window.step()
+            seen.append(reductions(count.take()))
+    assert seen == expected
+
+
+def run_in(dtype: torch.dtype, window: Any, engine: Any, factor: float = 1.0) -> Any:
+    return run_window(window, engine, lambda net, batch: net(batch["x"].to(dtype)).float().square().mean() * factor)
+
+
+def read_masters(engine: Any) -> torch.Tensor:
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    parts = [safe_get_full_fp32_param(p) for p in engine.module.parameters()]
+    parts = [
+        p.detach().float() if part is None else part for part, p in zip(parts, engine.module.parameters(), strict=True)
+    ]
+    return torch.cat([part.flatten().double() for part in parts]).clone()
+
+
+@pytest.mark.parametrize(
+    ("stage", "sync", "accumulate", "bound"),
+    [
+        # 8e-3: the error of bf16 gradients; a sum of 64 in bf16 has several times that
+        *((stage, sync, "fp32", 8e-3) for stage, sync in [(1, "last"), (2, "last"), (2, "every"), (3, "every")]),
+        *((stage, "last", None, 5e-2) for stage in (1, 2, 3)),
+    ],
+)
+@on_ranks(2)
+def test_bf16_adds_up_in_float32_with_grad_accum_dtype(stage, sync, accumulate, bound):
+    config: dict[str, Any] = {"bf16": {"enabled": True, "immediate_grad_update": False}}
+    if accumulate:
+        config["data_types"] = {"grad_accum_dtype": accumulate}
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        engine, _, _ = initialize(stage, **config)
+        accumulator = Accumulator(engine, sync=sync)
+    said = [str(one.message) for one in warned] if dist.get_rank() == 0 and accumulate else []
+    if said or ((stage, sync) == (2, "last") and accumulate and COALESCES and dist.get_rank() == 0):
+        assert "reduces gradients in each micro-step: coalesced they would not add up in torch.float32" in said[0]
+        assert not COALESCES or (stage, sync) == (2, "last")
+    for index, layout in enumerate([[[1] * 64, [1] * 60], [[1] * 8, []]]):  # then a dry rank
+        masters, at = read_masters(engine), zero_weights(engine)
+        window = accumulator.window(own(layout, index, F32))
+        assert run_in(torch.bfloat16, window, engine).step().stepped
+        exact = exact_at(at, make_net_without_router(), everything(layout, index, F32))
+        assert error(masters - read_masters(engine), exact) <= bound
+
+
+STEPPED = "the DeepSpeed engine is stepped in the window"
+MISUSE = {
+    "accumulates": 'accumulates over 4 steps by itself.*"gradient_accumulation_steps": 1',
+    "clips": r'DeepSpeed clips at 1 .*max_norm=None; put "gradient_clipping": 0 into its config, or pass max_norm=1.0',
+    "clips at another norm": r'DeepSpeed clips at 1 .*max_norm=0.5; put "gradient_clipping": 0.5',
+    "every": "sync='every', expected one of 'last' for DeepSpeed",
+    "foreign": "optimizer is a SGD that the DeepSpeed engine does not own",
+    "a scaler": "scaler with DeepSpeed, which scales losses itself",
+    "a module outside": "weight, bias is trained and outside of the DeepSpeed engine",
+    "a sparse embedding": "sparse=True under ZeRO stage 1",
+    "dry": '"immediate_grad_update": false',
+    **({"ignores": "on_nonfinite='ignore' with DeepSpeed"} if DEEPSPEED >= (0, 19) else {}),  # before, it does not look
+    **{f"engine at stage {stage}": STEPPED for stage in range(4)},
+    "optimizer at stage 0": "optimizer.step.. before the window's own",
+    **{f"optimizer at stage {stage}": STEPPED for stage in (1, 2, 3)},
+    **{
+        f"zero_grad at stage {stage}": "gradients were cleared or changed in mid-window"
+        for stage in range(4 if COALESCES else 2)  # where each micro-step reduces, it clears nothing
+    },
+}
+
+
+@pytest.mark.parametrize(("what", "message"), MISUSE.items(), ids=MISUSE)
+@on_ranks(2)
+def test_misuse_is_refused_with_the_cure(what, message):
+    stage = int(what[-1]) if what[-1].isdigit() else 2 if what in ("clips at another norm", "ignores") else 1
+    config = {
+        "accumulates": {"gradient_accumulation_steps": 4, "train_micro_batch_size_per_gpu": 2},
+        "clips": {"gradient_clipping": 1.0},
+        "clips at another norm": {"gradient_clipping": 1.0},
+        "dry": {"bf16": {"enabled": True, "immediate_grad_update": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+    }.get(what, {})
+    net = nn.Embedding(8, 4, sparse=True) if what == "a sparse embedding" else None
+    engine, optimizer, _ = initialize(stage, net, **config)
+    options = {
+        "clips at another norm": {"max_norm": 0.5},
+        "every": {"sync": "every"},
+        "foreign": {"optimizer": SGD([nn.Parameter(torch.zeros(1))], lr=1.0)},
+        "a scaler": {"scaler": torch.amp.GradScaler("cpu", init_scale=8.0)},
+        "ignores": {"on_nonfinite": "ignore"},
+        "a module outside": {},
+    }.get(what, {})
+    if " at stage " not in what:
+        models = [engine, nn.Linear(2, 2)] if what == "a module outside" else engine
+        if what == "dry":
+            said = refused(Accumulator(engine).window, own([[2], []], 0, F32))
+        else:
+            said = refused(Accumulator, models, **options)
+        assert re.search(message, said, re.DOTALL), said
+        return
+    owner, call = {"engine": (engine, "step"), "optimizer": (optimizer, "step")}.get(
+        what.split()[0], (engine, "zero_grad")
+    )
+    accumulator, start = Accumulator(engine), zero_weights(engine)
+    window = accumulator.window(own(EVEN, 0, F32))
+
+    def loop() -> None:
+        for batch in window:
+            window.backward(loss_of(engine, batch))
+            getattr(owner, call)()
+
+    assert re.search(message, refused(loop), re.DOTALL)
+    assert torch.equal(zero_weights(engine), start), "a weight changed"
+    assert off(engine, accumulator, EVEN, 1) <= 1e-5
+
+
+@pytest.mark.parametrize("stage", [*range(3 if COALESCES else 2), 3])
+@on_ranks(2)
+def test_part_without_a_count_is_left_out_below_stage_3_and_there_refused(stage):
+    engine, _, _ = initialize(stage, make_net().float())
+    accumulator = Accumulator(engine, count={"tokens": count_tokens("labels"), "samples": count_samples})
+    batches = [
+        [make_batch(2, seed=10 * r + i, kept=0.6 * ((r, i) != (0, 2)), dtype=F32) for i in range(3)] for r in range(2)
+    ]
+    if stage == 3:
+        said = refused(accumulator.window, batches[dist.get_rank()])
+        assert "count of 0 for one of ['tokens', 'samples']" in said
+        return
+    whole = join(batches[0] + batches[1])
+    window = accumulator.window(batches[dist.get_rank()])
+
+    def run(batch: Any) -> None:
+        for name in window.parts(["tokens", "samples"]):
+            window.backward(**{name: (token_loss if name == "tokens" else sample_loss)(engine, batch)})
+
+    def both(net: nn.Module, batch: Any) -> torch.Tensor:
+        return token_loss(net, batch) + sample_loss(net, batch)
+
+    whole["x"] = whole["x"].double()
+    assert max(step_off(engine, window, make_net(), whole, both, run, read=zero_weights)) <= 1e-5
+
+
+def fail_in_backward(module: Any, inputs: Any, output: torch.Tensor) -> None:
+    output.register_hook(lambda _: 1 / 0)
+
+
+@pytest.mark.parametrize(("stage", "sync", "config"), [one[:3] for one in REDUCTIONS if is_supported(*one)])
+@on_ranks(2)
+def test_error_in_backward_leaves_nothing_behind(stage, sync, config):
+    engine, _, _ = initialize(stage, **config)
+    accumulator = Accumulator(engine, sync=sync)
+    for turn in (1, 2):
+        window = accumulator.window(own(EVEN, turn, F32))
+        with pytest.raises(ZeroDivisionError):
+            for i, batch in enumerate(window):
+                handle = engine.module.body[1].register_forward_hook(fail_in_backward) if i == turn else None
+                loss = loss_of(engine, batch)
+                if handle is not None:
+                    handle.remove()
+                window.backward(loss)
+        assert off(engine, accumulator, EVEN, 9) <= 1e-5
+
+
+class Branches(nn.Module):
+    """Only some micro-batches use `two` and `three`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two, self.three = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: str) -> torch.Tensor:
+        hidden = self.one(x)
+        hidden = self.two(hidden) if "2" in used else hidden
+        return hidden + self.three(hidden) if "3" in used else hidden
+
+
+# The modules that each micro-batch uses, by rank, and how a window without a step ends.
+USES = [["23", ""], ["", "2"], ["3", "23", ""], ["", ""], ["23"], ["", "3"], ["2", "23"], ["", ""], ["2", "23"], [""]]
+ON_ALL_RANKS = [[used, used] for used in USES]
+ENDS = {4: "skip", 6: "break", 8: "discard"}
+ALONE = [[["2", ""], ["", ""]], [["", ""], ["", "3"]], [["2"], ["3"]], [["3", "2"], []]]
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+IN_FP32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def in_branches(
+    stage: int, sync: str, layouts: Any, ends: dict[int, str], *, max_norm: float | None = None, **config: Any
+) -> float:
+    """The largest error of the stepped windows."""
+    zero = {"stage": stage, "overlap_comm": False, "reduce_bucket_size": 10**4, **config.pop("zero", {})}
+    torch.manual_seed(0)
+    config = {"gradient_clipping": max_norm or 0.0, "zero_force_ds_cpu_optimizer": False, **config}
+    engine, _, _ = initialize(stage, Branches(), zero_optimization=zero, **config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # sums in float32 are not coalesced
+        accumulator = Accumulator(engine, sync=sync, max_norm=max_norm, on_nonfinite="skip")
+    worst, dtype = 0.0, next(engine.module.parameters()).dtype
+    for index, layout in enumerate(layouts):
+        masters, reference = read_masters(engine), Branches().double()
+        nn.utils.vector_to_parameters(zero_weights(engine).double(), reference.parameters())
+        seeded, end = torch.Generator().manual_seed(index), ends.get(index, "step")
+        batches = [[(torch.randn(2, 4, generator=seeded).to(dtype), used) for used in uses] for uses in layout]
+        window = accumulator.window(batches[dist.get_rank()])
+        for i, (x, used) in enumerate(window):
+            loss = engine(x, used).float().square().mean()
+            window.backward(loss if end == "step" else loss * float("nan"))
+            if end == "break" and i == 0:
+                break
+        if end in ("step", "skip"):
+            assert window.step().stepped == (end == "step")
+        window.discard()
+        if end != "step":
+            continue
+        flat = batches[0] + batches[1]
+        sum(reference(x.double(), used).square().mean() / len(flat) for x, used in flat).backward()
+        exact = torch.cat(
+            [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in reference.parameters()]
+        )
+        exact *= min(1.0, (max_norm or float("inf")) / float(exact.norm()))
+        worst = max(worst, error(masters - read_masters(engine), exact))
+    engine.destroy()
+    return worst
+
+
+KEPT: dict[str, Any] = {
+    "3, last": (3, "last", {}),
+    "3, every": (3, "every", {}),
+    "3, every, offloaded": (3, "every", {"zero": OFFLOADED}),
+    "3, last, offloaded": (3, "last", {"zero": OFFLOADED}),
+    "2, every": (2, "every", {}),
+    "2, every, offloaded": (2, "every", {"zero": OFFLOADED}),
+    "2, every, offloaded, in float32": (2, "every", {"zero": OFFLOADED, **IN_FP32}),
+    "1, last, offloaded, in float32": (1, "last", {"zero": OFFLOADED, **IN_FP32}),
+    "3, every, unmanaged, offloaded": (3, "every", {"zero": OFFLOADED, **UNMANAGED}),
+}
+
+
+@pytest.mark.skipif(not HAS_UNMANAGED, reason="needs finalize_gradient_accumulation_boundary")
+@on_ranks(2)
+def test_unused_module_is_not_stepped_with_an_older_gradient():
+    seen = {
+        name: in_branches(stage, sync, ON_ALL_RANKS, ENDS, **config) for name, (stage, sync, config) in KEPT.items()
+    }
+    wrong = {name: off for name, off in seen.items() if not off <= (4e-2 if "in float32" in name else 1e-5)}
+    assert not wrong
+
+
+BY_ONE: dict[str, Any] = {
+    "0": (0, {}),
+    "1": (1, {}),
+    "1, offloaded": (1, {"zero": OFFLOADED}),
+    "2": (2, {}),
+    "1, in float32": (1, IN_FP32),
+    "1, in float32, offloaded": (1, {"zero": OFFLOADED, **IN_FP32}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not COALESCES, reason="needs coalesce_grad_reduction")
+@on_ranks(2)
+def test_module_used_by_one_rank_is_exact_with_sync_last():
+    """A module that only one rank uses, and a rank without a micro-batch; also clipped."""
+    seen = {
+        (name, max_norm): in_branches(stage, "last", ALONE, {}, max_norm=max_norm, **dict(config))
+        for name, (stage, config) in BY_ONE.items()
+        for max_norm in (None, 0.2)
+    }
+    wrong = {key: off for key, off in seen.items() if not off <= (4e-2 if "in float32" in key[0] else 1e-5)}
+    assert not wrong
+
+
+@on_ranks(2)
+def test_module_used_by_one_rank_is_refused_with_sync_every():
+    smaller, as_large = [refused(in_branches, 2, "every", ALONE[i : i + 1], {}) for i in (0, 2)]
+    assert "rank 1 does not use two.bias in this micro-batch and another rank does (of two.bias, two.wei" in smaller
+    assert "rank 0 does not use three.bias in this micro-batch" in as_large
+    assert "use the same modules on all ranks, or sync='last'" in as_large
+
+
+@pytest.mark.parametrize("stage", [0, 1] if DEEPSPEED >= (0, 18, 3) else [1])
+@on_ranks(2)
+def test_fp16_is_exact_at_stage_1_and_refused_at_stage_0(stage):
+    from deepspeed.accelerator import get_accelerator
+
+    get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
+    engine, _, _ = initialize(stage, nn.Linear(4, 4), fp16={"enabled": True, "initial_scale_power": 8})
+    if stage == 0:
+        assert "a loss scale that it did not multiply the loss by; use stage 1" in refused(Accumulator, engine)
+        return
+    before, x = zero_weights(engine).double(), torch.ones(4, 4)
+    run_in(torch.half, Accumulator(engine).window([{"x": x}]), engine).step()
+    exact = exact_at(before, nn.Linear(4, 4), {"x": x.double()})
+    assert error(before - zero_weights(engine).double(), exact) <= 1e-2
+
+
+NO_NORM = {"stage": 2, "overlap_comm": False, "compute_grad_norm": False}
+BY_CONFIG, BY_VERSION = "that are not finite by its config", "that are not finite in this version; use DeepSpeed 0.19"
+UNCHECKED = {"bf16": {"enabled": True, "check_grad_overflow": False}}
+BLIND: list[Any] = []
+if DEEPSPEED >= (0, 19, 8):
+    BLIND = [(1, UNCHECKED, BY_CONFIG), (2, UNCHECKED, BY_CONFIG), (2, {"zero_optimization": NO_NORM}, BY_CONFIG)]
+elif DEEPSPEED < (0, 19):
+    BLIND = [(stage, {}, BY_VERSION) for stage in (1, 2, 3)]
+
+
+@pytest.mark.parametrize(("stage", "config", "said"), BLIND)
+@on_ranks(2)
+def test_engine_that_steps_nan_is_refused_unless_that_is_said(stage, config, said):
+    engine, _, _ = initialize(stage, **config)
+    assert said in refused(Accumulator, engine)
+    accumulator = Accumulator(engine, on_nonfinite="ignore", max_norm=None)
+    dtype = next(engine.module.parameters()).dtype
+    assert run_in(dtype, accumulator.window(own(EVEN, 0, F32)), engine).step().loss > 0
+    assert run_in(dtype, accumulator.window(own(EVEN, 1, F32)), engine, float("nan")).step().stepped
+    assert not zero_weights(engine).isfinite().all()

@@ -1,0 +1,351 @@
+"""Fabric: what `fabric.setup` returned, on real ranks, under each strategy that runs on CPUs."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import StepLR
+
+from distaccum import Accumulator, DistaccumError
+from tests.support.engines import (
+    KINDS,
+    Kind,
+    full_weights,
+    import_deepspeed,
+    laws,
+    layers,
+    summoned_weights,
+    wrappers,
+    zero_config,
+    zero_weights,
+)
+from tests.support.oracle import everything, own
+from tests.support.problems import (
+    error,
+    gradient,
+    join,
+    make_batch,
+    make_net_without_router,
+    run_window,
+    sample_loss,
+    weights,
+)
+from tests.support.ranks import launched, on_ranks
+
+
+def make_fabric(strategy: Any = "auto", **options: Any) -> Any:
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
+
+    world = dist.get_world_size() if dist.is_initialized() and strategy != "auto" else 1
+    plugins = [*options.pop("plugins", ()), LightningEnvironment()]
+    fabric = Fabric(**{"accelerator": "cpu", "devices": world, "strategy": strategy, "plugins": plugins, **options})
+    fabric.launch()
+    return fabric
+
+
+def strategy_of(name: str) -> Any:
+    """Fabric's strategy; those that it refuses on CPUs without its look at the device."""
+    from lightning_fabric.strategies import DDPStrategy, DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+
+    class Sharded(FSDPStrategy):
+        """Under another name, since Fabric looks at the type."""
+
+    class ZeRO(DeepSpeedStrategy):
+        def setup_environment(self) -> None:
+            with patch("lightning_fabric.strategies.deepspeed._validate_device_index_selection"):
+                self._setup_distributed()
+
+        def _init_deepspeed_distributed(self) -> None:
+            import_deepspeed()
+
+        def _initialize_engine(self, model: nn.Module, optimizer: Any = None, scheduler: Any = None) -> Any:
+            return *wrappers.deepspeed(model, optimizer, self.config), scheduler  # without the GPU's number
+
+    if name == "DDP":
+        return DDPStrategy(find_unused_parameters=True)  # no loss uses the router
+    if name == "FSDP1":
+        return Sharded()
+    if name == "FSDP2":
+        return ModelParallelStrategy(
+            lambda net, mesh: wrappers.fully_sharded(net, layers(net), mesh=mesh["data_parallel"]),
+            data_parallel_size=dist.get_world_size(),
+            tensor_parallel_size=1,
+        )
+    if name.startswith("ZeRO"):
+        return ZeRO(config=zero_config(int(name[-1])))
+    return "auto"
+
+
+def set_up(name: str):
+    def wrapped(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Module, Any]:
+        if name == "FSDP1":  # Fabric's own call asks for a GPU; what is wrapped it takes as it is
+            net = wrappers.fsdp1(net, layers(net))
+        if name.startswith("ZeRO"):
+            import_deepspeed()  # before the environment is kept: its forwards read it
+        with launched():
+            fabric = make_fabric(strategy_of(name))
+            if name == "FSDP2":
+                model = fabric.setup_module(net)
+                return model, fabric.setup_optimizers(SGD(model.parameters(), lr=lr))
+            return fabric.setup(net, SGD(net.parameters(), lr=lr))
+
+    return wrapped
+
+
+def within(read: Any) -> Any:
+    """Reads the weights of what Fabric wrapped."""
+    return lambda model: read(model._forward_module)
+
+
+ZERO = {f"ZeRO {n}": Kind(set_up(f"ZeRO {n}"), within(zero_weights), dtype=torch.float32) for n in (1, 2, 3)}
+FABRIC = {
+    "auto": Kind(set_up("auto"), full_weights, world=1),
+    "DDP": Kind(set_up("DDP"), full_weights),
+    "FSDP1": Kind(set_up("FSDP1"), within(summoned_weights), dtype=torch.float32),  # Fabric casts its inputs
+    "FSDP2": Kind(set_up("FSDP2"), full_weights),
+    **ZERO,
+}
+
+
+@pytest.mark.parametrize("name", FABRIC)
+@on_ranks(lambda name: FABRIC[name].world)
+def test_law_holds_on_what_fabric_set_up(name):
+    with patch.dict(KINDS, FABRIC):
+        for windows in laws(name, "last", ["samples mean", "tokens sum_to_mean"]).values():
+            assert all(max(one.gradient, one.loss) <= FABRIC[name].bound for one in windows)
+
+
+# Precision
+
+
+def mixed(scaler: Any = None) -> Any:
+    from lightning_fabric.plugins.precision import MixedPrecision
+
+    return MixedPrecision("16-mixed" if scaler is not None else "bf16-mixed", "cpu", scaler)
+
+
+SIZES = (3, 1, 2)
+BATCHES = [make_batch(size, seed=size, dtype=torch.float32) for size in SIZES]
+
+
+def in_mixed(scaler: Any = None, **options: Any) -> tuple[Any, Any, Any]:
+    with launched():
+        fabric = make_fabric(plugins=[mixed(scaler)], **options)
+        net = make_net_without_router().float()
+        return fabric, *fabric.setup(net, SGD(net.parameters(), lr=1.0))
+
+
+def run(window: Any, model: Any, factor: float = 1.0) -> Any:
+    for batch in window:
+        loss = sample_loss(model, batch)
+        if factor != 1.0:
+            loss.register_hook(lambda gradient: gradient * factor)
+        window.backward(loss)
+    return window.step()
+
+
+def moved_by(model: Any, accumulator: Accumulator) -> Tensor:
+    before = weights(model)
+    assert run(accumulator.window(BATCHES), model).stepped
+    return before - weights(model)
+
+
+def exact_gradient() -> Tensor:
+    net = make_net_without_router().float()
+    sample_loss(net, {"x": join(BATCHES)["x"]}).backward()
+    return gradient(net)
+
+
+def test_autocast_of_fabric_is_active_and_its_own_backward_still_wanted():
+    fabric, model, optimizer = in_mixed()
+    for batch, size in zip(BATCHES, SIZES, strict=True):
+        fabric.backward(sample_loss(model, batch) * (size / sum(SIZES)))
+    by_hand = gradient(model)
+    optimizer.zero_grad()
+    moved = moved_by(model, Accumulator(model, optimizer))
+    assert error(moved, by_hand) <= 1e-6
+    assert 1e-4 <= error(moved, exact_gradient()) <= 3e-2, "computed in bfloat16"
+    with pytest.raises(RuntimeError, match="requires you to call `fabric"):
+        sample_loss(model, BATCHES[0]).backward()
+
+
+def test_scaler_of_the_precision_plugin_scales_once_and_skips_an_overflow():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    _, model, optimizer = in_mixed(scaler)
+    accumulator = Accumulator(model, optimizer)
+    assert 1e-5 <= error(moved_by(model, accumulator), exact_gradient()) <= 3e-3, "computed in float16"
+    assert scaler.get_scale() == 8.0
+    before = weights(model)
+    update = run(accumulator.window(BATCHES), model, float("inf"))
+    assert (update.stepped, update.reason) == (False, "the scaled gradients overflowed")
+    assert scaler.get_scale() == 4.0 and torch.equal(before, weights(model))
+
+
+def test_scale_is_updated_once_for_two_optimizers():
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+    with launched():
+        fabric = make_fabric(plugins=[mixed(scaler)])
+        net = make_net_without_router().float()
+        halves = [SGD(part.parameters(), lr=1.0) for part in (net.body, net.head)]
+        model, *optimizers = fabric.setup(net, *halves)
+    accumulator = Accumulator(model, optimizers)
+    run(accumulator.window(BATCHES), model)
+    assert scaler.get_scale() == 8.0
+    run(accumulator.window(BATCHES), model)
+    assert scaler.get_scale() == 16.0
+
+
+def test_scaler_beside_that_of_the_plugin_is_refused():
+    _, model, optimizer = in_mixed(torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=r"scaler= beside the precision plugin's own.*leave scaler= out"):
+        Accumulator(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
+
+
+# What else goes through Fabric's wrappers
+
+
+class Own(nn.Module):
+    """Its loss is a method, which Fabric sends through the wrapper's forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net_without_router()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def training_step(self, batch: Any) -> Tensor:
+        return sample_loss(self.net, batch)
+
+
+@pytest.mark.parametrize("what", ["compiled again", "a loss in a method", "calls that stayed"])
+@on_ranks(2)
+def test_window_under_fabrics_ddp_is_exact(what):
+    torch._dynamo.reset()
+    net = Own() if what == "a loss in a method" else make_net_without_router()
+    with launched():
+        fabric = make_fabric(strategy_of("DDP"))
+        given = torch.compile(net, backend="aot_eager") if what == "compiled again" else net
+        model, optimizer = fabric.setup(given, SGD(net.parameters(), lr=1.0))
+    layout, plain, before = [[3, 1], [2]], make_net_without_router(), weights(model)
+    window = Accumulator(model, optimizer).window(own(layout))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo's own
+        for i, batch in enumerate(window):
+            with fabric.no_backward_sync(model, enabled=i == 0 and what == "calls that stayed"):
+                window.backward(
+                    model.training_step(batch) if what == "a loss in a method" else sample_loss(model, batch)
+                )
+    sample_loss(plain, everything(layout)).backward()
+    exact = gradient(plain)
+    if what == "calls that stayed":
+        fabric.clip_gradients(model, optimizer, clip_val=0.01)
+        assert exact.abs().max() > 0.01
+        exact.clamp_(-0.01, 0.01)
+    window.step()
+    assert error(before - weights(model), exact) <= 1e-10
+
+
+class Callback:
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def on_after_optimizer_step(self, strategy: Any, optimizer: Any) -> None:
+        assert type(optimizer) is SGD
+        self.steps += 1
+
+
+def test_schedules_of_the_wrapper_and_callbacks_hear_of_each_update_that_stepped():
+    callback = Callback()
+    _, model, optimizer = in_mixed(torch.amp.GradScaler("cpu", init_scale=8.0), callbacks=[callback])
+    schedule = StepLR(optimizer, 1, 0.5)
+    accumulator = Accumulator(model, optimizer, scheduler=schedule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch's: a schedule before the optimizer's step
+        for factor in (1.0, float("inf"), 1.0):
+            run(accumulator.window(BATCHES), model, factor)
+    assert callback.steps == 2
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_backward_and_step_of_fabric_within_a_window_are_refused():
+    fabric, model, optimizer = in_mixed()
+    accumulator = Accumulator(model, optimizer)
+    window = accumulator.window(BATCHES)
+    with pytest.raises(DistaccumError, match="gradients came into the window"):
+        for batch in window:
+            fabric.backward(sample_loss(model, batch))
+            window.backward(sample_loss(model, batch))
+    window = accumulator.window(BATCHES)
+    for batch in window:
+        window.backward(sample_loss(model, batch))
+        with pytest.raises(DistaccumError, match=r"optimizer.step\(\) before the window's own"):
+            optimizer.step()
+    assert window.step().stepped
+
+
+def test_update_and_check_run_on_a_model_of_fabric():
+    _, model, optimizer = in_mixed()
+    accumulator = Accumulator(model, optimizer, micro_batch_size=2)
+    batch = {"x": join(BATCHES)["x"]}
+    before = weights(model)
+    update = accumulator.update(batch, lambda part: sample_loss(model, part))
+    assert (update.counts, update.micro_batches) == ({"samples": 6}, 3)
+    assert error(before - weights(model), exact_gradient()) <= 3e-2
+    assert accumulator.check(batch, lambda part: sample_loss(model, part)).equivalent
+
+
+@on_ranks(2)
+def test_fabric_saves_and_loads_the_accumulator(tmp_path):
+    folder = str(tmp_path)
+    with launched():
+        fabric = make_fabric(strategy_of("DDP"))
+
+        def start() -> dict[str, Any]:
+            net = make_net_without_router()
+            model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
+            return {"model": model, "optimizer": optimizer, "accumulator": Accumulator(model, optimizer, steps=2)}
+
+        state, later = start(), start()
+        for window in state["accumulator"].windows([make_batch(size, seed=size) for size in (1, 2, 3)]):
+            run(window, state["model"])
+        fabric.save(f"{folder}/state.ckpt", state)
+        fabric.load(f"{folder}/state.ckpt", later)
+    assert (later["accumulator"].index, torch.equal(weights(later["model"]), weights(state["model"]))) == (2, True)
+
+
+def test_strategy_or_plugin_with_a_backward_or_step_of_its_own_is_refused():
+    from lightning_fabric.plugins.precision import Precision
+    from lightning_fabric.strategies import SingleDeviceStrategy
+
+    class Doubling(SingleDeviceStrategy):
+        def backward(self, tensor: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+            super().backward(tensor * 2, module, *args, **kwargs)
+
+    class Noting(Precision):
+        def optimizer_step(self, optimizer: Any, **kwargs: Any) -> Any:
+            return super().optimizer_step(optimizer, **kwargs)
+
+    for options, name in (({"strategy": Doubling("cpu")}, "Doubling.backward"), ({"plugins": [Noting()]}, "Noting.")):
+        with launched():
+            fabric = make_fabric(**{"strategy": "auto", **options})
+            net = make_net_without_router()
+            model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
+        with pytest.raises(ValueError, match=name):
+            Accumulator(model, optimizer)
+
+
+def test_gradient_that_fabric_unscaled_and_clipped_is_not_unscaled_again():
+    fabric, model, optimizer = in_mixed(torch.amp.GradScaler("cpu", init_scale=8.0))
+    before, window = weights(model), run_window(Accumulator(model, optimizer).window(BATCHES), model, sample_loss)
+    assert error(fabric.clip_gradients(model, optimizer, max_norm=0.1), exact_gradient().norm()) <= 3e-3
+    window.step()
+    assert abs(float((before - weights(model)).norm()) - 0.1) <= 1e-4
