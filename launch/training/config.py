@@ -95,7 +95,7 @@ class Config:
     progress_every: float = option(10.0, "seconds between lines of progress; 0: none")
     quiet: bool = option(False, "print only warnings and errors")
     tensorboard: bool = option(False, "write events for TensorBoard too")
-    measure_noise: bool = option(False, "measure the gradient noise scale, and say whether a larger batch would help")
+    measure_noise: bool = option(False, "measure the gradient noise scale")
 
 
 # A run resumes a checkpoint that was made with the same values of these.

@@ -1,0 +1,60 @@
+"""A whole training script to copy: one device, or DDP under torchrun. Started again after a stop, it goes on.
+
+[python | torchrun --nproc-per-node 2] launch/minimal.py [CHECKPOINT]
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from distaccum import Accumulator
+
+FILE = Path(sys.argv[1] if len(sys.argv) > 1 else "minimal.pt")
+EPOCHS, MICRO_BATCH, STEPS, SAVE_EVERY = 5, 8, 4, 10  # an update is 8 x 4 samples of each rank
+rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+device = torch.device("cuda" if torch.cuda.is_available() else "cpu", int(os.environ.get("LOCAL_RANK", 0)))
+if device.type == "cuda":
+    torch.cuda.set_device(device)
+if ranks > 1:
+    dist.init_process_group()
+torch.manual_seed(0)
+inputs = torch.randn(1000, 20)
+data = TensorDataset(inputs, (inputs[:, :10].sum(1) > inputs[:, 10:].sum(1)).long())  # yours
+network = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 2)).to(device)  # yours
+model = nn.parallel.DistributedDataParallel(network) if ranks > 1 else network
+optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
+per_epoch = -(-len(data) // (ranks * MICRO_BATCH * STEPS))  # updates, the last of which may be smaller
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS * per_epoch)
+accumulator = Accumulator(model, optimizer, steps=STEPS, scheduler=scheduler, max_norm=1.0)
+parts = {"model": network, "optimizer": optimizer, "scheduler": scheduler, "accumulator": accumulator}
+
+torch.manual_seed(rank)  # weights are alike on all ranks, dropout is not
+if FILE.exists():
+    for name, state in torch.load(FILE, map_location="cpu").items():
+        parts[name].load_state_dict(state)
+while accumulator.index < EPOCHS * per_epoch:
+    epoch, done = divmod(accumulator.index, per_epoch)
+    mine = torch.randperm(len(data), generator=torch.Generator().manual_seed(epoch))[rank::ranks]
+    left = mine[done * STEPS * MICRO_BATCH :].tolist()  # each sample once per epoch, on one rank
+    for window in accumulator.windows(DataLoader(data, MICRO_BATCH, sampler=left, generator=torch.Generator())):
+        for batch, labels in window:
+            window.backward(nn.functional.cross_entropy(model(batch.to(device)), labels.to(device)))
+        update = window.step()
+        if accumulator.index % SAVE_EVERY == 0 or accumulator.index == EPOCHS * per_epoch:
+            every = [accumulator.state_dict()] * ranks  # of all ranks: each has its own random numbers
+            if ranks > 1:
+                dist.all_gather_object(every, accumulator.state_dict())
+            if rank == 0:
+                state = {name: part.state_dict() for name, part in parts.items()}
+                state["accumulator"] = {name: value for one in every for name, value in one.items()}
+                torch.save(state, FILE.with_suffix(".new"))
+                FILE.with_suffix(".new").replace(FILE)  # a kill leaves the old one or the new one
+    if rank == 0:
+        print(f"epoch {epoch}: loss {update.loss:.4f}")
+if ranks > 1:
+    dist.destroy_process_group()

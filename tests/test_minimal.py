@@ -1,0 +1,59 @@
+"""launch/minimal.py: in one process and under torchrun; a killed run that is started again ends with the same bits."""
+
+from __future__ import annotations
+
+import ast
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from programs import ROOT, Programs, wait_for, wait_until
+
+SCRIPT = ROOT / "launch" / "minimal.py"
+
+
+def saved(file: Path) -> dict[str, Any]:
+    state = torch.load(file)
+    return {**state["model"], "index": state["accumulator"]["index"], "lr": state["scheduler"]["_last_lr"]}
+
+
+def start(programs: Programs, ranks: int, file: Path) -> list[Any]:
+    return programs.start_ranks(ranks, str(SCRIPT), file)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_run_goes_on_to_the_same_bits(programs, tmp_path, ranks):
+    whole, file = tmp_path / "whole.pt", tmp_path / "run.pt"
+    assert {done.status for done in wait_for(start(programs, ranks, whole))} == {0}
+    started = start(programs, ranks, file)
+    assert wait_until(file.exists, started[0])
+    for one in started:
+        one.send(signal.SIGKILL)
+    assert {done.status for done in wait_for(started)} == {-signal.SIGKILL}
+    assert 0 < saved(file)["index"] < saved(whole)["index"]
+    assert {done.status for done in wait_for(start(programs, ranks, file))} == {0}
+    expected, found = saved(whole), saved(file)
+    for name, value in expected.items():
+        assert torch.equal(found[name], value) if torch.is_tensor(value) else found[name] == value, name
+
+
+def test_torchrun_trains_on_two_ranks(tmp_path):
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", SCRIPT, "run.pt"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=environment, text=True, capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    losses = [float(line.split()[-1]) for line in done.stdout.splitlines() if line.startswith("epoch")]
+    assert len(losses) == 5 and losses[-1] < 0.9 * losses[0]
+
+
+def test_file_is_short_and_needs_torch_and_distaccum_alone():
+    text = SCRIPT.read_text()
+    assert len(text.splitlines()) <= 60
+    nodes = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {(getattr(node, "module", "") or node.names[0].name).split(".")[0] for node in nodes}
+    assert names - sys.stdlib_module_names == {"torch", "distaccum"}
