@@ -129,7 +129,7 @@ def test_missing_arguments_leave_parts_out_and_are_requested():
 
 
 def test_amounts_are_read_with_their_units():
-    for text, number in {"7e9": 7e9, "350M": 350e6, "1,281,167": 1281167, "7b": 7e9, "1.3B": 13e8, "4k": 4000}.items():
+    for text, number in {"7e9": 7e9, "350M": 350e6, "1_281_167": 1281167, "7b": 7e9, "1.3B": 13e8, "4k": 4000}.items():
         assert amount("parameters", text) == number
 
 
@@ -137,7 +137,7 @@ def test_amounts_are_read_with_their_units():
     ("options", "message"),
     [
         ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many ranks on each node"),
-        ({"parameters": "many"}, "parameters='many', expected a whole number such as"),
+        ({"parameters": "many"}, "parameters='many', expected a whole number of at least 1, such as"),
         ({"batch_size": 0}, "batch_size=0, expected a whole number of at least 1"),
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, adam"),
     ],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Callable
 from decimal import Decimal
@@ -31,8 +30,8 @@ def plan(
 ) -> Forecast:
     """Steps, cut and bytes of a run, and its learning rate, as far as the arguments determine them.
 
-    Whole numbers may be texts such as "512", "7e9", "350M" or "1,000". What is left out is None in
-    the result, whose `missing` says what to give for it.
+    Whole numbers may be texts such as "512", "7e9" or "350M". What is left out is None in the result, whose `missing`
+    says what to give for it.
 
     Args:
         batch_size: Samples per update over all ranks.
@@ -56,7 +55,7 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "model"}
     for name, value in given.items():
         if value is not None and name in (*AMOUNTS, "ranks", "nodes", "dtype_bytes"):
-            given[name] = amount(name, value) if name in AMOUNTS else whole_number(name, value)
+            given[name] = amount(name, value)
     if ranks % nodes:
         raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many ranks on each node")
     if lr is not None and not 0 < lr < float("inf"):
@@ -65,7 +64,7 @@ def plan(
         if given[name] is not None and given[name] not in known:
             raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
     notes: tuple[str, ...] = ()
-    of_model: int | None = None  # bytes of its gradient
+    of_model = None  # bytes of its gradient
     if model is not None:
         from .fitting import fit  # imports torch, which takes seconds
 
@@ -102,22 +101,23 @@ def plan(
     return Forecast(given, gradient_bytes, steps, windows, split, rows, rate, notes, missing)
 
 
-SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
+SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
 
 
 def amount(name: str, value: object) -> int:
     """A whole number of at least 1, from a number or a text.
 
-    >>> amount("parameters", "11.7M"), amount("parameters", "7e9"), amount("samples", "1,281,167")
+    >>> amount("parameters", "11.7M"), amount("parameters", "7e9"), amount("samples", "1_281_167")
     (11700000, 7000000000, 1281167)
     """
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    if not isinstance(value, str):
+    if isinstance(value, int):
         return whole_number(name, value)
-    whole = r"\d{1,3}(?:[,_]\d{3})+|\d+"  # no decimal comma
-    found = re.fullmatch(rf"((?:{whole}|\d*\.\d+)(?:[eE][+]?\d{{1,2}})?)\s*([kKmMbBgGtT]?)", value.strip())
-    exact = Decimal(re.sub("[,_]", "", found[1])) * SUFFIXES[found[2].upper()] if found else None
-    if exact is None or exact != int(exact):
-        raise ValueError(f"{name}={value!r}, expected a whole number such as 512, 7e9, 7b, 350M or 11.7M")
-    return whole_number(name, int(exact))
+    text = str(value).strip()
+    times = SUFFIXES.get(text[-1:].upper(), 1)
+    try:
+        number = Decimal(text[:-1] if times > 1 else text) * times
+        if number >= 1 and number == int(number):
+            return int(number)
+    except ArithmeticError:  # it is no number
+        pass
+    raise ValueError(f"{name}={value!r}, expected a whole number of at least 1, such as 512, 7e9, 7b, 350M or 11.7M")

@@ -54,27 +54,21 @@ def scaled_learning_rate(
     (0.4, 0.1)
     """
     is_sum, root = reduction == "sum", math.sqrt(kappa)
-
-    def scaled(times: float) -> dict[str, Any]:
-        return {"lr_times": times, "lr": None if lr is None else lr * times}
-
-    def shown(times: float) -> str:
-        return f"lr x {times:g}{'' if lr is None else f' = {lr * times:g}'}"
-
-    advice, values = [], {}
-    if optimizer in (None, "sgd"):
-        values = scaled(1.0 if is_sum else kappa)
-        rule = f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there), with a warm-up of 5 epochs"
-        if is_sum:
-            rule = (
-                f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3), with a warm-up of 5 epochs"
-            )
-        advice.append(f"SGD: {shown(values['lr_times'])}: {rule}")
-    if optimizer in (None, "adam"):
-        eps = root if is_sum else 1 / root
-        values = {**scaled(root), "eps_times": eps}
-        rule = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
-        advice.append(f"Adam: {shown(root)}: {rule}")
+    eps = root if is_sum else 1 / root
+    has_grown = f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3), with a warm-up of 5 epochs"
+    linear = f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there), with a warm-up of 5 epochs"
+    by_root = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
+    rules: dict[Optimizer, tuple[str, float, str]] = {
+        "sgd": ("SGD", 1.0 if is_sum else kappa, has_grown if is_sum else linear),
+        "adam": ("Adam", root, by_root),
+    }
+    advice = []
+    for name, times, rule in rules.values() if optimizer is None else [rules[optimizer]]:
+        advice.append(f"{name}: lr x {times:g}{'' if lr is None else f' = {lr * times:g}'}: {rule}")
     if is_sum and kappa != 1:
         advice.append(f"a sum: max_norm and SGD's weight decay x {kappa:g}, to keep their relative weight")
-    return {"advice": advice, **(values if optimizer else {})}
+    if optimizer is None:
+        return {"advice": advice}
+    times = rules[optimizer][1]
+    values = {"advice": advice, "lr_times": times, "lr": None if lr is None else lr * times}
+    return values | {"eps_times": eps} if optimizer == "adam" else values
