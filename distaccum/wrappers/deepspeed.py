@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, nullcontext
 from typing import Any, Literal, final
@@ -58,29 +57,25 @@ class DeepSpeedEngine(Engine):
         self._stage = int(engine.zero_optimization_stage())
         self.hides_parameters = self._stage == 3
         self._optimizer: Any = engine.optimizer
-        # The ids of parameters with sparse gradients: by module, then by the last gradient.
-        self._sparse = {id(weight) for weight in sparse_embeddings([engine.module]).values() if weight.requires_grad}
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
-        if self._stage and self._sparse:
-            raise ValueError(
-                f"an embedding with sparse=True under ZeRO stage {self._stage}, which partitions gradients that are "
-                "dense; use stage 0, or sparse=False"
-            )
         self._form = _choose_form(engine, sync, self._is_managed)
-        # Whether optimizer states, and the gradients of their step, live on the host.
-        offloads = getattr(self._optimizer, "cpu_offload", getattr(self._optimizer, "offload_optimizer", False))
-        self._offloads = bool(offloads)
-        if self._form == "each" and self._offloads and not hasattr(self._optimizer, private.FINALIZE):
+        # Optimizer states, and the gradients of their step, are on the host.
+        self._offloads = any(getattr(self._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
+        if (
+            self._form == "each"
+            and self._offloads
+            and not hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
+        ):
             raise ValueError(
-                f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, and this version of "
-                "DeepSpeed then forgets the gradient of a module that the last micro-batch does not use (0.19.4 does "
-                "not); use sync='last', or leave offload_optimizer out"
+                f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, in which DeepSpeed "
+                "before 0.19.4 forgets gradients; use sync='last', or leave offload_optimizer out"
             )
         if self._stage < 2:
             self.policies = ("last",)
-        group: Any = engine.data_parallel_group or dist.group.WORLD
-        super().__init__(models, sync, group)
+        super().__init__(models, sync, engine.data_parallel_group or dist.group.WORLD)
+        if not engine.gradient_average:  # "gradient_allreduce_op": "sum"
+            self.divisor = 1
         self.lockstep = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
         self.owns = _owned(engine)
         self.run_backward = lambda losses, _: engine.backward(losses[0])
@@ -96,10 +91,9 @@ class DeepSpeedEngine(Engine):
         return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]
 
     def _own_optimizers(self) -> list[Any]:
-        """The optimizers that deepspeed.initialize returned and got, each once."""
-        named = (getattr(self._deepspeed, name, None) for name in ("basic_optimizer", "client_optimizer"))
-        every = (self._optimizer, getattr(self._optimizer, "optimizer", None), *named)
-        return list({id(one): one for one in every if one is not None}.values())
+        """The optimizers that deepspeed.initialize returned and got."""
+        inner = getattr(self._optimizer, "optimizer", None)
+        return [self._optimizer, inner, self._deepspeed.basic_optimizer, self._deepspeed.client_optimizer]
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
         for one in given.optimizers:
@@ -115,21 +109,14 @@ class DeepSpeedEngine(Engine):
         if clips != wanted:
             raise DistaccumError(
                 f"DeepSpeed clips at {clips:g} (1.0 where its config does not say) and max_norm={max_norm}; put "
-                f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}. (Accelerate drops '
-                "DeepSpeedPlugin(gradient_clipping=0.0): give it a config with that line)"
+                f'"gradient_clipping": {wanted:g} into its config, or pass max_norm={clips or None}'
             )
-        if "finite" in self.owns:
-            is_blind = None if "scale" in self.owns else private.why_blind(self._optimizer)
-            if is_blind is not None and on_nonfinite != "ignore":
-                raise ValueError(
-                    f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
-                    f"{is_blind}, or say 'ignore'"
-                )
-            if is_blind is None and on_nonfinite == "ignore":
-                raise ValueError(
-                    f"on_nonfinite='ignore' with {self.name}, which looks at each gradient and skips what is not "
-                    "finite; say 'raise' or 'skip'"
-                )
+        looks = "finite" in self.owns and "scale" not in self.owns
+        if looks and on_nonfinite != "ignore" and (is_blind := private.why_blind(self._optimizer)) is not None:
+            raise ValueError(
+                f"on_nonfinite={on_nonfinite!r} with {self.name}, which steps gradients that are not finite "
+                f"{is_blind}, or say 'ignore'"
+            )
         given.optimizers = []  # the engine steps, and its schedule too
         given.schedulers = [one for one in given.schedulers if one is not self._deepspeed.lr_scheduler]
 
@@ -140,14 +127,6 @@ class DeepSpeedEngine(Engine):
         if self.lockstep and self.peers.num_ranks > 1:
             could_coalesce = self._stage == 2 and self._is_managed
             self.refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
-        if plan.some_rank_is_dry and getattr(self._optimizer, "immediate_grad_update", False):
-            raise DistaccumError(
-                f"ranks have {list(plan.num_counted)} micro-batches, and a BF16_Optimizer with immediate_grad_update "
-                'takes gradients from backward alone; set "immediate_grad_update": false (the default) in the "bf16" '
-                "part of its config, or give each rank a micro-batch"
-            )
-        average = getattr(self._deepspeed, "gradient_average", True)
-        self.divisor = self.peers.num_ranks if average else 1  # "gradient_allreduce_op": "sum"
 
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
@@ -165,9 +144,8 @@ class DeepSpeedEngine(Engine):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         engine = self._deepspeed
         if self._form == "each" and self._stage == 3:
-            # ZeRO-3 takes the backwards between two forwards for one, and keeps the last one's gradient.
-            step_id = getattr(self._optimizer, "micro_step_id", None)  # each forward changes it
-            if step_id is not None and step_id == self._step_id:
+            step_id = self._optimizer.micro_step_id  # each forward changes it
+            if step_id == self._step_id:
                 raise DistaccumError(
                     "a second backward without a forward before it: ZeRO stage 3 would keep only the last one's "
                     "gradient; run the forward again for each part, or coalesce (sync='last' on a managed engine)"
@@ -190,9 +168,7 @@ class DeepSpeedEngine(Engine):
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         if self._form == "each":
-            return (
-                "which reduces in each micro-step here and shows no rank's own; use sync='last' with DeepSpeed 0.19.2"
-            )
+            return "which reduces in each micro-step here; use sync='last' with DeepSpeed 0.19.2"
         if "scale" in self.owns:
             return "which scales the loss by itself (fp16); train in bf16"
         if hasattr(self._optimizer, "get_grads_for_norm"):
@@ -201,13 +177,12 @@ class DeepSpeedEngine(Engine):
 
     def _refuse_another_use(self, _: Tensor) -> None:
         """Each rank fills a bucket with the gradients of its own backward, and takes other ranks' for the same."""
-        trained = (named for named in self._deepspeed.module.named_parameters() if named[1].requires_grad)
-        unused = [name for name, parameter in trained if not is_reached(parameter)]
-        digests = self.peers.gather([float(zlib.crc32(repr(unused).encode()))])
-        if all(digest == digests[0] for digest in digests):
-            return
-        by_rank = [set(names) for names in self.peers.gather_objects(unused)]
+        named = self._deepspeed.module.named_parameters()
+        unused = {name for name, p in named if p.requires_grad and not is_reached(p)}
+        by_rank = self.peers.gather_objects(unused)
         differ = sorted(set.union(*by_rank) - set.intersection(*by_rank))
+        if not differ:
+            return
         without = ranks_where([differ[0] in names for names in by_rank])
         raise DistaccumError(
             f"rank {without} does not use {differ[0]} in this micro-batch and another rank does (of "
@@ -217,10 +192,9 @@ class DeepSpeedEngine(Engine):
 
     def finish(self) -> None:
         if self._stage < 3 and self._form in ("no_sync", "coalesced"):
-            parameters, sets_up = self.parameters(), self._form == "no_sync"
-            private.give_all_a_gradient(self._optimizer, parameters, self._sparse, sets_up=sets_up)
+            private.give_all_a_gradient(self._optimizer, self.parameters(), sets_up=self._form == "no_sync")
         if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does it in step
-            getattr(self._optimizer, private.FINALIZE)()
+            self._optimizer.finalize_gradient_accumulation_boundary()
             self._deepspeed.set_gradient_accumulation_boundary(True)
         if self._form == "no_sync":
             private.set_boundary(self._deepspeed, True)
@@ -242,14 +216,8 @@ class DeepSpeedEngine(Engine):
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         if "norm" in self.owns:  # after the step
             norm = self._deepspeed.get_global_grad_norm()
-            return (
-                norm if isinstance(norm, Tensor) else torch.tensor(float("nan" if norm is None else norm), device="cpu")
-            )
-        gradients = [p.grad for p in self.parameters() if p.grad is not None]
-        if hasattr(self._optimizer, "get_grads_for_norm"):  # BF16_Optimizer, which keeps them elsewhere
-            found = self._optimizer.get_grads_for_norm()
-            gradients = list(found[0] if isinstance(found, tuple) else found)
-        return total_norm(gradients, kind, over)
+            return torch.as_tensor(float("nan") if norm is None else norm)
+        return total_norm([p.grad for p in self.parameters() if p.grad is not None], kind, over)
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
@@ -279,10 +247,13 @@ def _allow_steps(stepped_by_caller: Sequence[Any]) -> None:
 
 
 def _owned(engine: Any) -> frozenset[Owned]:
-    """ZeRO checks the gradient itself, skips a step that is not finite on all ranks, and keeps the norm."""
-    looks = private.knows_norm(engine.optimizer) or engine.fp16_enabled()
-    more: list[Owned] = [*(("norm", "finite") if looks else ()), *(("scale",) if engine.fp16_enabled() else ())]
-    return frozenset(("step", "clip", *more))
+    """DeepSpeed's own optimizers check the gradient, skip what is not finite on all ranks, and keep the norm."""
+    owned: set[Owned] = {"step", "clip"}
+    if not isinstance(engine.optimizer, Optimizer):
+        owned |= {"norm", "finite"}
+    if engine.fp16_enabled():
+        owned |= {"norm", "finite", "scale"}
+    return frozenset(owned)
 
 
 def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> None:
@@ -293,22 +264,22 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
             f"{shorten(outside)} is trained and outside of the DeepSpeed engine, which neither reduces nor steps it; "
             "put it into the module that deepspeed.initialize gets"
         )
-    if engine.optimizer is None:
-        raise ValueError("the DeepSpeed engine has no optimizer; give deepspeed.initialize one")
     if engine.gradient_accumulation_steps() > 1:
         raise DistaccumError(
             f"DeepSpeed accumulates over {engine.gradient_accumulation_steps()} steps by itself, which would divide "
             'the loss a second time and skip steps; put "gradient_accumulation_steps": 1 into its config'
         )
-    for what, given in {
-        "mixture-of-experts layers": getattr(engine, "has_moe_layers", False),
+    sparse = any(weight.requires_grad for weight in sparse_embeddings([engine.module]).values())
+    for what, is_given in {
+        "mixture-of-experts layers": engine.has_moe_layers,
         "sequence parallelism": getattr(engine, "sequence_parallel_size", 1) > 1,
         "ZenFlow": getattr(engine, "zenflow", False),
+        "a pipeline, or its all-reduce turned off": not engine.enable_backward_allreduce,
+        '"immediate_grad_update": true': getattr(engine.optimizer, "immediate_grad_update", False),
+        "an embedding of sparse gradients": sparse,
     }.items():
-        if given:
-            raise ValueError(f"DeepSpeed with {what} reduces in its own way, for which there is no engine here")
-    if not getattr(engine, "enable_backward_allreduce", True):
-        raise ValueError("DeepSpeed with its all-reduce turned off: nothing would reduce; turn it on")
+        if is_given:
+            raise ValueError(f"DeepSpeed with {what}, for which there is no engine here; leave it out")
     if engine.zero_optimization_stage() == 0 and engine.fp16_enabled() and hasattr(engine, "scale"):
         raise ValueError(
             "ZeRO stage 0 with fp16: this version of DeepSpeed divides the gradient by a loss scale that it did not "
@@ -318,9 +289,10 @@ def _refuse_what_cannot_accumulate(engine: Any, models: Sequence[nn.Module]) -> 
 
 def _choose_form(engine: Any, sync: Sync, is_managed: bool) -> Form:
     stage, optimizer = int(engine.zero_optimization_stage()), engine.optimizer
+    can_coalesce = private.can_coalesce(optimizer)
     if stage == 1 and getattr(optimizer, "overlap_comm", False):
         # Its hooks send in each backward, which no_sync does not prevent.
-        if not private.can_coalesce(optimizer):
+        if not can_coalesce:
             raise ValueError(
                 'ZeRO stage 1 with "overlap_comm": true reduces within each backward, and this version of DeepSpeed '
                 'cannot be kept from it (0.19.2 can); put "overlap_comm": false into its config'
@@ -330,14 +302,15 @@ def _choose_form(engine: Any, sync: Sync, is_managed: bool) -> Form:
         return "no_sync"
     if sync != "last":
         return "each"
-    why = "" if is_managed else 'its config says "managed_gradient_accumulation": false'
-    dtype = getattr(optimizer, "gradient_accumulation_dtype", None)
-    if not why and not hasattr(engine, "coalesce_grad_reduction"):
+    dtype = optimizer.gradient_accumulation_dtype
+    if not is_managed:
+        why = 'its config says "managed_gradient_accumulation": false'
+    elif not can_coalesce:
         why = "this version of DeepSpeed cannot coalesce them (0.19.2 can)"
-    elif not why and not private.can_coalesce(optimizer):
-        why = f"{type(optimizer).__name__} cannot coalesce them"
-    elif not why and dtype is not None and dtype != next(engine.module.parameters()).dtype:
+    elif dtype != next(engine.module.parameters()).dtype:
         why = f"coalesced they would not add up in {dtype}, as the config asks"
-    if why and engine.global_rank == 0:
+    else:
+        return "coalesced"
+    if engine.global_rank == 0:
         warn(f"ZeRO stage {stage} reduces gradients in each micro-step: {why}")
-    return "each" if why else "coalesced"
+    return "each"

@@ -13,15 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...engines.averaging import no_rows
-
-FINALIZE = "finalize_gradient_accumulation_boundary"  # public on the optimizer, from 0.19.4 on
-
-
-def knows_norm(optimizer: Any) -> bool:
-    """Returns whether the optimizer computes the gradient's norm itself; without the name only fp16 is known to."""
-    return hasattr(optimizer, "_global_grad_norm")
-
 
 def why_blind(optimizer: Any) -> str | None:
     """Why a step takes a gradient that is not finite, with the cure; None if it skips such a one.
@@ -61,11 +52,10 @@ def kept_partitions(optimizer: Any) -> Iterator[Tensor]:
         yield from (group.grad for group in getattr(optimizer, name, ()) if group.grad is not None)
 
 
-def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], sparse: set[int], *, sets_up: bool) -> None:
-    """Fills missing gradients: ranks reduce those that they have, and must have the same.
+def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], *, sets_up: bool) -> None:
+    """Fills missing gradients with zeros: ranks reduce those that they have, and must have the same.
 
-    ZeRO takes a missing gradient for zeros, too. `sparse` holds the ids of parameters with sparse gradients, and is
-    corrected by those that are there. `sets_up`: buckets that backward makes are made, as a dry rank has none.
+    `sets_up`: buckets that backward makes are made, as a rank without a micro-batch has none.
     """
     marks = getattr(optimizer, "fp32_groups_has_gradients", None)
     if marks is not None:  # BF16_Optimizer reduces all of its gradients, and leaves unmarked ones out of the norm
@@ -74,14 +64,11 @@ def give_all_a_gradient(optimizer: Any, parameters: Sequence[Any], sparse: set[i
     if sets_up and hasattr(optimizer, "setup_buckets"):
         optimizer.setup_buckets()
     # Where gradients add up in another dtype than that of the model.
-    held = "grad_accum" if getattr(optimizer, "use_grad_accum_attribute", False) else "grad"
+    is_apart = getattr(optimizer, "use_grad_accum_attribute", False)
     for parameter in parameters:
-        gradient = getattr(parameter, held, None)
-        if gradient is not None:
-            (sparse.add if gradient.is_sparse else sparse.discard)(id(parameter))
-        elif parameter.requires_grad:
-            parameter.grad = no_rows(parameter) if id(parameter) in sparse else torch.zeros_like(parameter)
-    if held == "grad_accum":
+        if parameter.requires_grad and getattr(parameter, "grad_accum" if is_apart else "grad", None) is None:
+            parameter.grad = torch.zeros_like(parameter)
+    if is_apart:
         optimizer.fill_grad_accum_attribute()
 
 
@@ -104,8 +91,7 @@ def discard_window(engine: Any, stage: int) -> None:
             bucket.clear()
         if hasattr(optimizer, "params_already_reduced"):
             optimizer.params_already_reduced = [False] * len(optimizer.params_already_reduced)
-            kept = optimizer.extra_large_param_to_reduce
-            optimizer.extra_large_param_to_reduce = {} if isinstance(kept, dict) else None
+            optimizer.extra_large_param_to_reduce = {}
             optimizer.micro_step_id = -1
             optimizer._release_ipg_buffers()
     elif stage == 3:
