@@ -33,8 +33,7 @@ from kit import CPU, Options, RankError, Ranks, circumstances, header, write
 from lawcases import LIBRARIES
 from lawcases.cases import CASES
 from lawcases.judge import Verdict, judge
-from lawcases.library import Library
-from lawcases.task import Outcome, Task
+from lawcases.task import Library, Outcome, Task
 
 IMPORTING = 150  # seconds
 

@@ -5,8 +5,8 @@ from .byhand import HAND, JOIN
 from .deepspeed import library as deepspeed
 from .distaccum import DISTACCUM
 from .fabric import FABRIC
-from .library import Library
 from .lightning import LIGHTNING
+from .task import Library
 from .transformers import TRANSFORMERS
 
 LIBRARIES: dict[str, Library] = {

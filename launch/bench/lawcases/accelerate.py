@@ -8,11 +8,9 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import Any
 
-from .cases import ABANDONED_AT
-from .library import GIVING_UP, WEIGHTS, Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .task import WEIGHTS, Library, Outcome, Seen, Task
 
-ACCELERATE = Library("Accelerate, `accumulate`", ("accelerate",), lacks=WEIGHTS | GIVING_UP)
+ACCELERATE = Library("Accelerate, `accumulate`", ("accelerate",), lacks=WEIGHTS)
 RECIPE = Library("Accelerate, its token recipe", ("accelerate",))
 
 
@@ -38,11 +36,9 @@ def prepared(task: Task) -> tuple[Any, Any, Any, Any, Seen]:
     return accelerator, model, wrapped, loader, seen
 
 
-def epoch(task: Task, accelerator: Any, model: Any, optimizer: Any, loader: Any, bad: int | None = None) -> None:
-    for i, batch in enumerate(loader):
+def epoch(task: Task, accelerator: Any, model: Any, optimizer: Any, loader: Any) -> None:
+    for batch in loader:
         with accelerator.accumulate(model):
-            if i == bad:
-                raise BadBatchError
             accelerator.backward(task.loss(model, batch))
             optimizer.step()
             optimizer.zero_grad()
@@ -92,36 +88,5 @@ def token_recipe(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@ACCELERATE.cell("schedule")
-def schedule(task: Task) -> Outcome:
-    from accelerate.utils import DataLoaderConfiguration
-    from torch.utils.data import DataLoader
-
-    accelerator = accelerator_of(task, dataloader_config=DataLoaderConfiguration(split_batches=True))
-    optimizer = task.sgd()
-    seen = Seen(task.net).after(optimizer)
-    rows = task.loader().dataset
-    loader = DataLoader(rows, batch_size=4 * task.world)  # it splits a batch among the ranks
-    model, wrapped, loader, scheduler = accelerator.prepare(task.net, optimizer, loader, task.schedule(optimizer))
-    for batch in loader:
-        with accelerator.accumulate(model):
-            accelerator.backward(task.loss(model, batch))
-            wrapped.step()
-            scheduler.step()
-            wrapped.zero_grad()
-    return Outcome(seen.weights)
-
-
-@ACCELERATE.cell("abandoned")
-def abandoned(task: Task) -> Outcome:
-    accelerator, model, optimizer, loader, seen = prepared(task)
-    try:
-        epoch(task, accelerator, model, optimizer, loader, bad=ABANDONED_AT)
-    except BadBatchError:
-        optimizer.zero_grad()
-    epoch(task, accelerator, model, optimizer, loader)
-    return Outcome(seen.weights)
-
-
 RECIPE.absent |= {"aux"}
-ACCELERATE.absent |= {"scaler", "clip", "pairs"}
+ACCELERATE.absent |= {"scaler", "clip"}

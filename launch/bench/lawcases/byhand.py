@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .cases import ABANDONED_AT, SCALE, Batch
-from .library import Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .cases import SCALE, Batch
+from .task import Library, Outcome, Seen, Task
 
 HAND = Library("by hand (plain, DDP)")
 JOIN = Library("torch (DDP, `Join`)")
@@ -29,22 +28,17 @@ def usual(
     *,
     backward: Callable[[Tensor], object] = Tensor.backward,
     apart: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    after: Callable[[], object] = lambda: None,
-    bad: int | None = None,
 ) -> None:
-    """`apart` is the context in which nothing is reduced; `bad` the index of a micro-batch that fails."""
+    """`apart` is the context in which nothing is reduced."""
     batches = list(batches)
     update = 0
     for i, batch in enumerate(batches):
         steps = task.case.steps(update) if task.case.key == "ramp" else max(task.case.lengths[0])
         last = (i + 1) % steps == 0 or i + 1 == len(batches)
         with nullcontext() if last else apart():
-            if i == bad:
-                raise BadBatchError
             backward(task.loss(model, batch) / steps)
         if last:
             optimizer.step()
-            after()
             optimizer.zero_grad()
             update += 1
 
@@ -56,33 +50,11 @@ def wrapped(task: Task) -> tuple[nn.Module, Callable[[], AbstractContextManager[
     return model, model.no_sync
 
 
-@HAND.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "ramp", "pairs", "clip")
+@HAND.cell("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "ramp", "clip")
 def loop(task: Task) -> Outcome:
     model, apart = wrapped(task)
     optimizer = task.sgd()
     seen = Seen(task.net).after(optimizer)
-    usual(task, model, optimizer, task.mine, apart=apart)
-    return Outcome(seen.weights)
-
-
-@HAND.cell("schedule")
-def schedule(task: Task) -> Outcome:
-    model, apart = wrapped(task)
-    optimizer = task.sgd()
-    seen = Seen(task.net).after(optimizer)
-    usual(task, model, optimizer, task.mine, apart=apart, after=task.schedule(optimizer).step)
-    return Outcome(seen.weights)
-
-
-@HAND.cell("abandoned")
-def abandoned(task: Task) -> Outcome:
-    model, apart = wrapped(task)
-    optimizer = task.sgd()
-    seen = Seen(task.net).after(optimizer)
-    try:
-        usual(task, model, optimizer, task.mine, apart=apart, bad=ABANDONED_AT)
-    except BadBatchError:
-        optimizer.zero_grad()
     usual(task, model, optimizer, task.mine, apart=apart)
     return Outcome(seen.weights)
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cosine_similarity, cross_entropy, normalize
+from torch.nn.functional import cross_entropy, normalize
 
 Batch = dict[str, Tensor]
 TOKENS = 6  # in a row
@@ -27,7 +26,6 @@ class Case:
     kind: str = "samples"
     sizes: tuple[int, ...] = ()  # of the loader's micro-batches; 4 each where none are given
     kept: tuple[int, ...] = ()  # labels of each that are not ignored
-    rates: tuple[float, ...] = ()  # of each update; 1 where none are given
     skipped: tuple[int, ...] = ()  # windows that must not change a weight
     dtype: torch.dtype = torch.float64
     also: tuple[str, float | bool] | None = None  # what else must come out
@@ -121,42 +119,20 @@ CASES = {
             also=("scale", SCALE / 2),
         ),
         Case(
-            "schedule",
-            "schedule, two ranks",
-            "A schedule that halves the learning rate with each update: 1, 0.5, 0.25.",
-            ((2, 2), (2, 2), (2, 2)),
-            rates=(1.0, 0.5, 0.25),
-        ),
-        Case(
             "ramp",
             "changed window length",
             "Within an epoch: three windows of two micro-batches, then two of four.",
             ((2,), (2,), (2,), (4,), (4,)),
         ),
         Case(
-            "abandoned",
-            "abandoned window",
-            "An exception in the second of a window's four micro-batches, on both ranks, is caught; then the epoch, "
-            "which is one window, from its start.",
-            ((4, 4),),
-        ),
-        Case(
-            "pairs",
-            "contrastive, two ranks",
-            "InfoNCE over two ranks with two micro-batches of 4 pairs each: a query's own document among all 16.",
-            ((2, 2),),
-            "pairs",
-        ),
-        Case(
             "clip",
             "contrastive, learned temperature",
-            "CLIP's loss, both ways and with a learned temperature, over the same pairs.",
+            "CLIP's loss, both ways, with a learned temperature, on two ranks with two micro-batches of 4 pairs each.",
             ((2, 2),),
             "clip",
         ),
     )
 }
-ABANDONED_AT = 1  # index of a micro-batch
 
 
 class Net(nn.Module):
@@ -190,47 +166,31 @@ class Two(nn.Module):
         return (self.first * x).square().sum(-1), (self.second * x).square().sum(-1)
 
 
-class Towers(nn.Module):
-    """Of queries and of documents."""
+class Clip(nn.Module):
+    """Towers of queries and of documents to the unit sphere, with a temperature."""
 
     def __init__(self) -> None:
         super().__init__()
         self.queries, self.documents = nn.Linear(4, 5), nn.Linear(4, 5)
-
-    def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        return self.queries(batch["x"]), self.documents(batch["y"])
-
-
-class Clip(Towers):
-    """To the unit sphere, with a temperature."""
-
-    def __init__(self) -> None:
-        super().__init__()
         self.logit_scale = nn.Parameter(torch.tensor(math.log(10.0)))
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-        return *(normalize(one, dim=-1) for one in super().forward(batch)), self.logit_scale.exp()
+        queries, documents = self.queries(batch["x"]), self.documents(batch["y"])
+        return normalize(queries, dim=-1), normalize(documents, dim=-1), self.logit_scale.exp()
 
 
-NETS: dict[str, type[nn.Module]] = {"samples": Net, "tokens": Net, "aux": Routed, "two": Two}
-NETS |= {"pairs": Towers, "clip": Clip}
+NETS: dict[str, type[nn.Module]] = {"samples": Net, "tokens": Net, "aux": Routed, "two": Two, "clip": Clip}
 
 
 def criterion(kind: str, outputs: Any, batch: Batch) -> Tensor:
     """One call of it, whatever the number of samples."""
     if kind == "two":
         return (outputs[0] + outputs[1] * batch["factor"]).mean()
-    if kind in OVER_PAIRS:
-        return OVER_PAIRS[kind](*outputs)
+    if kind == "clip":
+        return clip_loss(*outputs)
     logits, router = outputs if kind == "aux" else (outputs, None)
     loss = cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=-100)
     return loss if router is None else loss + 0.1 * router.mean()
-
-
-def info_nce(queries: Tensor, documents: Tensor) -> Tensor:
-    """Each query's own document among all, by the cosine; the temperature is 0.05."""
-    scores = 20.0 * cosine_similarity(queries.unsqueeze(1), documents.unsqueeze(0), dim=-1)
-    return cross_entropy(scores, torch.arange(len(scores)))
 
 
 def clip_loss(queries: Tensor, documents: Tensor, scale: Tensor) -> Tensor:
@@ -238,12 +198,9 @@ def clip_loss(queries: Tensor, documents: Tensor, scale: Tensor) -> Tensor:
     return (cross_entropy(scores, own) + cross_entropy(scores.T, own)) / 2
 
 
-OVER_PAIRS: dict[str, Callable[..., Tensor]] = {"pairs": info_nce, "clip": clip_loss}
-
-
 def inputs(kind: str, batch: Batch) -> Any:
     """Of the net."""
-    return batch if kind in OVER_PAIRS else batch["x"]
+    return batch if kind == "clip" else batch["x"]
 
 
 def net_of(case: Case) -> nn.Module:
@@ -265,7 +222,7 @@ def micro_batches(case: Case) -> list[Batch]:
         if case.kind == "two":
             overflows = window in case.skipped and i % 2 == 0
             batch["factor"] = torch.full((size,), 1e36 if overflows else 1.0, dtype=case.dtype)
-        if case.kind in OVER_PAIRS:
+        if case.kind == "clip":
             batch["y"] = torch.randn(size, 4, dtype=case.dtype)
         found.append(batch)
     return found

@@ -7,11 +7,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .cases import ABANDONED_AT, Batch
-from .library import GIVING_UP, WEIGHTS, Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .cases import Batch
+from .task import WEIGHTS, Library, Outcome, Seen, Task
 
 
 def engine_of(task: Task, stage: int) -> Any:
@@ -30,16 +28,13 @@ def engine_of(task: Task, stage: int) -> Any:
         "steps_per_print": 10**9,
     }
     optimizer = task.sgd()
-    scheduler = task.schedule(optimizer) if task.case.key == "schedule" else None
-    engine, *_ = deepspeed.initialize(model=task.net, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    engine, *_ = deepspeed.initialize(model=task.net, optimizer=optimizer, config=config)
     return engine
 
 
-def epoch(task: Task, engine: Any, batches: list[Batch], bad: int | None = None) -> Seen:
+def epoch(task: Task, engine: Any, batches: list[Batch]) -> Seen:
     seen = Seen(engine.module)
-    for i, batch in enumerate(batches):
-        if i == bad:
-            raise BadBatchError
+    for batch in batches:
         engine.backward(task.loss(engine, batch))
         engine.step()
         seen.take()
@@ -73,24 +68,12 @@ def ramp(task: Task, stage: int) -> Outcome:
     return Outcome(seen.weights)
 
 
-def abandoned(task: Task, stage: int) -> Outcome:
-    batches = inputs(task)
-    engine = engine_of(task, stage)
-    try:
-        epoch(task, engine, batches, bad=ABANDONED_AT)
-    except BadBatchError:
-        engine.zero_grad()
-        engine.optimizer.zero_grad()
-    dist.barrier()
-    return Outcome(epoch(task, engine, batches).weights)
-
-
-WAYS = {"ramp": ramp, "abandoned": abandoned}
-WAYS |= dict.fromkeys(("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux", "schedule"), loop)
+WAYS = {"ramp": ramp}
+WAYS |= dict.fromkeys(("tail", "short", "tokens", "tokens2", "uneven", "empty", "zero", "aux"), loop)
 
 
 def library(stage: int) -> Library:
-    made = Library(f"DeepSpeed, ZeRO {stage}", ("deepspeed",), torch.float32, lacks=WEIGHTS | GIVING_UP)
+    made = Library(f"DeepSpeed, ZeRO {stage}", ("deepspeed",), torch.float32, lacks=WEIGHTS)
     made.cells.update({key: partial(way, stage=stage) for key, way in WAYS.items()})
-    made.absent |= {"scaler", "clip", "pairs"}
+    made.absent |= {"scaler", "clip"}
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,9 +10,8 @@ from torch.nn.functional import cross_entropy
 from distaccum import Accumulator, count_samples, count_tokens
 
 from .byhand import wrapped
-from .cases import ABANDONED_AT, SCALE, clip_loss, info_nce
-from .library import Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .cases import SCALE, clip_loss
+from .task import Library, Outcome, Seen, Task
 
 DISTACCUM = Library("distaccum (plain, DDP)")
 
@@ -25,21 +23,17 @@ def accumulating(task: Task, **options: Any) -> tuple[Any, Accumulator, Seen]:
     steps = options.pop("steps", max(task.case.lengths[0]))
     if task.case.kind == "tokens":
         options["count"] = count_tokens("labels")
-    if task.case.key == "schedule":
-        options["scheduler"] = task.schedule(optimizer)
     return model, Accumulator(model, optimizer, steps=steps, **options), seen
 
 
-def epoch(task: Task, model: Any, accumulator: Accumulator, bad: int | None = None) -> None:
+def epoch(task: Task, model: Any, accumulator: Accumulator) -> None:
     for window in accumulator.windows(task.mine):
-        for i, batch in enumerate(window):
-            if i == bad:
-                raise BadBatchError
+        for batch in window:
             window.backward(task.loss(model, batch))
         window.step()
 
 
-@DISTACCUM.cell("tail", "short", "uneven", "empty", "schedule", "tokens", "tokens2", "zero")
+@DISTACCUM.cell("tail", "short", "uneven", "empty", "tokens", "tokens2", "zero")
 def loop(task: Task) -> Outcome:
     model, accumulator, seen = accumulating(task)
     epoch(task, model, accumulator)
@@ -66,15 +60,6 @@ def two_denominators(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@DISTACCUM.cell("abandoned")
-def abandoned(task: Task) -> Outcome:
-    model, accumulator, seen = accumulating(task)
-    with suppress(BadBatchError):
-        epoch(task, model, accumulator, bad=ABANDONED_AT)
-    epoch(task, model, accumulator)
-    return Outcome(seen.weights)
-
-
 @DISTACCUM.cell("scaler")
 def scaled(task: Task) -> Outcome:
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
@@ -89,17 +74,13 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-@DISTACCUM.cell("pairs", "clip")
+@DISTACCUM.cell("clip")
 def pairs(task: Task) -> Outcome:
     model, _ = wrapped(task)
     optimizer = task.sgd()
     seen = Seen(task.net).after(optimizer)
     accumulator = Accumulator(model, optimizer, micro_batch_size=4)
     batch = {name: torch.cat([one[name] for one in task.mine]) for name in ("x", "y")}
-    if task.case.kind == "pairs":
-        accumulator.contrast(batch, model, info_nce)
-    else:  # the temperature is no representation of a sample
-        accumulator.contrast(
-            batch, lambda part: model(part)[:2], lambda *both: clip_loss(*both, task.net.logit_scale.exp())
-        )
+    scale = task.net.logit_scale  # no representation of a sample
+    accumulator.contrast(batch, lambda part: model(part)[:2], lambda *both: clip_loss(*both, scale.exp()))
     return Outcome(seen.weights)

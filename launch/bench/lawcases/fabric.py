@@ -10,11 +10,10 @@ from typing import Any
 import torch
 
 from .byhand import usual
-from .cases import ABANDONED_AT, SCALE
-from .library import GIVING_UP, WEIGHTS, Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .cases import SCALE
+from .task import WEIGHTS, Library, Outcome, Seen, Task
 
-FABRIC = Library("Lightning Fabric", ("lightning_fabric",), lacks=WEIGHTS | GIVING_UP)
+FABRIC = Library("Lightning Fabric", ("lightning_fabric",), lacks=WEIGHTS)
 
 
 def fabric_of(task: Task, **options: Any) -> Any:
@@ -46,26 +45,6 @@ def loop(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@FABRIC.cell("schedule")
-def schedule(task: Task) -> Outcome:
-    model, optimizer, loader, ways, seen = prepared(task)
-    scheduler = task.schedule(ways.pop("optimizer"))
-    usual(task, model, optimizer, loader, after=scheduler.step, **ways)
-    return Outcome(seen.weights)
-
-
-@FABRIC.cell("abandoned")
-def abandoned(task: Task) -> Outcome:
-    model, optimizer, loader, ways, seen = prepared(task)
-    ways.pop("optimizer")
-    try:
-        usual(task, model, optimizer, loader, bad=ABANDONED_AT, **ways)
-    except BadBatchError:
-        optimizer.zero_grad()
-    usual(task, model, optimizer, loader, **ways)
-    return Outcome(seen.weights)
-
-
 @FABRIC.cell("scaler")
 def scaled(task: Task) -> Outcome:
     from lightning_fabric.plugins.precision import MixedPrecision
@@ -87,4 +66,4 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-FABRIC.absent |= {"clip", "ramp", "pairs"}
+FABRIC.absent |= {"clip", "ramp"}

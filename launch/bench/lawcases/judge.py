@@ -23,15 +23,14 @@ class Verdict:
 
 
 def exact_change(case: Case, window: int, at: Tensor) -> Tensor:
-    """The learning rate times the gradient of one call on all samples, by plain torch in float64."""
+    """The gradient of one call on all samples, by plain torch in float64."""
     net = net_of(case).double()
     nn.utils.vector_to_parameters(at.double(), net.parameters())
     owned = [b for b, (w, _) in zip(micro_batches(case), case.owners(), strict=True) if w == window]
     batch = {k: torch.cat([b[k] for b in owned]) for k in owned[0]}
     batch = {k: v.double() if v.is_floating_point() else v for k, v in batch.items()}
     criterion(case.kind, net(inputs(case.kind, batch)), batch).backward()
-    gradient = torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
-    return gradient * (case.rates[window] if case.rates else 1.0)
+    return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
 
 def judge(case: Case, outcomes: list[Outcome], dtype: torch.dtype) -> Verdict:

@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from .cases import ABANDONED_AT, SCALE
-from .library import GIVING_UP, WEIGHTS, Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .cases import SCALE
+from .task import WEIGHTS, Library, Outcome, Seen, Task
 
-LIGHTNING = Library("Lightning Trainer", ("pytorch_lightning",), lacks=WEIGHTS | GIVING_UP)
+LIGHTNING = Library("Lightning Trainer", ("pytorch_lightning",), lacks=WEIGHTS)
 
 
 def trainer_of(task: Task, **options: Any) -> Any:
@@ -28,7 +27,7 @@ def trainer_of(task: Task, **options: Any) -> Any:
     return Trainer(**{"max_epochs": 1, "accelerator": "cpu", "devices": task.world, **quiet, **options})
 
 
-def module_of(task: Task, bad: int | None = None) -> tuple[Any, Seen]:
+def module_of(task: Task) -> tuple[Any, Seen]:
     from pytorch_lightning import LightningModule
 
     optimizer = task.sgd()
@@ -37,22 +36,18 @@ def module_of(task: Task, bad: int | None = None) -> tuple[Any, Seen]:
     class Module(LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.net, self.bad = task.net, bad
+            self.net = task.net
 
         def training_step(self, batch: Any, index: int) -> torch.Tensor:
-            if index == self.bad:
-                raise BadBatchError
             return task.loss(self.net, batch)
 
         def configure_optimizers(self) -> Any:
-            if task.case.key != "schedule":
-                return optimizer
-            return [optimizer], [{"scheduler": task.schedule(optimizer), "interval": "step"}]
+            return optimizer
 
     return Module(), seen
 
 
-@LIGHTNING.cell("tail", "short", "tokens", "tokens2", "zero", "aux", "uneven", "empty", "schedule")
+@LIGHTNING.cell("tail", "short", "tokens", "tokens2", "zero", "aux", "uneven", "empty")
 def accumulate(task: Task) -> Outcome:
     module, seen = module_of(task)
     trainer_of(task, accumulate_grad_batches=max(task.case.lengths[0])).fit(module, task.my_loader())
@@ -107,16 +102,4 @@ def scaled(task: Task) -> Outcome:
     return Outcome(seen.weights, scaler.get_scale())
 
 
-@LIGHTNING.cell("abandoned")
-def abandoned(task: Task) -> Outcome:
-    module, seen = module_of(task, bad=ABANDONED_AT)
-    steps = max(task.case.lengths[0])
-    try:
-        trainer_of(task, accumulate_grad_batches=steps).fit(module, task.my_loader())
-    except BadBatchError:
-        module.bad = None
-    trainer_of(task, accumulate_grad_batches=steps).fit(module, task.my_loader())
-    return Outcome(seen.weights)
-
-
-LIGHTNING.absent |= {"clip", "pairs"}
+LIGHTNING.absent |= {"clip"}

@@ -1,18 +1,17 @@
-"""What a library is given on a rank, and what it gives back."""
+"""What a library is given on a rank, what it gives back, and its cells: the documented way through each case."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from .cases import Batch, Case, criterion, inputs, micro_batches, net_of
+from .cases import CASES, Batch, Case, criterion, inputs, micro_batches, net_of
 
 
 class Listed(BatchSampler):
@@ -58,10 +57,6 @@ class Task:
         momentum = 0.9 if self.case.key == "zero" else 0.0
         return SGD(self.net.parameters() if parameters is None else parameters, lr=1.0, momentum=momentum)
 
-    def schedule(self, optimizer: Optimizer) -> LRScheduler:
-        """Halves the learning rate each time that it is stepped."""
-        return LambdaLR(optimizer, lambda update: 0.5**update)
-
 
 @dataclass
 class Seen:
@@ -88,5 +83,31 @@ class Outcome:
     also: float | bool | None = None
 
 
-class BadBatchError(Exception):
-    """In the middle of a window."""
+Way = Callable[[Task], Outcome]
+WEIGHTS = frozenset({"tokens", "tokens2", "zero", "aux"})  # denominators of one's own
+
+
+@dataclass
+class Library:
+    """`packages` must be there; `dtype` is what it computes in where the case does not say.
+
+    It has no feature for the cases in `lacks`: what its ordinary use gives is shown, and is no fault of it.
+    """
+
+    name: str
+    packages: tuple[str, ...] = ()
+    dtype: torch.dtype = torch.float64
+    cells: dict[str, Way] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)  # no feature and no recipe; else the case is not what it is for
+    lacks: frozenset[str] = frozenset()
+
+    def cell(self, *keys: str) -> Callable[[Any], Any]:
+        """Registers a function for these cases."""
+
+        def register(way: Way) -> Way:
+            for key in keys:
+                assert key in CASES and key not in self.cells
+                self.cells[key] = way
+            return way
+
+        return register

@@ -9,9 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from .cases import ABANDONED_AT
-from .library import Library
-from .task import BadBatchError, Outcome, Seen, Task
+from .task import Library, Outcome, Seen, Task
 
 TRANSFORMERS = Library("transformers Trainer", ("transformers", "accelerate"), lacks=frozenset({"aux"}))
 
@@ -19,15 +17,11 @@ TRANSFORMERS = Library("transformers Trainer", ("transformers", "accelerate"), l
 class Model(nn.Module):
     """As its models are called: the inputs by name."""
 
-    def __init__(self, task: Task, bad: int | None = None) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__()
-        self.net, self.bad = task.net, bad
-        self.done = 0
+        self.net = task.net
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, Any]:
-        self.done += 1
-        if self.bad is not None and self.done > self.bad:
-            raise BadBatchError
         return {"logits": self.net(x)}
 
 
@@ -64,7 +58,7 @@ def trainer_of(task: Task, model: nn.Module, folder: str, **options: Any) -> tup
     GradientState._reset_state()
     optimizer = task.sgd()
     seen = Seen(task.net).after(optimizer)
-    schedule = task.schedule(optimizer) if task.case.key == "schedule" else LambdaLR(optimizer, lambda _: 1.0)
+    schedule = LambdaLR(optimizer, lambda _: 1.0)
     arguments = TrainingArguments(
         output_dir=folder,
         use_cpu=True,
@@ -86,7 +80,7 @@ def trainer_of(task: Task, model: nn.Module, folder: str, **options: Any) -> tup
     return trainer, seen
 
 
-@TRANSFORMERS.cell("tail", "short", "tokens", "tokens2", "zero", "uneven", "empty", "schedule")
+@TRANSFORMERS.cell("tail", "short", "tokens", "tokens2", "zero", "uneven", "empty")
 def train(task: Task) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         trainer, seen = trainer_of(task, Model(task), folder, compute_loss_func=loss_func)
@@ -102,17 +96,4 @@ def with_router(task: Task) -> Outcome:
     return Outcome(seen.weights)
 
 
-@TRANSFORMERS.cell("abandoned")
-def abandoned(task: Task) -> Outcome:
-    model = Model(task, bad=ABANDONED_AT)
-    with tempfile.TemporaryDirectory() as folder:
-        trainer, seen = trainer_of(task, model, folder, compute_loss_func=loss_func)
-        try:
-            trainer.train()
-        except BadBatchError:
-            model.bad = None
-        trainer.train()
-    return Outcome(seen.weights)
-
-
-TRANSFORMERS.absent |= {"scaler", "ramp", "clip", "pairs"}
+TRANSFORMERS.absent |= {"scaler", "ramp", "clip"}

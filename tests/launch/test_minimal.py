@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from programs import ROOT, Programs, wait_for, wait_until
+
+from tests.support.programs import ROOT, Programs, wait_for, wait_until
 
 SCRIPT = ROOT / "launch" / "minimal.py"
 
