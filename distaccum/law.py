@@ -202,19 +202,9 @@ class Plan:
     reduce_afterwards: bool  # the engine reduces after the last backward, when all ranks have succeeded
     largest: int  # samples in a micro-batch of any rank, where they were cut
     largest_sample: int  # numbers in a sample of it
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no micro-batch has anything that counts, so that there is no update."""
-        return max(self.num_counted) == 0 or not any(self.counts.values())
-
-    @property
-    def uneven(self) -> bool:
-        return min(self.num_counted) != max(self.num_counted)
-
-    @property
-    def some_rank_is_dry(self) -> bool:
-        return min(self.num_counted) == 0
+    is_empty: bool  # no micro-batch has anything that counts, so there is no update
+    uneven: bool  # ranks have different numbers of micro-batches
+    some_rank_is_dry: bool
 
 
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
@@ -284,10 +274,11 @@ def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
             raise DistaccumError(
                 f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
             )
-    totals = zip(*by_rank.totals, strict=True)
+    totals = zip(names, zip(*by_rank.totals, strict=True), strict=True)
+    counts, numbers = {name: as_int_if_whole(sum(total)) for name, total in totals}, by_rank.num_counted
     return Plan(
-        counts={name: as_int_if_whole(sum(total)) for name, total in zip(names, totals, strict=True)},
-        num_counted=by_rank.num_counted,
+        counts=counts,
+        num_counted=numbers,
         all_terms=all(by_rank.all_terms),
         all_terms_in_last=all(by_rank.all_terms_in_last),
         has_stand_in=by_rank.has_stand_in,
@@ -297,4 +288,7 @@ def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
         reduce_afterwards=any(by_rank.reduce_afterwards),
         largest=max(by_rank.largest),
         largest_sample=max(by_rank.largest_sample),
+        is_empty=not (any(numbers) and any(counts.values())),
+        uneven=min(numbers) != max(numbers),
+        some_rank_is_dry=min(numbers) == 0,
     )

@@ -9,26 +9,31 @@ import torch
 from torch import Tensor
 
 from .cutting import map_tensors
-from .guard import DONE, WAITING, refuse_missing_backward
+from .guard import WAITING, refuse_missing_backward
 from .law import DistaccumError
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
 
 
-def each_part(window: Any, items: Iterable[Item]) -> Iterator[Item]:
+def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: str = "a part") -> Iterator[Item]:
     """Yields `items`, one drawn ahead: the last one is known before its backward."""
-    _refuse_nesting("parts()", window)
+    if window.has_more_parts:
+        raise DistaccumError(
+            f"{call} {window.where()} inside parts() or heads(), which give each backward a part of its own; go "
+            "through one list of all parts"
+        )
+    if window.turn is not WAITING:
+        raise DistaccumError(f"{call} {window.where()}, expected it in a micro-batch that had no backward yet")
     sequence, nothing = iter(items), object()
     item: Any = next(sequence, nothing)
     if item is nothing:
         raise ValueError("parts() got nothing, expected an item for each backward")
-    window.has_more_parts = True
     while item is not nothing:
         following: Any = next(sequence, nothing)
         window.has_more_parts, window.turn = following is not nothing, WAITING
         yield item
-        refuse_missing_backward(window, "a part")
+        refuse_missing_backward(window, one)
         item = following
 
 
@@ -39,7 +44,6 @@ def each_head(
     run_trunk: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
 ) -> Iterator[tuple[Item, Outputs]]:
     """Yields each item with `outputs` cut off from their trunk; then `run_trunk` gets these and their gradients."""
-    _refuse_nesting("heads()", window)
     cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
 
     def cut_off(output: Tensor) -> Tensor:
@@ -47,34 +51,23 @@ def each_head(
             cut.append((output, output.detach().requires_grad_()))
         return cut[-1][1] if output.requires_grad else output
 
-    given = map_tensors(outputs, cut_off)
+    given, heads = map_tensors(outputs, cut_off), list(items)
+    trunk: Any = object()  # the last part
     if not cut:
         raise ValueError(
             "heads() got outputs without a graph, expected a trunk's, outside torch.no_grad; where the trunk is "
             "frozen, go through window.parts(heads)"
         )
-    window.has_more_parts = True
-    for item in items:
-        window.turn = WAITING
-        yield item, given
-        refuse_missing_backward(window, "a head")
-    window.has_more_parts = False
-    if window.turn is not DONE:
+    if not heads:
         raise ValueError("heads() got no items, expected one for each backward")
-    reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
-    if not reached and all(window.counts_here):  # else the term was left out
-        raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-    run_trunk([output for output, _ in reached], [gradient for _, gradient in reached])
-
-
-def _refuse_nesting(what: str, window: Any) -> None:
-    if window.has_more_parts:
-        raise DistaccumError(
-            f"{what} {window.where()} inside parts() or heads(), which give each backward a part of its own; "
-            "go through one list of all parts"
-        )
-    if window.turn is not WAITING:
-        raise DistaccumError(f"{what} {window.where()}, expected it in a micro-batch that had no backward yet")
+    for head in each_part(window, [*heads, trunk], "heads()", "a head"):
+        if head is not trunk:
+            yield head, given
+            continue
+        reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
+        if not reached and all(window.counts_here):  # else the term was left out
+            raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
+        run_trunk([output for output, _ in reached], [gradient for _, gradient in reached])
 
 
 def weigh_chunks(window: Any) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:
