@@ -13,6 +13,7 @@ import re
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -33,14 +34,13 @@ Rows = list[list[float]]
 ABANDONED = -1.0  # in the place of an update's index: this rank has nothing to report of it
 
 
+@dataclass(eq=False)
 class Owed:
     """A row that all ranks owe each other for the plan of `update`, which may come to nothing."""
 
-    def __init__(self, update: int, width: int) -> None:
-        self.update, self.width = update, width
-        self.wait: Callable[[], Rows] | None = None  # once it is posted
-        self.rows: Rows | None = None  # once they are there
-        self.is_settled = False
+    update: int
+    width: int
+    wait: Callable[[], Rows] | None = None  # once it is posted
 
     @property
     def is_open(self) -> bool:
@@ -66,20 +66,17 @@ class Peers:
             self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
             self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
             self._here = dist.get_process_group_ranks(group)
-        self._take(sharing or [[rank] for rank in self._here], [[rank] for rank in range(self.num_ranks)])
-        self.host_group = self._record_host = None if group is None else host_group(group)
+        self.host_group = self._record_host = None if group is None else own_group(group)
         self._record_group = group  # of the ranks whose losses add up
         self._stages: dist.ProcessGroup | None = None
-        self._make_groups()
+        self._take(sharing or [[rank] for rank in self._here], [[rank] for rank in range(self.num_ranks)])
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
         self.sharing, self.parts = sharing, parts
         self.is_alone = len(sharing) == len(sharing[0]) == 1
         self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
-
-    def _make_groups(self) -> None:
-        """Makes those of all ranks that take part in updates: the ranks here, and those that share their samples."""
-        ranks = sorted({rank for ranks in self.sharing for rank in ranks})
+        # All ranks that take part in updates: the ranks here, and those that share their samples.
+        ranks = sorted({rank for ranks in sharing for rank in ranks})
         self._plans = None if self.group is None else own_group(self.group, ranks, use="plans")
         self._everyone = None if self.group is None else own_group(self.group, ranks)
 
@@ -102,12 +99,11 @@ class Peers:
             return
         column = dist.get_process_group_ranks(group)
         of_stages: list[Any] = [None] * len(column)
-        dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=host_group(group))
+        dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=own_group(group))
         rows = self.gather_objects(({rank for ranks in of_stages for rank in ranks}, column))
         self._take([sorted(ranks) for ranks, _ in rows], self.parts)
-        self._make_groups()
         made = own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None)
-        self._stages, self._record_group, self._record_host = group, made, host_group(made)
+        self._stages, self._record_group, self._record_host = group, made, own_group(made)
 
     def over_stages(self, norm: Tensor, kind: float) -> Tensor:
         """The norm over all stages, from that of this rank's; `kind` is 2 or infinity."""
@@ -131,29 +127,25 @@ class Peers:
         plan of whatever kind, of any Accumulator on these ranks: then all read the same rows in the same order.
         """
         self._settle_standing()
-        _OWED[self._plans or self] = owed = Owed(update, width)
+        owed = _OWED[self._plans or self] = Owed(update, width)
         return owed
 
+    def _settle_standing(self) -> None:
+        if (standing := _OWED.get(self._plans or self)) is not None:
+            self.settle(standing)
+
     def pay(self, owed: Owed, row: Sequence[float]) -> None:
-        assert owed.is_open
         owed.wait = self._send(row, self._plans)
 
     def settle(self, owed: Owed) -> Rows | None:
         """The rows of all ranks, or None if some rank did not pay: all plan anew then."""
-        if not owed.is_settled:
-            if owed.wait is None:
-                self.pay(owed, [ABANDONED] * owed.width)
-            if _OWED.get(self._plans or self) is owed:
-                del _OWED[self._plans or self]
-            assert owed.wait is not None
-            rows, owed.is_settled = owed.wait(), True
-            owed.rows = None if any(row[0] == ABANDONED for row in rows) else rows
-        return owed.rows
-
-    def _settle_standing(self) -> None:
-        standing = _OWED.get(self._plans or self)
-        if standing is not None:
-            self.settle(standing)
+        if owed.wait is None:
+            self.pay(owed, [ABANDONED] * owed.width)
+        if _OWED.get(self._plans or self) is owed:
+            del _OWED[self._plans or self]
+        assert owed.wait is not None
+        rows = owed.wait()
+        return None if any(row[0] == ABANDONED for row in rows) else rows
 
     def by_samples(self, rows: Sequence[Row]) -> list[list[Row]]:
         """For each rank the rows (or other values) of those that share its samples, of all that take part."""
@@ -169,7 +161,7 @@ class Peers:
             return lambda: [list(row)]
         mine = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64, device="cpu")
-        sent = _Sent(dist.all_gather(list(rows), mine, group=group, async_op=True), group, self.rank)
+        sent = _Sent(dist.all_gather(list(rows), mine, group=group, async_op=True), group)
 
         def wait() -> Rows:
             sent.wait()
@@ -193,7 +185,7 @@ class Peers:
         if group is None:
             return [value]
         values: list[Any] = [None] * dist.get_world_size(group)
-        with in_contact(self.rank):
+        with in_contact():
             dist.all_gather_object(values, value, group=group)
         return values
 
@@ -206,7 +198,7 @@ class Peers:
         rows = packed.new_empty(self.num_ranks * longest)
         # Offloaded parameters leave numbers on the host, which the device's group cannot send.
         group = self.host_group if packed.device.type == "cpu" else self.group
-        with in_contact(self.rank):
+        with in_contact():
             dist.all_gather_into_tensor(rows, padded, group=group)
         return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
@@ -215,14 +207,14 @@ class Peers:
         group = self._record_host if values.device.type == "cpu" else self._record_group
         if group is None:
             return None
-        return _Sent(dist.all_reduce(values, group=group, async_op=True), group, self.rank)
+        return _Sent(dist.all_reduce(values, group=group, async_op=True), group)
 
     # Failures
 
     def refuse_lost(self, error: RuntimeError) -> None:
         """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
         if self.group is not None:
-            _refuse_lost(self.rank, error)
+            _refuse_lost(error)
 
     def tell(self, error: Exception) -> None:
         """Logs an error that this rank keeps until the others can hear of it: they may wait for it elsewhere."""
@@ -251,35 +243,33 @@ def norm_over(groups: Sequence[dist.ProcessGroup], norm: Tensor, kind: float) ->
 
 
 @contextmanager
-def in_contact(rank: int) -> Iterator[None]:
+def in_contact() -> Iterator[None]:
     """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
     try:
         yield
     except RuntimeError as error:
-        _refuse_lost(rank, error)
+        _refuse_lost(error)
         raise
 
 
-def _refuse_lost(rank: int, error: RuntimeError) -> None:
-    if isinstance(error, DistaccumError):
-        return  # it may quote one
-    if isinstance(error, dist.DistBackendError) or LOST.search(str(error)):
+def _refuse_lost(error: RuntimeError) -> None:
+    # Not of an error that quotes one.
+    if not isinstance(error, DistaccumError) and (isinstance(error, dist.DistBackendError) or LOST.search(str(error))):
         raise LostRanksError(
-            f"rank {rank} lost contact with the other ranks: one has died, failed, or exceeded the process group's "
-            f"timeout ({' '.join(str(error).split())[:200]}). The group cannot be used any more; start all ranks "
-            "again, from a checkpoint"
+            f"rank {dist.get_rank()} lost contact with the other ranks: one has died, failed, or exceeded the process "
+            f"group's timeout ({in_short(error)}). The group cannot be used any more; start all ranks again, from a "
+            "checkpoint"
         ) from error
 
 
 class _Sent:
     """A collective under way. A kept update holds it: it holds no peers."""
 
-    def __init__(self, work: Any, group: dist.ProcessGroup, rank: int) -> None:
-        self._work, self._rank = work, rank
-        _LAST[group] = work
+    def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
+        self._work = _LAST[group] = work
 
     def wait(self) -> None:
-        with in_contact(self._rank):
+        with in_contact():
             self._work.wait()
 
 
@@ -316,8 +306,3 @@ def own_group(
     if key not in known:
         known[key] = new_group(ranks, backend, timeout_of(group) if backend else None)
     return known[key]
-
-
-def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A group of the same ranks whose collectives run on the host."""
-    return own_group(group)

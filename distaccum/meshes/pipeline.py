@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cutting import count_samples, cut_batch
 from ..engines.base import Engine
 from ..law import DistaccumError
-from ..ranks import host_group
+from ..ranks import own_group
 from . import private
 
 
@@ -97,7 +97,7 @@ class Pipeline:
             for stage, module in zip(self._stages, self.modules, strict=True)
         }
         of_ranks: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(of_ranks, trained, group=host_group(self.group))
+        torch.distributed.all_gather_object(of_ranks, trained, group=own_group(self.group))
         first = min((index for one in of_ranks for index, is_trained in one.items() if is_trained), default=0)
         if first:
             raise ValueError(

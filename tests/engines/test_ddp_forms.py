@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from distaccum.ranks import host_group
+from distaccum.ranks import own_group
 from tests.support.counting import Counting
 from tests.support.oracle import everything, gradients_off, own
 from tests.support.problems import (
@@ -75,11 +75,11 @@ def plan_group_of_a_sub_group():
     group = dist.new_group([0, 2], backend="cuda:gloo")
     if dist.get_rank() == 1:
         return None
-    made = host_group(group)
+    made = own_group(group)
     assert made is not group
     mine = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(mine, group=made)
-    assert host_group(group) is made
+    assert own_group(group) is made
     return mine.item(), dist.get_process_group_ranks(made)
 
 
