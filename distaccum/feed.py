@@ -1,19 +1,24 @@
-"""Feeds: what the next window is made of, and when it is drawn and reported to the other ranks."""
+"""Feeds: what the next window is made of, when it is drawn, what counts in it, and when the other ranks hear of it."""
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, Protocol, final
 
 import torch
 from torch import Tensor
 
-from .cutting import tensors_in
-from .drawing import Batches, Draw, Make, Manner, WouldWait, draw, group_items, num_items
-from .job import Job
-from .law import DistaccumError
+from .cutting import Columns, Count, count_samples, fingerprint, largest_sample, tensors_in
+from .drawing import Batches, Make, cut_up
+from .job import LOOP, Counts, Job, Manner, Micro
+from .law import DistaccumError, RankReport
 from .private import own_version_of
 from .ranks import Owed, Rows
 
@@ -25,6 +30,25 @@ class Place(NamedTuple):
 
     state: Any  # what its state_dict() gave
     num_after: int  # items that it yielded since then
+
+
+@dataclass
+class Draw:
+    """This rank's part of a window, before it knows of the others."""
+
+    report: RankReport
+    micros: list[Micro]  # those in which anything counts
+    spare: Micro | None  # the last of them with a count for each name: what this rank can stand in with
+    error: Exception | None  # of drawing or counting, until the other ranks have the report
+
+    def raise_error(self) -> None:
+        error, self.error = self.error, None
+        if error is not None:
+            self.micros = []
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would keep itself
 
 
 class Feed(Protocol):
@@ -71,31 +95,31 @@ class Ahead:
     def __init__(self, job: Job, reader: Reader, *, ahead: bool, communicates: bool) -> None:
         self.reader, self._job, self._peers = reader, job, job.engine.peers
         self.communicates, self._reads_ahead = communicates, ahead and not communicates
+        self._num = 0  # items of the loader in the next window
+        self._fault: Exception | None = None  # of asking for that number
         self._is_due = False  # the next window is not reported yet, nor given up
         self._owed: Owed | None = None  # its report
         self._next: Draw | None = None  # what was reported
-        self._num = 0  # items of the loader in it
-        self._fault: Exception | None = None  # of asking for that number
         self.window: object = None  # a reference to the last one
         self.at_start: Place | None = None  # the loader's, where it began
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
-        num, fault = self._num_of(index)
+        drawn_for = self._num
+        self._want(index)
         owed, self._owed, self._is_due = self._owed, None, False
         if owed is not None and owed.is_open and owed.update == index:
-            self._num, self._next = num, self._drawn(index, num, fault)
+            drawn_for, self._next = self._num, draw(self._job, self._make, index)
             self._peers.pay(owed, self._next.report.to_row())
         found, self._next = self._next, None
         rows = None if owed is None else self._peers.settle(owed)
-        if rows is None or found is None or not self._is_wanted(found, index, num):
-            found = self._drawn(index, num, fault)
+        if found is None or rows is None or drawn_for != self._num or not self._is_wanted(found.report, index):
+            found = draw(self._job, self._make, index)
             wait = self._peers.post(found.report.to_row())
         else:
             known = rows
             wait = lambda: known  # noqa: E731
         if found.error is not None:
-            self.reader.drop(num)  # it is raised now
-        self._num = num
+            self.reader.drop(self._num)  # it is raised now
         return found, wait
 
     def accept(self, draw: Draw, *, ahead: bool) -> None:
@@ -110,55 +134,63 @@ class Ahead:
         if not self._is_due:
             return
         if place == 0:
-            self._num, self._fault = self._num_of(index + 1)
+            self._want(index + 1)
         if self._fault is None:  # else it raises where that window is asked for
             self.reader.fill(-(-self._num * (place + 1) // num_micro_steps))
             if place == 0:
                 self.reader.settle_reuse()
             if not self.reader.has(self._num):
                 return
-            self._report_ahead(index + 1)
+            if self._owed is not None and self._owed.is_open:
+                with suppress(WouldWait):
+                    self._next = draw(self._job, partial(self._make, ahead=True), index + 1, ahead=True)
+                    self._peers.pay(self._owed, self._next.report.to_row())
         self._is_due = False
-
-    def _report_ahead(self, index: int) -> None:
-        if self._owed is not None and self._owed.is_open:
-            try:
-                self._next = draw(self._job, self._make(self._num, ahead=True), index, ahead=True)
-            except WouldWait:
-                return
-            self._peers.pay(self._owed, self._next.report.to_row())
 
     def leave(self) -> None:
         """The loop over windows() is over: nothing more is drawn."""
         self._is_due = False
         self.reader.leave()
 
-    def _num_of(self, index: int) -> tuple[int, Exception | None]:
+    def _want(self, index: int) -> None:
+        """Notes how many items update `index` takes."""
         try:
-            return num_items(self._job, index), None
+            self._num, self._fault = num_items(self._job, index), None
         except Exception as error:
-            return 0, error
+            self._num, self._fault = 0, error
 
-    def _is_wanted(self, draw: Draw, index: int, num: int) -> bool:
-        """Returns whether the window that was drawn ahead is wanted: none was left, skipped, or changed in length.
+    def _is_wanted(self, report: RankReport, index: int) -> bool:
+        """Returns whether the window that was drawn ahead is wanted, the same on all ranks: none was left or skipped.
 
-        The same on all ranks. A window that was skipped leaves no stand-in, which was expected of it.
+        A window that was skipped leaves no stand-in, which was expected of it.
         """
-        is_outdated = draw.report.has_stand_in and self._job.spare is None
-        return draw.report.update == index and self._num == num and not is_outdated
+        return report.update == index and (self._job.spare is not None or not report.has_stand_in)
 
-    def _drawn(self, index: int, num: int, fault: Exception | None) -> Draw:
-        return draw(self._job, self._make(num, fault), index)
+    def _make(self, index: int, *, ahead: bool = False) -> Batches:
+        if self._fault is not None:
+            raise self._fault
+        self.reader.fill(self._num)
+        items, is_last = self.reader.peek(self._num), self.reader.ends_within(self._num)
+        if self._job.config.by_cost is None:
+            return Batches(items, steps=self._num, no_more_after=is_last)
+        if ahead:
+            refuse_to_wait(items)  # costs are read
+        batches = cut_up(items[0], self._job, Columns())(index) if items else Batches([])
+        batches.no_more_after = is_last
+        return batches
 
-    def _make(self, num: int, fault: Exception | None = None, *, ahead: bool = False) -> Make:
-        def make(index: int) -> Batches:
-            if fault is not None:
-                raise fault
-            self.reader.fill(num)
-            items = self.reader.peek(num)
-            return group_items(self._job, items, num, index, is_last=self.reader.ends_within(num), ahead=ahead)
 
-        return make
+def num_items(job: Job, index: int) -> int:
+    """The items of a loader that update `index` takes."""
+    config = job.config
+    if config.by_cost is not None:
+        return 1  # which is cut
+    if isinstance(config.steps, int):
+        return config.steps
+    steps, warning = config.grouped_at(index, len(job.engine.peers.parts))
+    if warning is not None:
+        job.once("batch_size", warning)
+    return steps
 
 
 @final
@@ -323,3 +355,128 @@ def _look_at(item: Any) -> list[_Seen]:
             elements = bytes(packed.view(torch.uint8).tolist())  # as bytes NaN equals itself
         found.append(_Seen(tensor, own_version_of(tensor), elements))
     return found
+
+
+# Counting
+
+
+class WouldWait(Exception):  # noqa: N818  # it never leaves this library
+    """Numbers are on a device, and nobody shall wait for it now."""
+
+
+def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool = False) -> Draw:
+    """Counts what `make` gives for update `index`; keeps an error until the other ranks have the report.
+
+    What counts nothing is left out, but not where other ranks have parts of it. Raises WouldWait if it is `ahead` of
+    its time and would have to wait for a device.
+    """
+    engine, peers = job.engine, job.engine.peers
+    batches, counts, pieces, error = Batches([]), list[Counts](), list[list[Counts]](), None
+    compares = peers.shares_samples or peers.has_parts
+    try:
+        batches = make(index)
+        if manner.is_sum:
+            counts = [(float(n),) for n in batches.lengths or []]
+        elif engine.pipeline is None:
+            counts = _counts_of(job.config.counts, batches, ahead)
+        else:
+            pieces = _count_pieces(job, batches.micro_batches, ahead)
+            counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
+        if compares and ahead:
+            refuse_to_wait(batches.micro_batches[:1])
+    except WouldWait:
+        raise
+    except Exception as caught:
+        error = caught
+        peers.tell(caught)
+    keeps = peers.has_parts
+    micros = [
+        Micro(batch, own, number, pieces[number] if pieces else ())
+        for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=False))
+        if keeps or any(own)
+    ]
+    has_several = not manner.is_sum and len(job.config.counts) > 1
+    full = [one for one in micros if all(one.counts) or keeps] if has_several else micros
+    report = RankReport(
+        update=index,
+        steps=batches.steps,
+        num_drawn=len(batches.micro_batches),
+        num_counted=len(micros),
+        no_more_after=batches.no_more_after,
+        all_terms=len(full) == len(micros),
+        all_terms_in_last=not micros or (bool(full) and full[-1] is micros[-1]),
+        has_stand_in=job.spare is not None or (ahead and engine.lockstep),  # the window at work will leave one
+        failed=error is not None,
+        agrees=manner.agrees,
+        reduce_afterwards=_reduces_by_hand(job, manner, batches),
+        largest=0 if batches.lengths is None else batches.largest,
+        largest_sample=largest_sample(batches.micro_batches) if manner.agrees else 0,
+        fingerprint=fingerprint(batches.micro_batches[:1]) if compares else 0,
+        totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if manner.is_sum else len(job.config.counts)),
+    )
+    try:
+        spare = replace((full or micros)[-1]) if micros and engine.lockstep else None  # which keeps its batch
+        return Draw(report, micros, spare, error)
+    finally:
+        del error, batches  # or its traceback would keep this frame, and that itself and what was drawn
+
+
+def _reduces_by_hand(job: Job, manner: Manner, batches: Batches) -> bool:
+    """Returns whether no backward may reduce: in update(), until it is known that micro-batches like these fit.
+
+    Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
+    """
+    if manner.by_hand or job.engine.pipeline is not None:
+        return True
+    if not manner.agrees:
+        return False
+    if job.forwards_communicate and not (job.config.most == "auto" and "gathered" in job.engine.policies):
+        return False
+    return not job.size.is_proven(batches.largest, largest_sample(batches.micro_batches))
+
+
+def refuse_to_wait(values: Any) -> None:
+    """Raises WouldWait where a tensor is not on the host."""
+    if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
+        raise WouldWait
+
+
+def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) -> list[Counts]:
+    """Each micro-batch's denominators by name. Counts that live on a device are read together, once."""
+    values: list[Any] = []
+    for count in counts_of.values():
+        known = batches.lengths if count is count_samples else None  # split knows what it cut
+        values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
+    rows = len(batches.micro_batches)
+    numbers: list[float] = []
+    are_numbers = {int, float}.issuperset(map(type, values))
+    for value in values if are_numbers else _read(values, ahead):
+        if not (are_numbers or isinstance(value, Real)) or not 0 <= (number := float(value)) < math.inf:
+            name, place = divmod(len(numbers), rows)
+            raise ValueError(
+                f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {place}, expected a finite number "
+                "of at least 0"
+            )
+        numbers.append(number)
+    return [tuple(numbers[i::rows]) for i in range(rows)]
+
+
+def _count_pieces(job: Job, micro_batches: Sequence[Any], ahead: bool) -> list[list[Counts]]:
+    """The denominators of what a pipeline runs each micro-batch in."""
+    cut = job.engine.pipeline.pieces(micro_batches)
+    counts = iter(_counts_of(job.config.counts, Batches([piece for pieces in cut for piece in pieces]), ahead))
+    return [[next(counts) for _ in pieces] for pieces in cut]
+
+
+def _read(values: list[Any], ahead: bool) -> list[Any]:
+    """The values with numbers in the place of one-element tensors: one read for all of them."""
+    tensors = {i: value for i, value in enumerate(values) if isinstance(value, Tensor) and value.numel() == 1}
+    if not tensors:
+        return values
+    if ahead:
+        refuse_to_wait(list(tensors.values()))
+    device = next(iter(tensors.values())).device
+    wide = None if device.type == "mps" else torch.float64  # holds any whole number of another dtype
+    stacked = torch.stack([tensor.detach().reshape(()).to(device, wide) for tensor in tensors.values()])
+    numbers = dict(zip(tensors, stacked.tolist(), strict=True))
+    return [numbers.get(i, value) for i, value in enumerate(values)]

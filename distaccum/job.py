@@ -53,6 +53,19 @@ class Hooks(NamedTuple):
     end: tuple[Callable[[Any, Any], None], ...] = ()
 
 
+@dataclass(frozen=True)
+class Manner:
+    """How a window is run."""
+
+    hooks: Hooks | None = None  # None: those of the accumulator's extensions
+    agrees: bool = False  # ranks agree before they reduce
+    is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
+    by_hand: bool = False  # no backward reduces
+
+
+LOOP = Manner()
+
+
 @dataclass
 class Trace:
     """A note of a window that holds gradients: nobody may take them for those of the next if it is dropped."""

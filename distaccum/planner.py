@@ -9,10 +9,10 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, final
 
-from .drawing import LOOP, Draw, Make, Manner, num_items
-from .feed import Ahead, Feed, Given, Left, Place, Reader
+from .drawing import Make
+from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
 from .guard import Stage, guard_steps, refuse_copy
-from .job import Hooks, Job
+from .job import LOOP, Hooks, Job, Manner
 from .law import (
     FAILED,
     DistaccumError,
@@ -96,7 +96,6 @@ class Planner:
             draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
         reports = [draw.report] if engine.peers.is_alone else self._gathered(draw, wait())
         draw.raise_error()
-        draw.warn(job)
         plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), reports)
         if not plan.is_empty:
             engine.check(plan)

@@ -10,7 +10,6 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from .drawing import Manner
 from .guard import (
     DONE,
     FAILED,
@@ -24,7 +23,7 @@ from .guard import (
     refuse_unfinished,
     untouched_statistics,
 )
-from .job import Counts, Job, Micro, Trace
+from .job import Counts, Job, Manner, Micro, Trace
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss, look_at

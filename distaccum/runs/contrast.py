@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..cutting import Columns
-from ..drawing import Manner, cut_up
+from ..drawing import cut_up
 from ..extension import Extension, hooks_of
+from ..job import Manner
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves

@@ -11,10 +11,11 @@ from typing import Any, final
 from torch import Tensor
 
 from ..cutting import Columns
-from ..drawing import LOOP, Make, Manner, cut_up
+from ..drawing import Make, cut_up
 from ..engines import Engine
 from ..extension import Extension, hooks_of
 from ..guard import Stage
+from ..job import LOOP, Manner
 from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
 from ..nonfinite import NonfiniteError
 from ..planner import Planner

@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...batchnorm import KINDS
 from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors
-from ...drawing import Batches, Make, Manner, cut_up
+from ...drawing import Batches, Make, cut_up
+from ...job import Manner
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
 from ...planner import Planner
