@@ -9,7 +9,7 @@ import operator
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Number
 from typing import Any, TypeGuard
 
@@ -76,43 +76,30 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
 # What a batch consists of
 
 
-def items_in(item: Any) -> Iterable[tuple[Any, Any]]:
-    """The entries of a container, each with its key, field or position; nothing of anything else."""
+def _taken_apart(item: Any) -> tuple[dict[Any, Any], Callable[[dict[Any, Any]], Any]]:
+    """The entries of a container by key, field or position, and what makes one like it of others; {} of a leaf."""
+    if isinstance(item, Mapping):
+        return dict(item), partial(_remade_mapping, item)
     if isinstance(item, tuple) and hasattr(item, "_fields"):
-        return zip(item._fields, item, strict=True)
+        return dict(zip(item._fields, item, strict=True)), lambda entries: type(item)(*entries.values())
     if isinstance(item, list | tuple):
-        return enumerate(item)
-    if isinstance(item, Mapping):
-        return item.items()
-    return [(one.name, getattr(item, one.name)) for one in dataclasses.fields(item)] if _is_dataclass(item) else ()
+        return dict(enumerate(item)), lambda entries: type(item)(entries.values())
+    if dataclasses.is_dataclass(item) and not isinstance(item, type):
+        return {one.name: getattr(item, one.name) for one in dataclasses.fields(item)}, partial(_remade_dataclass, item)
+    return {}, lambda _: item
 
 
-def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
-    """The tensors, each with its key, field or position."""
-    if isinstance(item, Tensor):
-        return [(where, item)]
-    return [found for key, child in items_in(item) for found in tensors_in(child, repr(key))]
+def _remade_mapping(item: Mapping[Any, Any], entries: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    # A copy keeps the type, also of an OrderedDict, defaultdict or UserDict; some have no update().
+    parts = copy.copy(item) if isinstance(item, MutableMapping) else {}
+    for key, value in entries.items():
+        parts[key] = value
+    return parts
 
 
-def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A container of the same type, with `change(child, key)` for each child; returns anything else unchanged."""
-    if isinstance(item, Mapping):
-        # A copy keeps the type, also of an OrderedDict, defaultdict or UserDict.
-        parts = copy.copy(item) if isinstance(item, MutableMapping) else dict(item)
-        for key in item:
-            parts[key] = change(item[key], key)
-        return parts
-    if _is_dataclass(item):
-        return _remade(item, change)
-    if not isinstance(item, list | tuple):
-        return item
-    made = [change(value, key) for key, value in items_in(item)]
-    return type(item)(*made) if hasattr(item, "_fields") else type(item)(made)
-
-
-def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
-    """A dataclass of the changed arguments, which derives its other fields anew."""
-    given = {one.name: change(getattr(item, one.name), one.name) for one in dataclasses.fields(item) if one.init}
+def _remade_dataclass(item: Any, entries: Mapping[str, Any]) -> Any:
+    """One of changed arguments, which derives its other fields anew."""
+    given = {one.name: entries[one.name] for one in dataclasses.fields(item) if one.init}
     made = dataclasses.replace(item, **given)
     unknown = [name for name, value in given.items() if getattr(made, name) is not value]
     for name, value in getattr(item, "__dict__", {}).items():
@@ -128,6 +115,24 @@ def _remade(item: Any, change: Callable[[Any, Any], Any]) -> Any:
     return made
 
 
+def entries_of(item: Any) -> dict[Any, Any]:
+    """The entries of a container by key, field or position; {} of anything else."""
+    return _taken_apart(item)[0]
+
+
+def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """A container of the same type, with `change(child, key)` for each child; returns anything else unchanged."""
+    entries, remade = _taken_apart(item)
+    return remade({key: change(child, key) for key, child in entries.items()})
+
+
+def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors, each with its key, field or position."""
+    if isinstance(item, Tensor):
+        return [(where, item)]
+    return [found for key, child in entries_of(item).items() for found in tensors_in(child, repr(key))]
+
+
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
     """Returns an equal nesting with each tensor changed."""
     return change(item) if isinstance(item, Tensor) else rebuilt(item, lambda child, _: map_tensors(child, change))
@@ -141,10 +146,6 @@ def is_array(item: Any) -> TypeGuard[Any]:
 def is_list(item: Any) -> TypeGuard[Any]:
     """Tells whether this is a list or a tuple whose entries have no names."""
     return isinstance(item, list | tuple) and not hasattr(item, "_fields") and not isinstance(item, torch.Size)
-
-
-def _is_dataclass(item: Any) -> bool:
-    return dataclasses.is_dataclass(item) and not isinstance(item, type)
 
 
 def _is_number(item: Any) -> bool:
@@ -164,7 +165,7 @@ def _entries(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[
     if columns is not None or is_array(item) or isinstance(item, PackedSequence):
         yield place, item, columns
     else:
-        for key, child in items_in(item):
+        for key, child in entries_of(item).items():
             yield from _entries(child, whole, (*place, key))
 
 
@@ -187,7 +188,7 @@ def _first_dimensions(item: Any) -> set[int | None]:
         return {item.shape[0] if len(item.shape) else None}
     if is_list(item) and {_nature(entry) for entry in item} <= {"value", None}:
         return {len(item)}
-    children = [_first_dimensions(child) for _, child in items_in(item)]
+    children = [_first_dimensions(child) for child in entries_of(item).values()]
     return set().union(*children) if children or item is None else {None}
 
 
@@ -199,7 +200,7 @@ def _nature(item: Any) -> Any:
         return frozenset(map(_nature, item)) - {None} or None
     if isinstance(item, Mapping):
         return Mapping
-    return None if item is None else type(item) if items_in(item) else "value"
+    return None if item is None else type(item) if entries_of(item) else "value"
 
 
 # Counts
@@ -298,7 +299,7 @@ class Columns:
 
 
 def _names_in(item: Any, *, is_root: bool = True) -> Iterator[str | int]:
-    for key, child in items_in(item):
+    for key, child in entries_of(item).items():
         if is_root or isinstance(key, str):
             yield key
         yield from _names_in(child, is_root=False)
@@ -328,8 +329,6 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
             return item
         if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
             return item[rows[0] : rows[-1] + 1] if rows else item[:0]
-        if isinstance(item, Tensor):
-            return item[torch.tensor(rows, device=item.device)]
         return item[list(rows)] if is_array(item) else type(item)(item[row] for row in rows)
 
     for rows in groups:
@@ -347,7 +346,7 @@ def cut_entries(batch: Any, length: int, whole: Names = (), place: Place = ()) -
         is_cut = _is_cut(item, columns, length)
         _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
         if columns and not is_cut:  # they are columns
-            for key, child in items_in(item):
+            for key, child in entries_of(item).items():
                 found |= cut_entries(child, length, whole, (*where, key))
         else:
             found[where] = is_cut
@@ -401,7 +400,7 @@ def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = 
             return type(first)(itertools.chain.from_iterable(parts))
         if False in are_cut or _is_whole(place, whole):
             return first
-        by_key = [dict(items_in(part)) for part in parts]
+        by_key = [entries_of(part) for part in parts]
         return rebuilt(first, lambda _, key: join([found[key] for found in by_key], (*place, key)))
 
     return join(batches, ())

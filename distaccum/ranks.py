@@ -170,17 +170,12 @@ class Peers:
 
         return wait
 
-    def gather(self, row: Sequence[float]) -> Rows:
-        """The rows of all ranks, in their order; through the host."""
-        return self._send(row, self.host_group)()
-
-    def gather_largest(self, row: Sequence[float]) -> Rows:
-        """Like `gather`, with the largest of each number over the ranks that share a rank's samples."""
-        shared = self.by_samples(self._send(row, self._everyone)())
-        return [list(map(max, zip(*rows, strict=True))) for rows in shared]
+    def gather(self, row: Sequence[float], *, everyone: bool = False) -> Rows:
+        """The rows of all ranks, in their order, or of all that take part in updates; through the host."""
+        return self._send(row, self._everyone if everyone else self.host_group)()
 
     def gather_objects(self, value: Any, *, everyone: bool = False) -> list[Any]:
-        """Small values of all ranks, in their order, or of all that take part in updates; through the host."""
+        """Like `gather`, for small values of any kind."""
         group = self._everyone if everyone else self.host_group
         if group is None:
             return [value]

@@ -62,7 +62,7 @@ class Agreement(Extension):
             raise FailedElsewhere(votes)
 
     def vote(self, own: Vote) -> list[int]:
-        return [int(row[0]) for row in self._engine.peers.gather_largest([float(own)])]
+        return [int(row[0]) for row in self._engine.peers.gather([float(own)], everyone=True)]
 
 
 def run_all(window: Window, loss_fn: LossFn) -> None:
