@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, final
 
 import torch
@@ -85,12 +84,22 @@ class Contrast:
         encoded = self._encode_all(window)
         before.restore_buffers()  # they move when each micro-batch is encoded again
         device = window.parameters[0].device
-        everyone, seed, starts = gather(engine.peers, encoded, window.index, device)
-        self._random = random_state(random_devices(engine.models))
+        everyone, start, seed = gather(engine.peers, encoded, device)
+        after = random_state(random_devices(engine.models))
         scale = torch.ones((), device=device)
         if self._scaler is not None:
             scale = self._scaler.scale(scale)
-        gradients, of_parameters = self._loss_over(everyone, seed, scale, window)
+        set_seed((seed + _GOLDEN * (window.index + 1)) % 2**63)  # the loss draws the same on all ranks
+        try:
+            gradients, of_parameters = self._differentiate(everyone, scale, window)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            shapes = ", ".join(str(list(one.shape)) for one in everyone)
+            raise DistaccumError(
+                f"loss_fn does not fit into memory on all representations ({shapes}; {in_short(error)}); take a "
+                "smaller batch, or a loss that goes over its pairs in blocks"
+            ) from None  # a cause would say that smaller micro-batches help
         window.losses.of_pairs = self._loss, engine.divisor / engine.peers.num_ranks
         window.losses.largest = [
             (micro.number, one.detach().abs().max())
@@ -102,25 +111,26 @@ class Contrast:
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
         differences: list[Tensor] = []
         set_random_state(before.random)
-        i = 0
+        to_compare = iter(encoded)
         for micro_batch in window:
             representations = _tensors_of(self._encode(micro_batch))
             if window.stand_in:
                 zeros = [torch.zeros_like(_in_float32(one)) for one in representations]
                 window.backward(_carried(representations, zeros, ()))
             else:
+                first = next(to_compare)
                 if self._verifies:
-                    differences += _differences(encoded[i], representations)
-                places = zip(gradients, starts, strict=True)
-                rows = [None if g is None else g[start[i] : start[i + 1]] for g, start in places]
+                    differences += _differences(first, representations)
+                end = start + len(first[0])
+                rows = [None if g is None else g[start:end] for g in gradients]
                 window.backward(_carried(representations, rows, carried))
-                i += 1
+                start = end
             del representations
         for parameter, gradient in of_parameters:
             if hasattr(parameter, "to_local"):  # sharded, and used in the loss alone
                 whole = gradient * scale.to(gradient.dtype)
                 parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
-        set_random_state(self._random)
+        set_random_state(after)
         if self._verifies:
             self._verify(window, differences)
 
@@ -134,36 +144,12 @@ class Contrast:
         self._agreement.agree()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
-    def _loss_over(
-        self, everyone: Sequence[Tensor], seed: int, scale: Tensor, window: Window
-    ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """Its gradient by representation and by parameter; the same on all ranks."""
-        is_alone = self._engine.peers.num_ranks == 1
-        if not is_alone:
-            set_seed(seed)
-        out_of_memory = None
-        try:
-            with torch.enable_grad():
-                loss = self._loss_fn(*everyone)
-            found = self._differentiate(loss, everyone, scale, window)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            out_of_memory = in_short(error)
-        if out_of_memory is not None:  # not with its cause: smaller micro-batches would not help
-            shapes = ", ".join(str(list(one.shape)) for one in everyone)
-            raise DistaccumError(
-                f"loss_fn does not fit into memory on all representations ({shapes}; {out_of_memory}); take a smaller "
-                "batch, or a loss that goes over its pairs in blocks"
-            )
-        if is_alone:
-            self._random = random_state(random_devices(self._engine.models))  # what the loss drew is drawn
-        return found
-
     def _differentiate(
-        self, loss: Tensor, representations: Sequence[Tensor], scale: Tensor, window: Window
+        self, representations: Sequence[Tensor], scale: Tensor, window: Window
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """By representation and by parameter; what has none is left out."""
+        """The loss's gradient by representation and by parameter, which is left out where it has none."""
+        with torch.enable_grad():
+            loss = self._loss_fn(*representations)
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
         self._loss = loss.detach().clone()  # before a hook of backward's can change it in place
@@ -173,35 +159,35 @@ class Contrast:
         scaled = torch.autograd.grad(
             loss, [*wanted, *parameters], grad_outputs=scale.to(loss.device, loss.dtype), allow_unused=True
         )
+        found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
+        by_tensor = dict(zip(map(id, wanted), found, strict=False))
+        of_parameters = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
         hidden = {id(p) for p in self._engine.parameters()} if self._engine.hides_parameters else set()
-        if any(g is not None and id(p) in hidden for p, g in zip(parameters, scaled[len(wanted) :], strict=True)):
+        if any(id(p) in hidden for p, _ in of_parameters):
             raise DistaccumError(
                 f"loss_fn uses a parameter that {self._engine.name} shards, of which a rank has a part; use it in "
                 "encode(), or keep it outside the wrapper and give it to an optimizer"
             )
-        found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
-        by_tensor = dict(zip(map(id, wanted), found, strict=False))
-        of_parameters = zip(parameters, found[len(wanted) :], strict=True)
-        return [by_tensor.get(id(one)) for one in representations], [(p, g) for p, g in of_parameters if g is not None]
+        return [by_tensor.get(id(one)) for one in representations], of_parameters
 
     def _verify(self, window: Window, differences: Sequence[Tensor]) -> None:
-        off = max(map(float, differences), default=0.0)
-        rows = self._engine.peers.gather([off, float(self._loss)])
-        losses = [loss for _, loss in rows]
+        rows = self._engine.peers.gather([max(map(float, differences), default=0.0), float(self._loss)])
+        losses, message = [loss for _, loss in rows], ""
         if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
-            window.discard()
-            raise DistaccumError(
+            message = (
                 f"loss_fn gave the ranks different losses ({', '.join(f'{loss:.6g}' for loss in losses)}), expected "
                 "one for all, since each is given all representations; it may draw from torch, random and numpy, "
                 "which are seeded alike, and depend on nothing else that differs between ranks"
             )
-        if wrong := ranks_where([value > 1 for value, _ in rows]):
-            window.discard()
-            raise DistaccumError(
-                f"encode() gave other representations the second time on rank {wrong}, so the gradient "
-                "would not be the loss's; it may depend on the micro-batch, the model, and the random numbers of "
-                "torch, random and numpy, and on nothing that changes between two calls"
+        elif wrong := ranks_where([value > 1 for value, _ in rows]):
+            message = (
+                f"encode() gave other representations the second time on rank {wrong}, so the gradient would not be "
+                "the loss's; it may depend on the micro-batch, the model, and the random numbers of torch, random and "
+                "numpy, and on nothing that changes between two calls"
             )
+        if message:
+            window.discard()
+            raise DistaccumError(message)
 
 
 def _carried(
@@ -235,35 +221,28 @@ class _Carry(torch.autograd.Function):
         return None, *given
 
 
-def gather(
-    peers: Peers, encoded: Sequence[Sequence[Tensor]], index: int, device: torch.device
-) -> tuple[list[Tensor], int, list[list[int]]]:
-    """All ranks' representations, ready for a loss; a common seed; where this rank's micro-batches begin in each."""
-    number = len(encoded[0]) if encoded else 0
-    starts = [[0, *accumulate(len(part[j]) for part in encoded)] for j in range(number)]
-    joined = [torch.cat([part[j] for part in encoded]) for j in range(number)]
-    seed = 0
-    if peers.num_ranks > 1:
-        everyone = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
-        kinds = [kind for kind, _ in everyone]
-        _refuse_unlike(kinds)
-        seed = (everyone[0][1] + _GOLDEN * (index + 1)) % 2**63
-        before = [sum(kind[j][1][0] for kind in kinds[: peers.rank] if kind) for j in range(number)]
-        starts = [[first + place for place in places] for first, places in zip(before, starts, strict=True)]
-        owns = [one.contiguous().reshape(-1).view(torch.uint8) for one in joined]  # bytes, for one collective
-        sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in kind] for kind in kinds]
-        nothing = torch.empty(0, dtype=torch.uint8, device=device)
-        packed = peers.gather_bytes(torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
-        by_rank = [
-            [
-                piece.clone().view(dtype).view(shape)
-                for piece, (dtype, shape) in zip(torch.split(one, of_rank), kind, strict=True)
-            ]
-            for one, of_rank, kind in zip(packed, sizes, kinds, strict=True)
-            if kind
+def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int, int]:
+    """All ranks' representations, ready for a loss; where this rank's begin; a common seed."""
+    joined = [torch.cat(parts) for parts in zip(*encoded, strict=True)]
+    everyone = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
+    kinds = [kind for kind, _ in everyone]
+    if len({len(kind) for kind in kinds if kind}) > 1:
+        raise DistaccumError(f"encode() gave the ranks {list(map(len, kinds))} representations, expected as many")
+    owns = [one.contiguous().reshape(-1).view(torch.uint8) for one in joined]  # bytes, for one collective
+    sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in kind] for kind in kinds]
+    nothing = torch.empty(0, dtype=torch.uint8, device=device)
+    packed = peers.gather_bytes(torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
+    by_rank = [
+        [
+            piece.clone().view(dtype).view(shape)
+            for piece, (dtype, shape) in zip(torch.split(one, of_rank), kind, strict=True)
         ]
-        joined = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
-    return [one.requires_grad_(_has_gradient(one)) for one in joined], seed, starts
+        for one, of_rank, kind in zip(packed, sizes, kinds, strict=True)
+        if kind
+    ]
+    whole = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
+    start = sum(kind[0][1][0] for kind in kinds[: peers.rank] if kind)
+    return [one.requires_grad_(_has_gradient(one)) for one in whole], start, everyone[0][1]
 
 
 def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:
@@ -277,19 +256,6 @@ def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]
                     f"encode() gave {len(one)} rows for a micro-batch of {length:g} samples, expected a row for each; "
                     "give several views of a sample as a representation each"
                 )
-
-
-def _refuse_unlike(kinds: Sequence[Sequence[tuple[torch.dtype, tuple[int, ...]]]]) -> None:
-    seen = {rank: [(dtype, shape[1:]) for dtype, shape in kind] for rank, kind in enumerate(kinds) if kind}
-    first, *others = seen.values()
-    if any(other != first for other in others):
-        kinds_by_rank = "; ".join(
-            f"rank {rank}: {', '.join(f'{d} {list(s)}' for d, s in kind)}" for rank, kind in seen.items()
-        )
-        raise DistaccumError(
-            f"encode() gives ranks different representations (dtype and shape of a sample: {kinds_by_rank}), expected "
-            "the same everywhere but for the number of samples"
-        )
 
 
 def _refuse_others(loss: Tensor, known: set[int]) -> None:
