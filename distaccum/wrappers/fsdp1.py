@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engines.base import Engine, Leaf, Sync
-from ..engines.shards import Groups, norm_over_shards, why_tensor_parallel
-from ..law import DistaccumError, Plan, shorten, warn
+from ..engines.base import Engine, Sync
+from ..engines.shards import Groups, norm_over_shards
+from ..law import Plan, shorten, warn
 from ..norms import HALF
 from .private import fsdp1 as private
 
@@ -35,8 +35,7 @@ class FSDPEngine(Engine):
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         named = [(name or "the root", module) for model in models for name, module in model.named_modules()]
         self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named if self.wraps(module)))
-        for wrapper in self._wrappers:
-            private.require_private_fsdp1(wrapper)
+        self._handles = private.handles_of(self._wrappers)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
         self._device: torch.device = self._wrappers[0].compute_device
         low = [name for name, module in named if self.wraps(module) and _adds_up_in(module) in HALF]
@@ -75,37 +74,18 @@ class FSDPEngine(Engine):
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
-        try:
-            self.run_backward(losses, seeds)
-        except AssertionError as error:
-            if private.KEPT_SHARD not in str(error):
-                raise
-            raise DistaccumError(
-                "a module that FSDP1 wraps was used in an earlier micro-step and not in this one, which reduces; FSDP1 "
-                "cannot reduce the gradient that it kept; use sync='every', use every wrapped module in the last "
-                "micro-batch, or wrap with fully_shard"
-            ) from error
+        self.run_backward(losses, seeds)
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        return [handle.flat_param for handle in self._handles()]
+        return [handle.flat_param for handle in self._handles]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        wanted = {id(p) for p in parameters}
-        for handle in self._handles():
-            trained = [id(p) in wanted for p in private.flattened(handle) if p.requires_grad]
-            if any(trained) and not all(trained):
-                return "which flattens parameters together of which the optimizer has only some; give it all of them"
-        return why_tensor_parallel(self._outside(parameters))
+        return "which flattens parameters together; use fully_shard"
 
     def hides_parts(self) -> str | None:
-        if any(map(private.flattens_parts, self._handles())):
+        if any(map(private.flattens_parts, self._handles)):
             return "over tensor-parallel modules, whose parts it flattens into plain tensors"
         return None
-
-    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
-        wanted = {id(p) for p in parameters}
-        flat = [h.flat_param for h in self._handles() if wanted & {id(p) for p in _managed(h)}]
-        return super().leaves([*flat, *self._outside(parameters)])
 
     def finish(self) -> None:
         self.average(self._by_hand)
@@ -120,7 +100,7 @@ class FSDPEngine(Engine):
         for wrapper in self._wrappers:
             private.free_gathered(wrapper)
         if self._is_open:
-            for handle in self._handles():
+            for handle in self._handles:
                 private.discard_gradient(handle)
             self._is_open = False
 
@@ -131,39 +111,27 @@ class FSDPEngine(Engine):
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """Gradients of this rank, by the groups over which they are cut: not over replicas, which have the same."""
-        sharded = {id(p) for handle in self._handles() if handle.uses_sharded_strategy for p in _managed(handle)}
-        shards: dict[Groups, list[Tensor]] = {(self._wrappers[0].process_group,): [], (): []}
-        over, whole = shards.values()
-        for parameter in parameters:
-            if parameter.grad is not None:
-                (over if id(parameter) in sharded else whole).append(parameter.grad)
-        return shards
-
-    def _handles(self) -> list[Any]:
-        return private.handles_of(self._wrappers)
+        sharded = {id(p) for handle in self._handles if handle.uses_sharded_strategy for p in _managed(handle)}
+        gradients = [(p.grad, id(p) in sharded) for p in parameters if p.grad is not None]
+        over, whole = ([one for one, is_cut in gradients if is_cut is wanted] for wanted in (True, False))
+        return {(self._wrappers[0].process_group,): over, (): whole}
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        own = {id(p) for handle in self._handles() for p in _managed(handle)}
+        own = {id(p) for handle in self._handles for p in _managed(handle)}
         return [parameter for parameter in parameters if id(parameter) not in own]
 
 
 def _group_of_shards_and_replicas(wrappers: Sequence[Any]) -> dist.ProcessGroup:
-    seen = {dist.get_world_size(wrapper.process_group) * private.num_replicas(wrapper) for wrapper in wrappers}
-    groups = {tuple(dist.get_process_group_ranks(wrapper.process_group)): wrapper.process_group for wrapper in wrappers}
-    if len(seen) > 1 or len(groups) > 1:
+    group: Any = wrappers[0].process_group
+    over = {(*dist.get_process_group_ranks(one.process_group), private.num_replicas(one)) for one in wrappers}
+    ranks = dist.get_world_size(group) * private.num_replicas(wrappers[0])
+    if len(over) > 1 or ranks not in (dist.get_world_size(group), dist.get_world_size()):
         raise ValueError(
-            f"the model holds FSDP1 modules over {' and '.join(map(str, seen))} ranks, in groups {list(groups)}, "
-            "expected one process group for all; wrap them with the same, or use an Accumulator each"
+            f"the model holds FSDP1 modules over {ranks} of {dist.get_world_size()} ranks, in {len(over)} groups, "
+            "expected one process group, or a hybrid strategy over all ranks; use fully_shard with a hybrid mesh, or "
+            "an Accumulator each"
         )
-    (num,) = seen
-    group: Any = next(iter(groups.values()))
-    if num not in (dist.get_world_size(group), dist.get_world_size()):
-        raise ValueError(
-            f"FSDP1 over {num} ranks in a job of {dist.get_world_size()}: a hybrid strategy on a part of the ranks is "
-            "not supported; use fully_shard with a hybrid mesh"
-        )
-    if num != dist.get_world_size(group):
-        group = dist.group.WORLD
+    group = group if ranks == dist.get_world_size(group) else dist.group.WORLD
     assert isinstance(group, dist.ProcessGroup)
     return group
 

@@ -92,12 +92,13 @@ def test_norms_equal_those_of_big_batches(case):
         assert off("plain", case, layouts, **options) <= 1e-12
 
 
-SHARDS = ("FSDP2", "FSDP2, parts", "HSDP, 2 replicas of 1 shard", "FSDP1", "FSDP1, flat parameters")
-REPLICAS = ("HSDP, 2 replicas of 2 shards", "FSDP1, NO_SHARD", "FSDP1, HYBRID_SHARD")
+SHARDS = ("FSDP2", "FSDP2, parts", "HSDP, 2 replicas of 1 shard")
 GRID = [("DDP", case, sync) for case in ("samples mean", "samples sum_to_mean") for sync in ("last", "every")]
 GRID += [(name, "samples mean", sync) for name in SHARDS for sync in KINDS[name].policies]
-GRID += [(name, "samples mean", "last") for name in (*REPLICAS, "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")]
-GRID += [("DDP", "tokens sum", "every"), ("FSDP2", "tokens sum", "last"), ("FSDP1", "tokens sum", "last")]
+GRID += [
+    (name, "samples mean", "last") for name in ("HSDP, 2 replicas of 2 shards", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")
+]
+GRID += [("DDP", "tokens sum", "every"), ("FSDP2", "tokens sum", "last")]
 
 
 def offs(name: str, case: str, sync: str) -> list[float]:
@@ -114,7 +115,7 @@ def test_norms_are_exact_on_uneven_ranks(ranks, name, case, sync):
         assert max(found) <= (1e-5 if name.startswith("ZeRO") else 1e-12)
 
 
-def refused_under_deepspeed() -> list[str]:
+def refused_where_hidden() -> list[str]:
     model, _ = zero(2)(make_net(torch.float32), 0.1)
     with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as caught:
         Accumulator(model, extensions=[NoiseScale()], sync="every")
@@ -124,11 +125,14 @@ def refused_under_deepspeed() -> list[str]:
     half, _ = zero(1, fp16={"enabled": True, "initial_scale_power": 8})(make_net(torch.float32), 0.1)
     with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as scaled:
         Accumulator(half, extensions=[NoiseScale()])
+    flat, optimizer = KINDS["FSDP1"].wrap(make_net(torch.float32), 0.1)
+    with pytest.raises(ValueError, match=r"NoiseScale\(\) with FSDP1.*flattens parameters together; use fully_shard"):
+        Accumulator(flat, optimizer, extensions=[NoiseScale()])
     return [str(caught.value), str(scaled.value)]
 
 
-def test_deepspeed_is_refused_where_gradients_are_hidden(ranks):
-    for each, half in ranks(2).run(refused_under_deepspeed):
+def test_engines_that_hide_gradients_are_refused(ranks):
+    for each, half in ranks(2).run(refused_where_hidden):
         assert "reduces in each micro-step" in each and "sync='last'" in each
         assert "scales the loss by itself" in half
 

@@ -14,13 +14,11 @@ RUNTIME = "torch.distributed.fsdp._runtime_utils"
 KEPT_SHARD = "_saved_grad_shard"  # of a flat parameter: its reduced gradient, until a window's last backward
 
 
-def require_private_fsdp1(wrapper: Any) -> None:
-    require("torch", wrapper, "_sync_gradients", "_handle", "_is_root")
-    require("torch", sys.modules.get(RUNTIME), "_reshard")
-
-
 def handles_of(wrappers: Sequence[Any]) -> list[Any]:
     """The handles of flat parameters; a wrapper without parameters has none."""
+    for wrapper in wrappers:
+        require("torch", wrapper, "_sync_gradients", "_handle", "_is_root")
+    require("torch", sys.modules.get(RUNTIME), "_reshard")
     return [wrapper._handle for wrapper in wrappers if wrapper._handle is not None]
 
 
