@@ -65,7 +65,7 @@ def errors_of_loops(pattern: str) -> dict[str, float]:
 
 
 def test_compared_loops_give_the_gradient_of_big_batches(programs):
-    code = "import json, test_bench; print(json.dumps(test_bench.errors_of_loops('^plain')))"
+    code = "import json; from tests.launch import test_bench; print(json.dumps(test_bench.errors_of_loops('^plain')))"
     done = programs.start("-c", code, own_stderr=True).wait()
     assert done.status == 0, done.text + done.errors
     found = json.loads(done.text.splitlines()[-1])

@@ -103,7 +103,7 @@ def save_gpt2(folder: str) -> None:
 
 def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     pytest.importorskip("tokenizers")
-    done = programs.run("-c", f"import test_train; test_train.save_gpt2({str(tmp_path / 'model')!r})")
+    done = programs.run("-c", f"from tests.launch import test_train; test_train.save_gpt2({str(tmp_path / 'model')!r})")
     assert done.status == 0, done.text
     options = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batch-size", 8, "--updates", 3)
     text = trained(programs, tmp_path / "run", *options, "--model", tmp_path / "model")
