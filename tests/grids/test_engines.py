@@ -1,7 +1,7 @@
 """The law on every engine, with the same tests: windows of every kind, compared with one big batch.
 
 Six wrappers run every test. The others run a part each, in turn, so that every pair of wrapper and policy, of policy
-and loss, and of policy and fault is tested. sends.py runs the whole grid.
+and loss, and of policy and fault is tested.
 """
 
 from __future__ import annotations
