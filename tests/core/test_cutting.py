@@ -379,22 +379,6 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
         count_tokens(0)(labels)  # it would be the first row
 
 
-def test_count_tokens_names_the_type_found_instead_of_labels():
-    with pytest.raises(TypeError, match=r"count_tokens\('labels'\) found NoneType in a dict"):
-        count_tokens("labels")({"x": 1})
-
-
-def test_entry_that_is_cut_and_went_whole_before_raises_a_warning():
-    accumulator = Accumulator(torch.nn.Linear(3, 1), micro_batch_size=2)
-    for length in (6, 4):
-        batch = {"x": torch.ones(length, 3), "y": torch.ones(length), "weights": torch.ones(4)}
-        if length == 6:
-            accumulator.split(batch).discard()
-            continue
-        with pytest.warns(UserWarning, match=r"'weights' is cut in a batch of 4 samples, and went whole .* say whole="):
-            accumulator.split(batch).discard()
-
-
 def test_sequences_of_which_some_end_early_count_by_their_first_step():
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
     assert count_samples({"x": packed, "y": torch.ones(2)}) == count_samples(packed) == 2

@@ -66,22 +66,6 @@ def test_window_without_ahead_is_drawn_when_it_is_requested():
         assert len(drawn) == 3 * (i + 1)
 
 
-def test_windows_of_a_ramp_are_drawn_at_an_even_pace():
-    model, accumulator = one_weight(steps=lambda index: (4, 1, 6)[index % 3])
-    drawn: list[int] = []
-    found, paced = [], []
-    for window in accumulator.windows(noting(22, drawn)):
-        seen = []
-        for x in window:
-            seen.append(int(x))
-            paced.append(len(drawn))
-            window.backward(model(x).sum())
-        window.step()
-        found.append(len(seen))
-    assert found == [4, 1, 6, 4, 1, 6] and drawn == list(range(22))
-    assert paced[:11] == [5, 5, 5, 5, 11, 12, 13, 13, 14, 15, 15]
-
-
 def test_length_that_changes_between_two_windows_takes_effect_at_once():
     length = [2]
     model, accumulator = one_weight(steps=lambda _: length[0])

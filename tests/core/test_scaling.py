@@ -94,19 +94,6 @@ def test_scaler_changes_no_gradient():
     steps_exactly(accumulator, model, before)
 
 
-def test_caller_may_unscale_to_read_the_gradient():
-    model = trunk()
-    optimizer = SGD(model.parameters(), lr=0.1)
-    _, scaler, accumulator = scaled(model, optimizer)
-    before = weights(model)
-    for _ in range(2):  # the second time after an abandoned window
-        window = run_window(accumulator.window(BATCHES), model)
-        scaler.unscale_(optimizer)
-        assert error(gradient(model), gradient_of_trunk(BATCHES)) <= 1e-12
-        window.discard()
-    steps_exactly(accumulator, model, before)
-
-
 def poison(batch, value=math.nan):
     return {**batch, "x": batch["x"] * value}
 
@@ -239,18 +226,6 @@ def test_large_finite_gradients_are_clipped_to_the_norm():
         window.backward(model(batch).mean())
     assert window.step().grad_norm == pytest.approx(2e30)
     assert float((before - weights(model)).norm()) == pytest.approx(1.0)
-
-
-def test_sparse_gradients_are_clipped():
-    model = nn.Embedding(10, 3, sparse=True)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1e-2)
-    before = model.weight.detach().clone()
-    window = accumulator.window([torch.tensor([1, 2, 2]), torch.tensor([5])])
-    for batch in window:
-        window.backward(model(batch).square().sum(1).mean())
-    update = window.step()
-    assert update.grad_norm > 1e-2
-    assert float((before - model.weight.detach()).norm()) == pytest.approx(1e-2, rel=1e-3)
 
 
 def test_norms_of_half_precision_are_taken_in_float32():

@@ -19,8 +19,6 @@ from tests.support.counting import Counting
 from tests.support.inside import storages_kept
 from tests.support.oracle import everything, own
 from tests.support.problems import (
-    CASES,
-    big_batch,
     error,
     gradient,
     join,
@@ -28,7 +26,6 @@ from tests.support.problems import (
     make_batch,
     make_net,
     make_net_without_router,
-    micro_batches_of,
     refused,
     run_window,
     trunk,
@@ -36,37 +33,7 @@ from tests.support.problems import (
 )
 from tests.support.ranks import on_ranks
 
-BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
-
 # A window lists the micro-batch sizes of each rank.
-LAYOUTS = [
-    [[2, 3, 1, 2], [], [1]],  # dry from the start
-    *([[3, 3, 3]] * 3, [[2, 2]] * 3, [[4], [4], [4]]),
-    *([[1, 6, 2], [5, 1, 3], [2, 2, 9]], [[7, 1], [1, 7], [3, 3]]),
-    *([[3, 3, 2], [4, 1], [5]], [[2], [1, 2, 3, 4], [2, 2]]),
-    *([[3, 2, 1, 1], [], [2]], [[], [5], [1, 1]], [[], [4], []]),
-]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", BOUNDS)
-@on_ranks()
-def test_window_equals_one_big_batch(case, world, dtype):
-    loss_fn, how, reduction, count = CASES[case]
-    ddp = DistributedDataParallel(make_net(dtype), find_unused_parameters=True)  # no loss uses the router
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), reduction=reduction, count=count)
-    for index, layout in enumerate(LAYOUTS):
-        every = [micro_batches_of(layout, index, r, dtype) for r in range(world)]
-        window = accumulator.window(every[dist.get_rank()])
-        run_window(window, ddp, lambda model, batch: loss_fn(model, batch, how))
-        loss, exact = big_batch(case, [batch for mine in every for batch in mine])
-        assert error(gradient(ddp), exact) <= BOUNDS[dtype], layout
-        assert ddp.module.router.weight.grad is None, "a parameter that took no part got a gradient"
-        assert ddp.require_backward_grad_sync
-        assert window.step().loss == pytest.approx(loss, rel=BOUNDS[dtype]), layout
-
-
 # Common ways to wrap a model: each must be exact and reduce once.
 
 
@@ -230,24 +197,6 @@ def test_record_of_a_step_is_one_small_collective(ranks):
     assert not reads, "the flag of on_nonfinite is on the host"
 
 
-def buckets_of_a_window(num_steps):
-    ddp = DistributedDataParallel(trunk(), bucket_cap_mb=0.0005)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=num_steps)
-    counted = []
-    for window in accumulator.windows([make_batch(2, seed=i) for i in range(3 * num_steps)]):
-        with Counting() as count:
-            run_window(window, ddp)
-        counted.append(len(reductions(count.collectives, 1)))
-        window.step()
-    return counted
-
-
-def test_reductions_per_bucket_do_not_grow_with_the_window(ranks):
-    (short, _), (long, _) = ranks(2).run(buckets_of_a_window, 1), ranks(2).run(buckets_of_a_window, 16)
-    assert short == long
-    assert max(short) > 1, "DDP starts with one bucket and rebuilds them after the first window"
-
-
 @on_ranks(2)
 def test_rebuilt_buckets_leave_no_old_ones_behind():
     """The storages kept in mid-window that hold no gradient; DDP rebuilds its buckets in the second window."""
@@ -380,23 +329,6 @@ def test_term_or_part_without_a_count_is_left_out(by, find_unused, sync, empty_o
         plain = TwoHeads()
         sum(two_losses(plain, join(batches[0] + batches[1]))[0].values()).backward()
         wrongs.append(error(gradient(ddp), gradient(plain)))
-        window.step()
-    assert max(wrongs) <= 1e-12
-
-
-@on_ranks(2)
-def test_model_used_by_one_rank_is_exact():
-    rank = dist.get_rank()
-    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
-    accumulator = Accumulator([one, two], [SGD(model.parameters(), lr=0.0) for model in (one, two)])
-    plain, wrongs = trunk(), []
-    (loss_of(plain, everything([[2, 2]])) / 2).backward()
-    for _ in range(2):
-        window = accumulator.window(own([[2, 2]] * 2))
-        for batch in window:
-            loss = loss_of(one, batch)
-            window.backward(loss + loss_of(two, batch) if rank == 0 else loss)
-        wrongs.append(error(gradient(two), gradient(plain)))
         window.step()
     assert max(wrongs) <= 1e-12
 

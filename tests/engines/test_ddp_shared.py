@@ -162,20 +162,6 @@ def test_inner_window_ignores_the_gradients_of_the_outer_one():
     assert inner <= 1e-12 and unused is None and outer <= 1e-12
 
 
-@pytest.mark.filterwarnings("ignore:gradients that stood before")
-def test_critics_windows_in_a_generators_window_are_exact():
-    models = generator, critic = nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
-    outer = Accumulator(models, SGD(generator.parameters(), lr=0.1))
-    inner = Accumulator(critic, SGD(critic.parameters(), lr=0.1))
-    for _ in range(2):
-        for x in (window := outer.window(inputs(2, 0))):
-            window.backward(critic(generator(x)).square().mean())
-            within = run(inner.window(inputs(2, 1)), critic)
-            assert error(critic.weight.grad, exact(critic, inputs(2, 1))) <= 1e-12
-            within.step()
-        window.step()
-
-
 @pytest.mark.parametrize("name", ["optimizer", "scheduler"])
 def test_optimizer_or_scheduler_given_twice_is_refused(name):
     model = nn.Linear(2, 2)
