@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
-from numbers import Real
 from typing import Any, Literal, TypeVar
 
 from torch import Tensor
@@ -52,8 +51,7 @@ class ByCost:
         costs = _costs_of_rows(self.cost, batch, length, whole)
         largest = max(costs, default=0)
         at_once = len(costs) * largest
-        group = group_in_order if in_order else group_by_cost
-        groups = group(costs, min(limit or max(1, at_once), max(1, -(-at_once // parts))))
+        groups = group_by_cost(costs, min(limit or max(1, at_once), max(1, -(-at_once // parts))), in_order=in_order)
         found = list(pick_rows(batch, groups, length, whole)) if groups else []
         warning = None
         if self.most != "auto" and largest > self.most:
@@ -62,38 +60,25 @@ class ByCost:
         return trimmed, list(map(len, groups)), [cost_of_group(costs, rows) for rows in groups], warning
 
 
-def group_by_cost(costs: Sequence[int], limit: int) -> list[list[int]]:
-    """Rows of alike cost together, in the fewest groups of at most `limit`; the costliest group last.
+def group_by_cost(costs: Sequence[int], limit: int, *, in_order: bool = False) -> list[list[int]]:
+    """Rows in groups of at most `limit`; a row that costs more is alone.
 
-    A group costs what it computes when its rows are padded: its number of rows times its costliest. A row that costs
-    more than `limit` is alone.
+    Rows of alike cost go together, in the fewest groups, the costliest last; `in_order`, neighbours do, in more groups.
+    A group costs what it computes when its rows are padded: its number of rows times its costliest.
 
-    >>> group_by_cost([3, 9, 2, 4], limit=9)
-    [[2], [0, 3], [1]]
-    """
-    order = sorted(range(len(costs)), key=lambda row: -costs[row])
-    groups, start = [], 0
-    while start < len(order):
-        longest = costs[order[start]]
-        stop = start + max(1, limit // longest) if longest else len(order)
-        groups.append(sorted(order[start:stop]))
-        start = stop
-    return sorted(groups, key=lambda rows: cost_of_group(costs, rows))
-
-
-def group_in_order(costs: Sequence[int], limit: int) -> list[list[int]]:
-    """Neighbouring rows together, in groups of at most `limit`: more of them than `group_by_cost` makes.
-
-    >>> group_in_order([3, 9, 2, 4], limit=9)
-    [[0], [1], [2, 3]]
+    >>> group_by_cost([3, 9, 2, 4], limit=9), group_by_cost([3, 9, 2, 4], limit=9, in_order=True)
+    ([[2], [0, 3], [1]], [[0], [1], [2, 3]])
     """
     groups: list[list[int]] = []
-    for row in range(len(costs)):
-        if groups and cost_of_group(costs, [*groups[-1], row]) <= limit:
+    most = 0  # of the last group's rows
+    for row in range(len(costs)) if in_order else sorted(range(len(costs)), key=lambda row: -costs[row]):
+        most = max(most, costs[row])
+        if groups and (len(groups[-1]) + 1) * most <= limit:
             groups[-1].append(row)
         else:
             groups.append([row])
-    return groups
+            most = costs[row]
+    return groups if in_order else sorted(map(sorted, groups), key=lambda rows: cost_of_group(costs, rows))
 
 
 def cost_of_group(costs: Sequence[int], rows: Sequence[int]) -> int:
@@ -109,31 +94,24 @@ def _costs_of_rows(cost: Cost, batch: Any, length: int, whole: Names = ()) -> li
         found = [cost(row) for row in cut_batch(batch, [1] * length, length, whole)]
     if len(found) != length:
         raise ValueError(f"cost gave {len(found)} numbers for a batch of {length} rows, expected one for each, or one")
-    return [_whole(one.item() if isinstance(one, Tensor) and one.numel() == 1 else one) for one in found]
-
-
-def _whole(number: Any) -> int:
-    is_number = not isinstance(number, bool) and isinstance(number, Real)
-    if not is_number or number < 0 or number % 1:
-        raise ValueError(f"cost gave {number!r} for a row, expected a whole number of at least 0, such as its tokens")
-    return int(number)
+    wrong = next((one for one in found if one < 0 or one % 1), None)
+    if wrong is not None:
+        raise ValueError(f"cost gave {wrong!r} for a row, expected a whole number of at least 0, such as its tokens")
+    return list(map(int, found))
 
 
 Batch = TypeVar("Batch")
 
 
-def trim_padding(mask: str = "attention_mask", *, multiple_of: int = 1, left: bool = False) -> Callable[[Batch], Batch]:
-    """A function that cuts off the columns in which no row of a micro-batch has anything, for `ByCost(trim=)`.
+def trim_padding(mask: str = "attention_mask", *, multiple_of: int = 1) -> Callable[[Batch], Batch]:
+    """A function that cuts off the last columns, in which no row of a micro-batch has anything, for `ByCost(trim=)`.
 
     Every tensor of two or more dimensions whose first two are the mask's is cut, as a view: `input_ids`,
-    `attention_mask`, `labels` and what else there is. Columns on the left are cut where the batch has `position_ids` of
-    that shape: without them a model numbers the columns from the first, and would compute something else.
+    `attention_mask`, `labels` and what else there is. Columns on the left stay, since models number them from there.
 
     Args:
         mask: The key or attribute of the tensor that is 0 where there is padding, of shape (rows, columns).
         multiple_of: Leaves as many columns as make a multiple of this, which some kernels like.
-        left: Cuts on the left too where there are no `position_ids`, for a model that makes them of the mask, or whose
-            positions are relative.
 
     Example:
         >>> import torch
@@ -143,25 +121,18 @@ def trim_padding(mask: str = "attention_mask", *, multiple_of: int = 1, left: bo
     """
 
     def trim(batch: Batch) -> Batch:
-        found, positions = (
-            batch.get(name) if isinstance(batch, Mapping) else getattr(batch, name, None)
-            for name in (mask, "position_ids")
-        )
+        found = batch.get(mask) if isinstance(batch, Mapping) else getattr(batch, mask, None)
         if not isinstance(found, Tensor) or found.ndim != 2:
             raise TypeError(
                 f"trim_padding({mask!r}) found {type(found).__name__} in a {type(batch).__name__}, expected a tensor "
                 "of shape (rows, columns) that is 0 where there is padding; name it"
             )
-        used = found.ne(0).any(0).nonzero().flatten()
-        first, last = (int(used[0]), int(used[-1]) + 1) if len(used) else (0, 1)
-        if not left and not (isinstance(positions, Tensor) and positions.shape == found.shape):
-            first = 0
-        wanted = min(-(-(last - first) // multiple_of) * multiple_of, found.shape[1])
-        first = min(first, found.shape[1] - wanted)
+        used = found.ne(0).any(0).nonzero()
+        width = -(-(int(used[-1]) + 1 if len(used) else 1) // multiple_of) * multiple_of
 
         def cut(tensor: Tensor) -> Tensor:
             has_columns = tensor.ndim > 1 and tensor.shape[:2] == found.shape
-            return tensor[:, first : first + wanted] if has_columns else tensor
+            return tensor[:, :width] if has_columns else tensor
 
         trimmed: Batch = map_tensors(batch, cut)
         return trimmed
