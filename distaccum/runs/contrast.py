@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from ..cutting import Columns
 from ..drawing import cut_up
-from ..extension import Extension, hooks_of
+from ..engines import Engine
+from ..extension import Extension
 from ..job import Manner
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
@@ -46,17 +48,17 @@ def contrast(
     job.engine.refuse_closure("contrast")
     verifies = job.num_contrasts < PROOFS
 
-    def begin(agreement: Agreement) -> tuple[Callable[[Window], None], Manner]:
-        hooks = hooks_of([agreement, *(one for one in extensions if one.in_contrast)])
-        run = Contrast(planner, agreement, encode, loss_fn, verifies=verifies).run
-        return run, Manner(hooks, is_sum=True)
+    def run(window: Window, agreement: Agreement) -> None:
+        Contrast(job.engine, job.scaler, agreement, encode, loss_fn, verifies).run(window)
 
-    update = retry(planner, cut_up(batch, job, columns, in_order=True), begin)
+    taking_part = [one for one in extensions if one.in_contrast]
+    update = retry(planner, taking_part, cut_up(batch, job, columns, in_order=True), Manner(is_sum=True), run)
     job.num_contrasts += 1
     return update
 
 
 @final
+@dataclass
 class Contrast:
     """A loss over all representations of a window, carried back a micro-batch at a time.
 
@@ -65,17 +67,17 @@ class Contrast:
     at these representations. That gradient needs no graph of `encode`.
     """
 
-    def __init__(
-        self, planner: Planner, agreement: Agreement, encode: Encode, loss_fn: PairsLoss, *, verifies: bool
-    ) -> None:
-        """`verifies`: that encode gives the same again, which costs a read on the host."""
-        self._engine, self._scaler = planner.job.engine, planner.job.scaler
-        self._agreement, self._encode, self._loss_fn = agreement, encode, loss_fn
-        self._verifies = verifies
+    engine: Engine
+    scaler: torch.amp.GradScaler | None
+    agreement: Agreement
+    encode: Encode
+    loss_fn: PairsLoss
+    verifies: bool  # that encode gives the same again, which costs a read on the host
+    loss: Tensor = field(init=False)
 
     def run(self, window: Window) -> None:
+        engine = self.engine
         window.begin()
-        engine = self._engine
         if window.plan.is_empty:
             for _ in window:
                 pass
@@ -87,8 +89,8 @@ class Contrast:
         everyone, start, seed = gather(engine.peers, encoded, device)
         after = random_state(random_devices(engine.models))
         scale = torch.ones((), device=device)
-        if self._scaler is not None:
-            scale = self._scaler.scale(scale)
+        if self.scaler is not None:
+            scale = self.scaler.scale(scale)
         set_seed((seed + _GOLDEN * (window.index + 1)) % 2**63)  # the loss draws the same on all ranks
         try:
             gradients, of_parameters = self._differentiate(everyone, scale, window)
@@ -100,7 +102,7 @@ class Contrast:
                 f"loss_fn does not fit into memory on all representations ({shapes}; {in_short(error)}); take a "
                 "smaller batch, or a loss that goes over its pairs in blocks"
             ) from None  # a cause would say that smaller micro-batches help
-        window.losses.of_pairs = self._loss, engine.divisor / engine.peers.num_ranks
+        window.losses.of_pairs = self.loss, engine.divisor / engine.peers.num_ranks
         window.losses.largest = [
             (micro.number, one.detach().abs().max())
             for micro, part in zip(window.micros, encoded, strict=True)
@@ -113,13 +115,13 @@ class Contrast:
         set_random_state(before.random)
         to_compare = iter(encoded)
         for micro_batch in window:
-            representations = _tensors_of(self._encode(micro_batch))
+            representations = _tensors_of(self.encode(micro_batch))
             if window.stand_in:
                 zeros = [torch.zeros_like(_in_float32(one)) for one in representations]
                 window.backward(_carried(representations, zeros, ()))
             else:
                 first = next(to_compare)
-                if self._verifies:
+                if self.verifies:
                     differences += _differences(first, representations)
                 end = start + len(first[0])
                 rows = [None if g is None else g[start:end] for g in gradients]
@@ -131,17 +133,17 @@ class Contrast:
                 whole = gradient * scale.to(gradient.dtype)
                 parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
         set_random_state(after)
-        if self._verifies:
+        if self.verifies:
             self._verify(window, differences)
 
     def _encode_all(self, window: Window) -> list[list[Tensor]]:
         """This rank's representations, by micro-batch; all ranks know then that none has failed."""
         with torch.no_grad():
-            encoded = [_tensors_of(self._encode(micro_batch)) for micro_batch in window.to_come()][: len(window)]
+            encoded = [_tensors_of(self.encode(micro_batch)) for micro_batch in window.to_come()][: len(window)]
         torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
-        self._engine.show_parameters()
+        self.engine.show_parameters()
         _refuse_uneven(encoded, [length for one in window.micros for length in one.counts])
-        self._agreement.agree()  # what fails on one rank fails before this; the others wait in it
+        self.agreement.agree()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
     def _differentiate(
@@ -149,10 +151,10 @@ class Contrast:
     ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
         """The loss's gradient by representation and by parameter, which is left out where it has none."""
         with torch.enable_grad():
-            loss = self._loss_fn(*representations)
+            loss = self.loss_fn(*representations)
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
-        self._loss = loss.detach().clone()  # before a hook of backward's can change it in place
+        self.loss = loss.detach().clone()  # before a hook of backward's can change it in place
         parameters = [p for p in window.parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
@@ -162,16 +164,16 @@ class Contrast:
         found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
         by_tensor = dict(zip(map(id, wanted), found, strict=False))
         of_parameters = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
-        hidden = {id(p) for p in self._engine.parameters()} if self._engine.hides_parameters else set()
+        hidden = {id(p) for p in self.engine.parameters()} if self.engine.hides_parameters else set()
         if any(id(p) in hidden for p, _ in of_parameters):
             raise DistaccumError(
-                f"loss_fn uses a parameter that {self._engine.name} shards, of which a rank has a part; use it in "
+                f"loss_fn uses a parameter that {self.engine.name} shards, of which a rank has a part; use it in "
                 "encode(), or keep it outside the wrapper and give it to an optimizer"
             )
         return [by_tensor.get(id(one)) for one in representations], of_parameters
 
     def _verify(self, window: Window, differences: Sequence[Tensor]) -> None:
-        rows = self._engine.peers.gather([max(map(float, differences), default=0.0), float(self._loss)])
+        rows = self.engine.peers.gather([max(map(float, differences), default=0.0), float(self.loss)])
         losses, message = [loss for _, loss in rows], ""
         if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
             message = (
@@ -193,32 +195,15 @@ class Contrast:
 def _carried(
     representations: Sequence[Tensor], rows: Sequence[Tensor | None], of_parameters: Sequence[tuple[Tensor, Tensor]]
 ) -> Tensor:
-    """A scalar whose backward is a micro-batch's part of the loss's."""
+    """A scalar whose backward is a micro-batch's part of the loss's; its value means nothing."""
     pairs = [(one, g) for one, g in zip(representations, rows, strict=True) if g is not None and one.requires_grad]
     if not pairs:
         raise DistaccumError(
             "encode() gave no representation with a graph that the loss depends on; compute them with the model, "
             "without detach() and outside torch.no_grad()"
         )
-    tensors, gradients = zip(*pairs, *of_parameters, strict=True)
-    carried: Tensor = _Carry.apply(gradients, *tensors)
-    return carried
-
-
-class _Carry(torch.autograd.Function):
-    """A zero whose backward gives each tensor its gradient, weighted."""
-
-    @staticmethod
-    def forward(ctx: Any, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.gradients, ctx.dtypes = gradients, [tensor.dtype for tensor in tensors]
-        return gradients[0].new_zeros((), dtype=gradients[0].dtype.to_real())
-
-    @staticmethod
-    def backward(ctx: Any, *seeds: Tensor) -> tuple[Tensor | None, ...]:
-        given = [
-            (g * seeds[0].to(g.device, g.dtype)).to(dtype) for g, dtype in zip(ctx.gradients, ctx.dtypes, strict=True)
-        ]
-        return None, *given
+    parts = [(tensor * g.conj()).sum().real for tensor, g in (*pairs, *of_parameters)]
+    return torch.stack([part.to(parts[0]) for part in parts]).sum()
 
 
 def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int, int]:

@@ -25,20 +25,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     >>> is_out_of_memory(RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")), is_out_of_memory(KeyError())
     (True, False)
     """
-    chain: dict[int, BaseException] = {}
-    cause: BaseException | None = error
-    while cause is not None and id(cause) not in chain:  # `raise error from error` is a circle
-        chain[id(cause)] = cause
-        cause = cause.__cause__
-    return any(
-        isinstance(one, torch.OutOfMemoryError | MemoryError)
-        or (
-            isinstance(one, RuntimeError)
-            and not isinstance(one, DistaccumError)  # which may quote one
-            and any(message in str(one) for message in MESSAGES)
-        )
-        for one in chain.values()
+    is_short = isinstance(error, torch.OutOfMemoryError | MemoryError) or (
+        isinstance(error, RuntimeError)
+        and not isinstance(error, DistaccumError)  # which may quote one
+        and any(message in str(error) for message in MESSAGES)
     )
+    cause = error.__cause__  # itself after `raise error from error`
+    return is_short or (cause is not None and cause is not error and is_out_of_memory(cause))
 
 
 def free() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
-from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -80,31 +79,28 @@ def update(planner: Planner, extensions: Sequence[Extension], batch: Any, loss_f
     """One update of a batch that is cut."""
     planner.job.engine.refuse_closure("update")
     draw = cut_up(batch, planner.job, columns)
-    run = partial(run_all, loss_fn=loss_fn)
-    return retry(planner, draw, lambda one: (run, replace(LOOP, hooks=hooks_of([one, *extensions]))))
+    return retry(planner, extensions, draw, LOOP, lambda window, _: run_all(window, loss_fn))
 
 
 def retry(
     planner: Planner,
+    extensions: Sequence[Extension],
     draw: Make,
-    begin: Callable[[Agreement], tuple[Callable[[Window], None], Manner]],
+    manner: Manner,
+    run: Callable[[Window, Agreement], None],
 ) -> Update:
-    """Runs a window and steps it; where that failed for want of memory, again with smaller micro-batches.
-
-    `begin` gives what runs the window, and in which manner, whose hooks are those of the agreement too, anew for each
-    attempt.
-    """
+    """Runs a window and steps it; where that failed for want of memory, again with smaller micro-batches."""
     planner.make_way()
     job = planner.job
     job.random.put_back()  # now, so that a second attempt has the same numbers
     snapshot = Snapshot(job.models)
     while True:
         agreement = Agreement(job.engine)
-        run, manner = begin(agreement)
-        window = planner.plan(draw, replace(manner, agrees=True))
+        hooks = hooks_of([agreement, *extensions])
+        window = planner.plan(draw, replace(manner, hooks=hooks, agrees=True))
         has_run = False
         try:
-            run(window)
+            run(window, agreement)
             has_run = True
             update = window.step()
         except BaseException as error:
