@@ -20,7 +20,7 @@ from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.extensions import NoiseScale
 from distaccum.extensions.noise import split as split_norms
 from tests.support.counting import Counting
-from tests.support.engines import COALESCES, KINDS, ddp, fully_sharded, zero
+from tests.support.engines import COALESCES, KINDS, fully_sharded, zero
 from tests.support.inside import Norms, norms_of
 from tests.support.problems import (
     CASES,
@@ -32,8 +32,10 @@ from tests.support.problems import (
     make_net,
     make_net_without_router,
     micro_batches_of,
+    refused,
     sample_loss,
 )
+from tests.support.ranks import on_ranks
 
 UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
 EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
@@ -115,55 +117,30 @@ def test_norms_are_exact_on_uneven_ranks(ranks, name, case, sync):
         assert max(found) <= (1e-5 if name.startswith("ZeRO") else 1e-12)
 
 
-def refused_where_hidden() -> list[str]:
-    model, _ = zero(2)(make_net(torch.float32), 0.1)
-    with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as caught:
-        Accumulator(model, extensions=[NoiseScale()], sync="every")
+@on_ranks(2)
+def test_engines_that_hide_gradients_are_refused():
     from deepspeed.accelerator import get_accelerator
 
+    measuring = {"extensions": [NoiseScale()]}
+    model, _ = zero(2)(make_net(torch.float32), 0.1)
+    assert "reduces in each micro-step" in refused(Accumulator, model, sync="every", **measuring)
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
     half, _ = zero(1, fp16={"enabled": True, "initial_scale_power": 8})(make_net(torch.float32), 0.1)
-    with pytest.raises(ValueError, match=r"NoiseScale\(\) with DeepSpeed") as scaled:
-        Accumulator(half, extensions=[NoiseScale()])
+    assert "scales the loss by itself" in refused(Accumulator, half, **measuring)
     flat, optimizer = KINDS["FSDP1"].wrap(make_net(torch.float32), 0.1)
-    with pytest.raises(ValueError, match=r"NoiseScale\(\) with FSDP1.*flattens parameters together; use fully_shard"):
-        Accumulator(flat, optimizer, extensions=[NoiseScale()])
-    return [str(caught.value), str(scaled.value)]
-
-
-def test_engines_that_hide_gradients_are_refused(ranks):
-    for each, half in ranks(2).run(refused_where_hidden):
-        assert "reduces in each micro-step" in each and "sync='last'" in each
-        assert "scales the loss by itself" in half
+    assert "which flattens parameters together; use fully_shard" in refused(Accumulator, flat, optimizer, **measuring)
 
 
 # Forms of a window
 
 
-def forms_of_ddp() -> dict[str, float]:
-    """The error of each form."""
-    found = {}
-    for name, options in {
-        "bucket views": {"gradient_as_bucket_view": True},
-        "static graph": {"static_graph": True},
-        "unused": {"find_unused_parameters": True},
-    }.items():
-        model = DistributedDataParallel(make_net_without_router(), **options)
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
-        layouts = EVERYBODY if "static" in name else UNEVEN
-        seen = of_windows(accumulator, lambda w, b, m=model: w.backward(loss_of(m, b)), layouts)
-        found[name] = worst(seen, layouts)
-    for sync in ("last", "every"):
-        for name, run in {"parts": in_parts, "heads": in_heads}.items():
-            model = ddp(make_net_without_router(), 0.0)[0]
-            accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()], sync=sync)
-            found[f"{name}, {sync}"] = worst(of_windows(accumulator, run(model), UNEVEN), UNEVEN)
-    return found
-
-
 def worst(seen: list[Norms], layouts: Any) -> float:
     """`loss_of` is a mean over samples of the mean square, like "samples mean"."""
     return max(difference(one, exact_norms("samples mean", layouts[i], i)) for i, one in enumerate(seen))
+
+
+def in_one(model: Any) -> Any:
+    return lambda window, batch: window.backward(loss_of(model, batch))
 
 
 def in_parts(model: Any) -> Any:
@@ -184,34 +161,37 @@ def in_heads(model: Any) -> Any:
     return run
 
 
-def test_norms_are_exact_in_every_form_of_ddp(ranks):
-    for found in ranks(2).run(forms_of_ddp):
-        assert max(found.values()) <= 1e-12, found
+FORMS = ["gradient_as_bucket_view", "static_graph", "find_unused_parameters"]
 
 
-def parts_under_fully_shard() -> Any:
-    found = []
+@pytest.mark.parametrize("form", [*FORMS, "parts, last", "parts, every", "heads, last"])
+@on_ranks(2)
+def test_norms_are_exact_in_every_form_of_ddp(form):
+    how, _, sync = form.partition(", ")
+    options = {how: True} if how in FORMS else {"find_unused_parameters": True}
+    model, layouts = DistributedDataParallel(make_net_without_router(), **options), EVERYBODY
+    options = {"extensions": [NoiseScale()], "sync": sync or "last"}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), **options)
+    run = in_parts(model) if how == "parts" else in_heads(model) if how == "heads" else in_one(model)
+    assert worst(of_windows(accumulator, run, layouts), layouts) <= 1e-12
+
+
+@on_ranks(2)
+def test_norms_of_parts_are_exact_under_fully_shard():
     for sync in ("last", "every", "gathered"):
         model, optimizer = fully_sharded()(make_net_without_router(), 0.0)
         accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()], sync=sync)
-        found.append(worst(of_windows(accumulator, in_parts(model), EVERYBODY), EVERYBODY))
+        assert worst(of_windows(accumulator, in_parts(model), EVERYBODY), EVERYBODY) <= 1e-12
     model, optimizer = fully_sharded(shape=(2, 1))(make_net_without_router(), 0.0)
     accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()], sync="replicas")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        seen = of_windows(accumulator, in_parts(model), EVERYBODY)
-    return found, seen, [str(one.message) for one in caught]
+        assert of_windows(accumulator, in_parts(model), EVERYBODY) == [None, None]  # each part is reduced separately
+    said = [str(one.message).startswith("NoiseScale sees nothing") for one in caught]
+    assert said == [True] * (dist.get_rank() == 0)
 
 
-def test_norms_of_parts_are_exact_under_fully_shard(ranks):
-    for rank, (found, unseen, warned) in enumerate(ranks(2).run(parts_under_fully_shard)):
-        assert max(found) <= 1e-12
-        assert unseen == [None, None]  # each part is reduced separately
-        assert [one.startswith("NoiseScale sees nothing") for one in warned] == [True] * (rank == 0)
-
-
-@pytest.mark.parametrize("caller_steps", [False, True])
-@pytest.mark.parametrize(("scaled", "fused"), [(True, False), (True, True), (False, False)])
+@pytest.mark.parametrize(("scaled", "fused", "caller_steps"), [(True, False, True), (True, True, False)])
 def test_norms_are_those_before_scaling_and_clipping(scaled, fused, caller_steps):
     model = make_net(torch.float32)
     optimizer = SGD(model.parameters(), lr=0.0, fused=fused)
@@ -293,69 +273,40 @@ MEAN, DEVIATION, SIZE = 0.5, 2.0, 20
 TRUE = DEVIATION**2 / MEAN**2  # the same for every size, since all elements have equal mean and variance
 
 
-def long_run(updates: int = 400) -> list[float]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(rank)
-    model: nn.Module = Linear(SIZE // 2)
-    if dist.is_initialized():
-        model = DistributedDataParallel(model)
+def test_long_run_converges_to_the_true_value():
+    model = Linear(SIZE // 2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2, extensions=[NoiseScale()])
-    loader = (
-        MEAN + DEVIATION * torch.randn(4, SIZE, generator=generator, dtype=torch.float64) for _ in range(2 * updates)
-    )
-    seen = []
-    for window in accumulator.windows(loader):
+    for window in accumulator.windows(MEAN + DEVIATION * torch.randn(4, SIZE, dtype=torch.float64) for _ in range(800)):
         for x in window:
             window.backward(model(x).mean())
-        seen.append(window.step())
-    return [update.noise_scale for update in seen]  # type: ignore[misc]
-
-
-def test_long_run_converges_to_the_true_value(ranks):
-    alone = long_run()
+        update = window.step()
     # Standard error of a smoothed value: about 150 updates count, and one update's trace has an error of 60%.
-    assert abs(alone[-1] / TRUE - 1) < 3 * 0.08
-    first, second = ranks(2).run(long_run)
-    assert first == second
-    assert abs(first[-1] / TRUE - 1) < 3 * 0.06
+    assert abs(update.noise_scale / TRUE - 1) < 3 * 0.08
 
 
 # Cost
 
 
-def cost(wrap: Any, layout: Any, **options: Any) -> list[Any]:
-    """Collectives, and host reads in the loop and in the step, without and with measuring."""
-    seen = []
-    for measures in (False, True):
-        model, optimizer = wrap(make_net_without_router(), 0.0)
-        accumulator = Accumulator(model, optimizer, extensions=[NoiseScale()] if measures else [], **options)
+COSTS = [("DDP", {}), ("FSDP2", {}), ("FSDP2", {"sync": "every"}), ("FSDP2", {"max_norm": 1.0})]
+
+
+@pytest.mark.parametrize(("name", "options"), COSTS)
+@on_ranks(2)
+def test_measurement_adds_no_collective_and_no_wait(name, options):
+    seen: list[list[Any]] = []
+    for extensions in ([], [NoiseScale()]):
+        model, optimizer = KINDS[name].wrap(make_net_without_router(), 0.0)
+        accumulator = Accumulator(model, optimizer, extensions=extensions, **options)
+        seen.append([])
         for index in range(3):
-            batches = micro_batches_of(layout, index, dist.get_rank() if dist.is_initialized() else 0)
             with Counting() as count:
-                window = accumulator.window(batches)
+                window = accumulator.window(micro_batches_of(EVERYBODY[0], index, dist.get_rank()))
                 for batch in window:
                     window.backward(loss_of(model, batch))
                 in_loop = sum(count.host_reads.values())
                 window.step()
-                names = [name for name, _ in count.collectives]
-                seen.append((names, in_loop, sum(count.host_reads.values()) - in_loop))
-    return seen
-
-
-def costs(layout: Any) -> list[Any]:
-    found = [cost(lambda net, lr: (DistributedDataParallel(net), SGD(net.parameters(), lr=lr)), layout)]
-    found.append(cost(ddp, layout, on_nonfinite="ignore"))
-    if "FSDP2" in KINDS:
-        for options in ({}, {"sync": "every"}, {"max_norm": 1.0}):
-            found.append(cost(fully_sharded(), layout, **options))
-    return found
-
-
-@pytest.mark.parametrize("layout", [[[2, 1, 3], [4, 2, 1]], [[2], [3]]], ids=["three", "one"])
-def test_measurement_adds_no_collective_and_no_wait(ranks, layout):
-    for rows in ranks(2).run(costs, layout):
-        for seen in rows:
-            assert seen[:3] == seen[3:]
+            seen[-1].append(([name for name, _ in count.collectives], in_loop, sum(count.host_reads.values())))
+    assert seen[0] == seen[1]
 
 
 # The record
@@ -434,20 +385,6 @@ def test_averages_continue_from_a_loaded_state():
     other.load_state_dict(weights)
     again.load_state_dict(state)
     assert [go(other, again, index).noise_scale for index in range(3, 6)] == values[3:]
-    del state["noise"]
-    other, again = made()
-    again.load_state_dict(state)
-    assert go(other, again, 0, (4,)).noise_scale is None
-
-
-def test_update_and_check_run_with_the_noise_scale():
-    model, accumulator = made(micro_batch_size=2)
-    assert accumulator.check(make_batch(5, seed=0), sample_loss_of(model)).equivalent
-    assert accumulator.update(make_batch(5, seed=0), sample_loss_of(model)).noise_scale is not None
-
-
-def sample_loss_of(model: nn.Module) -> Any:
-    return lambda batch: sample_loss(model, batch)
 
 
 def test_losses_must_share_one_denominator():

@@ -13,11 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator
 from distaccum.extensions import WideSums
 from tests.support.counting import Counting
 from tests.support.engines import KINDS
@@ -110,15 +109,6 @@ def test_gradients_are_freed_between_micro_steps_but_those_of_float32():
     assert_rounded_once(model, batches)
 
 
-def test_backward_by_the_caller_is_refused_in_mid_window():
-    model, batches = Linear(), data(4)
-    _, window = accumulate(model, batches)
-    with pytest.raises(DistaccumError, match="changed in mid-window"):
-        for rows in window:
-            window.backward(model(rows))
-            model(rows).backward()
-
-
 def test_backward_outside_of_windows_gives_plain_gradients():
     model, batches = Linear(), data(3)
     accumulator, window = accumulate(model, batches)
@@ -145,34 +135,6 @@ def test_parts_and_heads_add_up_in_float32(name):
             for _, given in window.heads(model.always.float() * 1, [0]):
                 window.backward((given * rows[0]).sum() + (model.sometimes.float() * rows[1]).sum())
     assert_rounded_once(model, batches)
-
-
-def test_parameter_unfrozen_later_adds_up_in_float32():
-    model, batches = Linear(), two_rows(200)
-    model.sometimes.requires_grad_(False)
-    accumulator, window = accumulate(model, batches)
-    run(window, model).step()
-    model.sometimes.requires_grad_(True)
-    run(accumulator.window(batches), model)
-    assert_rounded_once(model, batches)
-
-
-def test_update_and_check_run_with_wide_sums():
-    torch.manual_seed(0)
-    model = nn.Linear(4, 4, dtype=torch.bfloat16)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size="auto", **WIDE)
-    batch = torch.randn(16, 4, dtype=torch.bfloat16)
-    sizes = []
-
-    def loss_fn(x):
-        sizes.append(len(x))
-        if len(x) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return model(x).float().square().mean()
-
-    accumulator.update(batch, loss_fn)
-    assert sizes == [16, 8, 4, 4, 4, 4]
-    assert accumulator.check(batch[:4], lambda x: model(x).float().square().mean()).equivalent
 
 
 @pytest.mark.parametrize("value", [torch.bfloat16, torch.int32, "float32"])
@@ -224,9 +186,9 @@ def sums_or_zeros(batches):
 @pytest.mark.parametrize(
     ("form", "lengths", "with_unused"),
     [
-        *((form, lengths, False) for form in ("plain", "views", "static") for lengths in ((50, 50), (50, 30))),
-        *((form, (40, 40), "unused" in form) for form in ("unused", "unused, views")),
-        *((form, (50, 0), False) for form in ("plain", "views", "unused")),
+        *((form, (50, 30), False) for form in ("plain", "views", "static")),
+        *((form, (40, 40), True) for form in ("unused", "unused, views")),
+        *((form, (50, 0), False) for form in ("views", "unused")),
     ],
 )
 @on_ranks(2)
@@ -294,28 +256,18 @@ def in_float32(_, bucket):
     return work.get_future().then(lambda _: buffer.copy_(wide))
 
 
-HOOKS = {"float32": in_float32, "bf16": bf16_compress_hook, "fp16": fp16_compress_hook}
-
-
-@pytest.mark.parametrize("sync", ["last", "every"])
-@pytest.mark.parametrize(("name", "dtype"), [("float32", BF16), ("bf16", torch.float32), ("fp16", torch.float32)])
 @on_ranks(2)
-def test_communication_hook_reduces_in_its_own_dtype(name, dtype, sync):
-    """Of windows with 5 micro-batches per rank, and with 3 and 2: the error, and the number of reductions."""
-    ddp = DistributedDataParallel(Linear(dtype, alone=True))
-    ddp.register_comm_hook(None, HOOKS[name])
-    accumulator, _ = accumulate(ddp, [], sync=sync, **({} if dtype == BF16 else {"extensions": []}))
-    seen = []
-    for lengths in ((5, 5), (5, 5), (3, 2)):
+def test_communication_hook_reduces_in_its_own_dtype():
+    ddp = DistributedDataParallel(Linear(alone=True))
+    ddp.register_comm_hook(None, in_float32)
+    accumulator, _ = accumulate(ddp, [], sync="every")
+    for lengths in ((5, 5), (3, 2)):
         everyone = [data(n, rank=r) for r, n in enumerate(lengths)]
         with Counting() as count:
             window = run(accumulator.window(everyone[dist.get_rank()]), ddp)
-            large = count_large(count)
-        seen.append((error(ddp.module.always.grad, sum(sums(one)[0] for one in everyone)), large))
+            assert count_large(count) == 1, "one reduction after the last backward, whatever `sync`"
+        assert error(ddp.module.always.grad, sum(sums(one)[0] for one in everyone)) <= 2.0**-8
         window.step()
-    assert max(wrong for wrong, _ in seen) <= (0 if name == "fp16" else 2.0**-8)
-    is_wide = dtype == BF16  # which reduces once after the last backward, whatever `sync`
-    assert [large for _, large in seen] == ([1, 1, 1] if sync == "last" or is_wide else [5, 5, 2])
 
 
 @pytest.mark.parametrize("kind", ["FSDP2", "FSDP1", "ZeRO 1"])

@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from distaccum import count_tokens
+from tests.support.counting import Counting
 from tests.support.problems import error, gradient, weights
+from tests.support.ranks import on_ranks
 from tests.wrappers.test_accelerate import accelerators
 
 VOCABULARY, PAD, IGNORED = 11, 0, -100
@@ -199,55 +201,38 @@ LENGTHS = {
     "short-tail": [3, 5, 2, 7, 1, 4, 6, 2, 9, 3],
     "window-without-labels": [3, 5, 2, -7, -1, -4, 6, 2],
     "micro-batch-without-labels": [3, -5, 2, 7, 1, -4, 6, -2],
+    "empty-rank": [3, 5, 2, 7, 1, 4, 6],
 }
 
 
-def against_the_big_batch(case: str) -> tuple[float, Any, Any]:
-    rows = make_rows({**LENGTHS, "empty-rank": [3, 5, 2, 7, 1, 4, 6], "even": [3, 5, 2, 7, 1, 4, 6, 2]}[case])
-    world, rank_options = (dist.get_world_size(), EVEN) if dist.is_initialized() else (1, None)
+@pytest.mark.parametrize(("world", "case"), [(1, "short-tail"), *((2, case) for case in LENGTHS)])
+@on_ranks()
+def test_updates_are_those_of_the_big_batch(world, case):
+    rows = make_rows(LENGTHS[case])
     expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
-    seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=rank_options)
-    return worst(seen, expected.weights), logged, expected.logged
-
-
-@pytest.mark.parametrize(
-    ("world", "case"), [*((1, case) for case in LENGTHS), *((2, case) for case in (*LENGTHS, "empty-rank", "even"))]
-)
-def test_updates_are_those_of_the_big_batch(ranks, world, case):
-    found = ranks(2).run(against_the_big_batch, case) if world == 2 else [against_the_big_batch(case)]
-    for wrong, logged, expected in found:
-        assert wrong <= 1e-10
-        for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected, strict=True):
-            assert rate == pytest.approx(wanted_rate)
-            assert norm == pytest.approx(wanted_norm, abs=1e-10)
-            assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
+    seen, logged = fit(kinds()[1], make_net(), rows, accelerator_config=EVEN)
+    assert worst(seen, expected.weights) <= 1e-10
+    for (loss, norm, rate), (wanted, wanted_norm, wanted_rate) in zip(logged, expected.logged, strict=True):
+        assert rate == pytest.approx(wanted_rate)
+        assert norm == pytest.approx(wanted_norm, abs=1e-10)
+        assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
 
 
 # Loaders of one's own, of any length on each rank; and those without a length
 
 
-def with_loaders(kind: Any, sizes: list[int]) -> Any:
-    class Own(kind):  # type: ignore[misc]
+@pytest.mark.parametrize("sizes", [[7, 2], [0, 4]], ids=str)
+@on_ranks(2)
+def test_ranks_may_have_loaders_of_any_length(sizes):
+    rows, starts = make_rows([3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)]), [0, sizes[0]]
+    parts = [rows[start:][:size] for start, size in zip(starts, sizes, strict=True)]
+
+    class Own(kinds()[1]):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
-            rank = dist.get_rank()
-            start = sum(sizes[:rank])
-            own = self.train_dataset.rows[start : start + sizes[rank]]
-            return torch.utils.data.DataLoader(Rows(own), batch_size=1, collate_fn=collate)
+            return torch.utils.data.DataLoader(Rows(parts[dist.get_rank()]), batch_size=1, collate_fn=collate)
 
-    return Own
-
-
-def uneven(sizes: list[int], lengths: list[int]) -> float:
-    rows = make_rows(lengths)
-    parts = [rows[sum(sizes[:rank]) :][:size] for rank, size in enumerate(sizes)]
-    expected = Expected(make_net(), windows_of(parts))
-    seen, _ = fit(with_loaders(kinds()[1], sizes), make_net(), rows)
-    return worst(seen, expected.weights)
-
-
-@pytest.mark.parametrize("sizes", [[7, 2], [0, 4], [1, 6]], ids=str)
-def test_ranks_may_have_loaders_of_any_length(ranks, sizes):
-    assert max(ranks(2).run(uneven, sizes, [3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)])) <= 1e-10
+    seen, _ = fit(Own, make_net(), rows)
+    assert worst(seen, Expected(make_net(), windows_of(parts)).weights) <= 1e-10
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
@@ -258,16 +243,12 @@ class Stream(IterableDataset):  # type: ignore[type-arg]
         return iter(self.rows)
 
 
-@pytest.mark.parametrize("updates", [4, 5])
-def test_dataset_without_a_length_that_ends_in_mid_window_is_exact(updates):
+def test_dataset_without_a_length_that_ends_in_mid_window_is_exact():
     """The Trainer leaves the gradient of such a window to the first of the next epoch."""
     rows = make_rows([3, 5, 2, 7, 1])
-    expected = Expected(make_net(), windows_of([rows], epochs=3)[:updates])
-    options = {"max_steps": updates, "num_train_epochs": 3}
-    seen, _ = fit(kinds()[1], make_net(), Stream(rows), **options)
+    expected = Expected(make_net(), windows_of([rows], epochs=3)[:5])
+    seen, _ = fit(kinds()[1], make_net(), Stream(rows), max_steps=5, num_train_epochs=3)
     assert worst(seen, expected.weights) <= 1e-10
-    theirs, _ = fit(kinds()[0], make_net(), Stream(rows), **options)
-    assert worst(theirs, expected.weights) > 1e-3
 
 
 # Losses of one's own
@@ -299,7 +280,9 @@ def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
     assert theirs > 1e-2
 
 
-def gathering(lengths: list[int]) -> tuple[float, list[float]]:
+@pytest.mark.parametrize("lengths", [[3, -5, 2, 7, 1, -4, 6, -2], [3, 5, 2, 7, 1, 4, 6]], ids=["left-out", "empty"])
+@on_ranks(2)
+def test_loss_that_gathers_meets_all_ranks_in_each_turn(lengths):
     """As TRL's SFTTrainer: metrics are gathered over ranks in each `compute_loss`."""
     gathered: list[float] = []
 
@@ -314,56 +297,23 @@ def gathering(lengths: list[int]) -> tuple[float, list[float]]:
     rows = make_rows(lengths)
     expected = Expected(make_net(), windows_of([part_of(rank, 2, rows) for rank in range(2)], epochs=1))
     seen, _ = fit(Gathers, make_net(), rows, num_train_epochs=1, accelerator_config=EVEN)
-    return worst(seen, expected.weights), gathered
-
-
-@pytest.mark.parametrize("lengths", [[3, -5, 2, 7, 1, -4, 6, -2], [3, 5, 2, 7, 1, 4, 6]], ids=["left-out", "empty"])
-def test_loss_that_gathers_meets_all_ranks_in_each_turn(ranks, lengths):
-    for wrong, gathered in ranks(2).run(gathering, lengths):
-        assert wrong <= 1e-10
-        assert sum(gathered) == sum(length for length in lengths if length > 0)
+    assert worst(seen, expected.weights) <= 1e-10
+    assert sum(gathered) == sum(length for length in lengths if length > 0)
 
 
 # Resume, callbacks, and what is counted
 
 
-def resumed(folder: str, lengths: list[int]) -> tuple[float, float]:
-    rows = make_rows(lengths)
-    world = dist.get_world_size() if dist.is_initialized() else 1
+@pytest.mark.parametrize("world", [1, 2])
+@on_ranks()
+def test_resumed_run_equals_the_uninterrupted_one(world, tmp_path):
+    rows = make_rows([3, 5, 2, -7, 1, 4, 6, 2, 9, 3, 4][: 8 if world == 1 else 13])
     expected = Expected(make_net(), windows_of([part_of(rank, world, rows) for rank in range(world)]))
+    folder = str(tmp_path)
     options = {"accelerator_config": EVEN, "save_strategy": "steps", "save_steps": 1, "folder": folder}
     fit(kinds()[1], make_net(), rows, **options)
     seen, _ = fit(kinds()[1], make_net(), rows, resume=f"{folder}/checkpoint-2", **options)
-    return worst(seen, expected.weights[2:]), len(seen)
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_resumed_run_equals_the_uninterrupted_one(ranks, world, tmp_path):
-    lengths = [3, 5, 2, -7, 1, 4, 6, 2, 9, 3, 4][: 8 if world == 1 else 13]
-    found = ranks(2).run(resumed, str(tmp_path), lengths) if world == 2 else [resumed(str(tmp_path), lengths)]
-    for wrong, updates in found:
-        assert wrong <= 1e-10
-        assert updates == (4 if world == 1 else 2)
-
-
-def test_loader_is_read_while_a_window_runs():
-    happened: list[str] = []
-
-    class Noting(Rows):
-        def __getitem__(self, index: int) -> Row:
-            happened.append("draw")
-            return super().__getitem__(index)
-
-    class Own(kinds()[1]):  # type: ignore[misc]
-        def get_train_dataloader(self) -> Any:
-            return torch.utils.data.DataLoader(self.train_dataset, batch_size=1, collate_fn=collate)
-
-        def compute_loss(self, model: Any, *args: Any, **named: Any) -> Any:
-            happened.extend(["run"] * model.training)  # not where the loss is asked over what it is a mean
-            return super().compute_loss(model, *args, **named)
-
-    fit(Own, make_net(), Noting(make_rows([3] * 8)), num_train_epochs=1)
-    assert happened == ["draw"] * 3 + ["draw", "run"] * 5 + ["run"] * 3
+    assert worst(seen, expected.weights[2:]) <= 1e-10
 
 
 def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
@@ -397,19 +347,14 @@ def test_callbacks_see_the_gradient_before_and_the_record_after_the_step():
     assert (trainer.update.counts, trainer.update.index) == ({"count": 7}, 1)
 
 
-def collectives() -> list[tuple[str, int]]:
-    from tests.support.counting import Counting
-
+@on_ranks(2)
+def test_gradient_is_reduced_once_per_update():
     rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2, 4, 3, 2, 1])
     with Counting() as counting:
         fit(kinds()[1], make_net(), rows, num_train_epochs=1, logging_steps=100)
-    return counting.take()
-
-
-def test_gradient_is_reduced_once_per_update(ranks):
     size = sum(parameter.numel() for parameter in make_net().parameters())
-    for seen in ranks(2).run(collectives):
-        assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
+    seen = counting.take()
+    assert sum(elements for name, elements in seen if "allreduce" in name and elements >= 66) == 2 * size
 
 
 def test_wrong_count_of_ones_own_is_warned_of():
@@ -482,18 +427,3 @@ def test_options_that_cannot_be_exact_are_refused_before_training(options, words
             trainer.args._n_gpu = 2
         with pytest.raises(ValueError, match=words):
             trainer.train()
-
-
-def test_batch_that_does_not_fit_is_halved_by_the_trainer():
-    """`auto_find_batch_size` begins the loop anew, in mid-window."""
-    rows = make_rows([3, 5, 2, 7, 1, 4, 6, 2])
-
-    class Small(Net):
-        def forward(self, input_ids: Tensor, *args: Any, **named: Any) -> Any:
-            if len(input_ids) > 1:
-                raise torch.cuda.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(input_ids, *args, **named)
-
-    expected = Expected(make_net(), windows_of([rows]))
-    seen, _ = fit(kinds()[1], make_net(Small), rows, per_device_train_batch_size=2, auto_find_batch_size=True)
-    assert worst(seen, expected.weights) <= 1e-10

@@ -116,12 +116,14 @@ def test_prepared_model_trains_exactly(ranks, given, world):
         assert max(wrong for wrong, _ in seen) <= 1e-10
 
 
-def warnings_of_a_schedule(split_batches: bool, is_prepared: bool = True, **options: Any) -> list[str]:
+@pytest.mark.parametrize(("split_batches", "is_prepared"), [(False, True), (True, True), (False, False)])
+@on_ranks(2)
+def test_warning_names_the_factor_of_a_schedule_stepped_per_process(split_batches, is_prepared):
     from accelerate import DataLoaderConfiguration
 
     with accelerators() as make, warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        accelerator = make(dataloader_config=DataLoaderConfiguration(split_batches=split_batches), **options)
+        accelerator = make(dataloader_config=DataLoaderConfiguration(split_batches=split_batches))
         net = make_net_without_router()
         optimizer = SGD(net.parameters(), lr=0.5)
         schedule: Any = LambdaLR(optimizer, lambda update: 1.0)
@@ -129,26 +131,9 @@ def warnings_of_a_schedule(split_batches: bool, is_prepared: bool = True, **opti
         schedule = accelerator.prepare(schedule) if is_prepared else schedule
         warned.clear()
         Accumulator(net, optimizer, scheduler=schedule, accelerator=accelerator)
-    return [str(one.message) for one in warned]
-
-
-def schedules() -> list[list[str]]:
-    unlinked = {"step_scheduler_with_optimizer": False}
-    return [
-        warnings_of_a_schedule(False),
-        warnings_of_a_schedule(True),
-        warnings_of_a_schedule(False, **unlinked),
-        warnings_of_a_schedule(False, is_prepared=False),
-    ]
-
-
-def test_warning_names_the_factor_of_a_schedule_stepped_per_process(ranks):
-    (warned, *silent), on_rank_1 = ranks(2).run(schedules)
-    assert len(warned) == 1
-    assert "2 times per update" in warned[0] and "divide the lengths that were meant for Accelerate" in warned[0]
-    assert warned[0].partition("(warm-up, total) ")[2].startswith("by 2")
-    assert not any(silent) and not any(on_rank_1)
-    assert warnings_of_a_schedule(False) == []
+    said = [str(one.message) for one in warned]
+    assert len(said) == (is_prepared and not split_batches and dist.get_rank() == 0)
+    assert all("2 times per update" in one and "(warm-up, total) by 2" in one for one in said)
 
 
 @GIVEN
@@ -184,24 +169,6 @@ def test_scaler_of_accelerate_scales_once_and_skips_an_overflow(given):
         assert accelerator.optimizer_step_was_skipped
         assert accelerator.scaler.get_scale() == 4.0
         assert torch.equal(before, weights(net))
-
-
-def test_accumulators_on_one_accelerator_do_not_disturb_each_other():
-    with accelerators() as make:
-        accelerator = make()
-        (one, *_, first), (two, *_, second) = (prepare(accelerator, steps=2) for _ in range(2))
-        before, plain = weights(one), make_net_without_router()
-        loader = micro_batches_of([[3, 1]], 0, 0)
-        loss_of(plain, everything([[3, 1]])).backward()
-        windows = [next(accumulator.windows(loader)) for accumulator in (first, second)]
-        for batch, same in zip(*windows, strict=True):  # windows alternate, as in a GAN
-            windows[0].backward(loss_of(one, batch))
-            windows[1].backward(loss_of(two, same))
-        windows[0].step()
-        assert error(before - weights(one), gradient(plain)) <= 1e-12
-        assert torch.equal(weights(two), before)
-        windows[1].step()
-        assert torch.equal(weights(two), weights(one))
 
 
 @on_ranks(2)

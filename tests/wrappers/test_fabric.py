@@ -189,26 +189,6 @@ def test_scaler_of_the_precision_plugin_scales_once_and_skips_an_overflow():
     assert scaler.get_scale() == 4.0 and torch.equal(before, weights(model))
 
 
-def test_scale_is_updated_once_for_two_optimizers():
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
-    with launched():
-        fabric = make_fabric(plugins=[mixed(scaler)])
-        net = make_net_without_router().float()
-        halves = [SGD(part.parameters(), lr=1.0) for part in (net.body, net.head)]
-        model, *optimizers = fabric.setup(net, *halves)
-    accumulator = Accumulator(model, optimizers)
-    run(accumulator.window(BATCHES), model)
-    assert scaler.get_scale() == 8.0
-    run(accumulator.window(BATCHES), model)
-    assert scaler.get_scale() == 16.0
-
-
-def test_scaler_beside_that_of_the_plugin_is_refused():
-    _, model, optimizer = in_mixed(torch.amp.GradScaler("cpu"))
-    with pytest.raises(ValueError, match=r"scaler= beside the precision plugin's own.*leave scaler= out"):
-        Accumulator(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
-
-
 # What else goes through Fabric's wrappers
 
 
@@ -303,26 +283,7 @@ def test_update_and_check_run_on_a_model_of_fabric():
     assert accumulator.check(batch, lambda part: sample_loss(model, part)).equivalent
 
 
-@on_ranks(2)
-def test_fabric_saves_and_loads_the_accumulator(tmp_path):
-    folder = str(tmp_path)
-    with launched():
-        fabric = make_fabric(strategy_of("DDP"))
-
-        def start() -> dict[str, Any]:
-            net = make_net_without_router()
-            model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
-            return {"model": model, "optimizer": optimizer, "accumulator": Accumulator(model, optimizer, steps=2)}
-
-        state, later = start(), start()
-        for window in state["accumulator"].windows([make_batch(size, seed=size) for size in (1, 2, 3)]):
-            run(window, state["model"])
-        fabric.save(f"{folder}/state.ckpt", state)
-        fabric.load(f"{folder}/state.ckpt", later)
-    assert (later["accumulator"].index, torch.equal(weights(later["model"]), weights(state["model"]))) == (2, True)
-
-
-def test_strategy_or_plugin_with_a_backward_or_step_of_its_own_is_refused():
+def test_second_owner_of_backward_step_or_scale_is_refused():
     from lightning_fabric.plugins.precision import Precision
     from lightning_fabric.strategies import SingleDeviceStrategy
 
@@ -341,6 +302,9 @@ def test_strategy_or_plugin_with_a_backward_or_step_of_its_own_is_refused():
             model, optimizer = fabric.setup(net, SGD(net.parameters(), lr=1.0))
         with pytest.raises(ValueError, match=name):
             Accumulator(model, optimizer)
+    _, model, optimizer = in_mixed(torch.amp.GradScaler("cpu"))
+    with pytest.raises(ValueError, match=r"scaler= beside the precision plugin's own.*leave scaler= out"):
+        Accumulator(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
 
 
 def test_gradient_that_fabric_unscaled_and_clipped_is_not_unscaled_again():
