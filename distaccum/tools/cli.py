@@ -56,10 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         status: int = given.run(given)
-        sys.stdout.flush()
-    except BrokenPipeError:  # as of `distaccum plan | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python reports it again at its end
-        return 2
     except Exception as error:
         if given.traceback:
             raise
@@ -105,14 +101,12 @@ def _check(given: argparse.Namespace) -> int:
     from ..accumulator import Accumulator
     from ..cutting import Columns
 
+    if given.steps or given.micro_batch_size:  # the command line wins
+        options |= {"steps": None, "micro_batch_size": None}
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
-    chosen = {name: value for name, value in {**chosen, "count": count}.items() if value is not None}
-    sizes = ("steps", "micro_batch_size")
-    if chosen.keys() & {*sizes}:  # the command line wins
-        options = {name: value for name, value in options.items() if name not in sizes}
-    options |= chosen
+    options |= {name: value for name, value in {**chosen, "count": count}.items() if value is not None}
     said = {name: options.pop(name) for name in ("length", "whole") if name in options}
-    if "steps" not in options and "micro_batch_size" not in options:
+    if options.get("steps") is None and options.get("micro_batch_size") is None:
         options["micro_batch_size"] = max(1, Columns(**said).length_of(batch) // 3)
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn, **said)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -128,24 +122,19 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     if not module or not name:
         raise ValueError(f"{factory!r}, expected MODULE:FACTORY, such as my_training:setup or train.py:setup")
     path = Path(module)  # of a file, or a name that is found from here, as with `python -m`
-    if (is_file := path.suffix == ".py") and not path.exists():
-        raise FileNotFoundError(f"there is no {module}")
+    is_file = path.suffix == ".py"
     sys.path.insert(0, str(path.parent.resolve() if is_file else Path.cwd()))
     found = getattr(importlib.import_module(path.stem if is_file else module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
-    try:
-        with redirect_stdout(sys.stderr):  # the report alone goes to stdout
-            made = found()
-    except SystemExit as left:
-        raise RuntimeError(f"{factory} left with status {left.code}") from left
-    needed = ("model", "batch", "loss_fn")
+    with redirect_stdout(sys.stderr):  # the report alone goes to stdout
+        made = found()
     if isinstance(made, tuple) and len(made) == 3:
-        made = dict(zip(needed, made, strict=True))
-    if not isinstance(made, Mapping) or not made.keys() >= {*needed} or not callable(made["loss_fn"]):
+        made = dict(zip(("model", "batch", "loss_fn"), made, strict=True))
+    if not isinstance(made, Mapping) or not made.keys() >= {"model", "batch", "loss_fn"}:
         raise TypeError(f"{factory} gave a {type(made).__name__}, expected model, batch and loss_fn, or a dict of them")
-    options = {key: value for key, value in made.items() if key not in needed}
-    return made["model"], made["batch"], made["loss_fn"], options
+    options = dict(made)
+    return options.pop("model"), options.pop("batch"), options.pop("loss_fn"), options
 
 
 def _count(text: str) -> Count:
@@ -205,10 +194,7 @@ def _plan(given: argparse.Namespace) -> int:
 
 
 DOCTOR = """
-examples:
-  distaccum doctor                                            this machine and environment
-  distaccum doctor --all                                      with trials of DeepSpeed and Accelerate
-  torchrun --nproc-per-node 2 -m distaccum doctor             and these ranks together
+torchrun --nproc-per-node 2 -m distaccum doctor examines these ranks together
 
 exit status: 0 nothing is wrong, 1 something is wrong, 2 the examination failed (a rank did not come)
 """
