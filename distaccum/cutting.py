@@ -285,8 +285,6 @@ class Columns:
     def __post_init__(self) -> None:
         if isinstance(self.whole, str) or not all(isinstance(name, str | int) for name in self.whole):
             raise TypeError(f"whole={self.whole!r}, expected a tuple of names, such as whole=('class_weights',)")
-        if self.length is not None:
-            object.__setattr__(self, "length", operator.index(self.length))
 
     def length_of(self, batch: Any) -> int:
         names = set(_names_in(batch)) if self.whole else set()
@@ -295,7 +293,7 @@ class Columns:
                 f"whole={tuple(self.whole)!r} and the batch has no {', '.join(map(repr, missing))}, expected some of "
                 f"{sorted(map(str, names))}"
             )
-        return count_samples(batch, self.whole) if self.length is None else self.length
+        return count_samples(batch, self.whole) if self.length is None else operator.index(self.length)
 
 
 def _names_in(item: Any, *, is_root: bool = True) -> Iterator[str | int]:

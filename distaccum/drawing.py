@@ -44,7 +44,7 @@ def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: 
             parted, lengths, costs, warning = by.cut(batch, total, most, parts, columns.whole, in_order=in_order)
             found = Batches(parted, lengths, costs)
             if warning is not None:
-                job.once.on_each_rank("cost", warning)
+                job.once("cost", warning, on_each_rank=True)
         else:
             steps = job.config.steps_at(index)
             sizes = cut_evenly(total, parts=max(steps or parts, -(-total // (most or max(total, 1)))))
@@ -65,9 +65,10 @@ def _warn_of_changes(job: Job, entries: Seen, total: int) -> None:
             now, before = forms[:2] if is_cut else forms[2:]
             can_be_named = len(place) == 1 or isinstance(place[-1], str)
             name = f"whole=({place[-1]!r},)" if can_be_named else "whole= (in a dict, under a name of its own)"
-            job.once.on_each_rank(
+            job.once(
                 f"cut {here}",
                 f"{here!r} {now} in a batch of {total} samples, and {before} in an earlier one: its length is that of "
                 f"the batch by chance, now or then. Where its rows are no samples say {name}, in split(), update(), "
                 "contrast() and check()",
+                on_each_rank=True,
             )

@@ -107,7 +107,7 @@ class Ahead:
         drawn_for = self._num
         self._want(index)
         owed, self._owed, self._is_due = self._owed, None, False
-        if owed is not None and owed.is_open and owed.update == index:
+        if owed is not None and owed.wait is None and owed.update == index:
             drawn_for, self._next = self._num, draw(self._job, self._make, index)
             self._peers.pay(owed, self._next.report.to_row())
         found, self._next = self._next, None
@@ -141,7 +141,7 @@ class Ahead:
                 self.reader.settle_reuse()
             if not self.reader.has(self._num):
                 return
-            if self._owed is not None and self._owed.is_open:
+            if self._owed is not None and self._owed.wait is None:
                 with suppress(WouldWait):
                     self._next = draw(self._job, partial(self._make, ahead=True), index + 1, ahead=True)
                     self._peers.pay(self._owed, self._next.report.to_row())

@@ -70,14 +70,10 @@ class Once:
         self._rank = rank
         self.keys: set[str] = set()
 
-    def __call__(self, key: str, message: str) -> None:
-        if self._rank == 0:
-            self.on_each_rank(key, message)
+    def __call__(self, key: str, message: str, *, on_each_rank: bool = False) -> None:
+        is_new = key not in self.keys
         self.keys.add(key)
-
-    def on_each_rank(self, key: str, message: str) -> None:
-        if key not in self.keys:
-            self.keys.add(key)
+        if is_new and (on_each_rank or self._rank == 0):
             warn(message)
 
 
@@ -111,11 +107,7 @@ def whole_number(name: str, value: Any, cure: str = "", least: int = 1) -> int:
 
 
 def steps_for(batch_size: int, micro_batch_size: int, ranks: int) -> int:
-    """The fewest micro-batches per rank that hold `batch_size` samples.
-
-    >>> steps_for(batch_size=100, micro_batch_size=16, ranks=2)
-    4
-    """
+    """The fewest micro-batches per rank that hold `batch_size` samples."""
     return -(-batch_size // (ranks * micro_batch_size))
 
 
@@ -143,14 +135,7 @@ def shorten(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-Schedule = int | Callable[[int], int]
-
-
-def at_update(name: str, schedule: Schedule, index: int, cure: str = "") -> int:
-    """The value of an int or of a ramp (a callable of the update's index) at update `index`."""
-    if callable(schedule):
-        return whole_number(f"{name}({index})", schedule(index), cure)
-    return schedule
+Schedule = int | Callable[[int], int]  # a ramp is called with the update's index
 
 
 # Plans

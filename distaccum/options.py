@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol, get_args
 
 from .cutting import Count, Names, TokenCount, count_samples
 from .engines import Sync
-from .law import REDUCTIONS, Reduction, Schedule, at_update, steps_for, whole_number
+from .law import REDUCTIONS, Reduction, Schedule, steps_for, whole_number
 
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
@@ -109,15 +109,17 @@ class Config:
 
     def steps_at(self, index: int) -> int | None:
         """Micro-batches per rank of an update, where `steps` was given."""
-        return None if self.steps is None else at_update("steps", self.steps, index, WHOLE)
+        steps = self.steps
+        return whole_number(f"steps({index})", steps(index), WHOLE) if callable(steps) else steps
 
     def grouped_at(self, index: int, ranks: int) -> tuple[int, str | None]:
         """Micro-batches of a loader in a window, and a warning where that is not the batch that was requested."""
         steps = self.steps_at(index)
         if steps is not None:
             return steps, None
-        assert self.batch_size is not None and isinstance(self.micro_batch_size, int)
-        wanted, micro = at_update("batch_size", self.batch_size, index), self.micro_batch_size
+        wanted, micro = self.batch_size, self.micro_batch_size
+        assert wanted is not None and isinstance(micro, int)
+        wanted = whole_number(f"batch_size({index})", wanted(index)) if callable(wanted) else wanted
         steps = steps_for(wanted, micro, ranks)
         if steps * micro * ranks == wanted:
             return steps, None

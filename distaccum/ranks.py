@@ -42,10 +42,6 @@ class Owed:
     width: int
     wait: Callable[[], Rows] | None = None  # once it is posted
 
-    @property
-    def is_open(self) -> bool:
-        return self.wait is None
-
 
 class Peers:
     """The ranks of a data-parallel group; without a group, this process alone.
