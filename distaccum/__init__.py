@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from .feeding.by_cost import ByCost
     from .law import DistaccumError
     from .runs.check.report import Report
+    from .tools.audit.session import audit
     from .tools.plan.forecast import plan
     from .tools.plan.report import Forecast
     from .update import Update
@@ -23,6 +24,7 @@ __all__ = [
     "Report",
     "Update",
     "Window",
+    "audit",
     "count_samples",
     "count_tokens",
     "plan",
@@ -38,6 +40,7 @@ _MODULES = {
     "Report": "runs.check.report",
     "Update": "update",
     "Window": "window",
+    "audit": "tools.audit.session",
     "count_samples": "cutting",
     "count_tokens": "cutting",
     "plan": "tools.plan.forecast",

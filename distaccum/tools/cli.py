@@ -49,6 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     _add_plan(commands)
     _add_check(commands)
+    _add_audit(commands)
     _add_doctor(commands)
     given = parser.parse_args(arguments)
     if given.command is None:
@@ -73,11 +74,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} ({self.prog} --help lists the options)\n")
 
 
-def _command(commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, epilog: str) -> Any:
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], int],
+    about: str,
+    epilog: str,
+    json_to: str | None = None,
+) -> Any:
     """The parser of a subcommand, with the options of all."""
     raw, description = argparse.RawDescriptionHelpFormatter, f"{about[0].upper()}{about[1:]}."
     parser = commands.add_parser(name, formatter_class=raw, help=about, description=description, epilog=epilog)
-    parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    if json_to is None:
+        parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
+    else:
+        parser.add_argument("--json", metavar=json_to, help="write the whole result there, as JSON")
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
     return parser
@@ -191,6 +202,34 @@ def _plan(given: argparse.Namespace) -> int:
     forecast = plan(**options)
     print(json.dumps(forecast.as_dict(), indent=2) if given.json else forecast)
     return 0
+
+
+AUDIT = """
+examples:
+  distaccum audit train.py --epochs 1                         a script, unchanged, with its own arguments
+  distaccum audit --updates 20 -m package.train --lr 0.1      a module, up to its 20th update
+  torchrun --nproc-per-node 2 -m distaccum audit train.py     on ranks; also under accelerate launch, deepspeed, srun
+
+exit status: 0 right, 1 something is wrong, 2 it could not run or nothing could be judged; the script's own where it is
+not 0
+"""
+
+
+def _add_audit(commands: Any) -> None:
+    about = "run a training script unchanged, and say what its gradient accumulation does"
+    parser = _command(commands, "audit", _audit, about, AUDIT, json_to="FILE")
+    parser.add_argument("--updates", type=int, metavar="N", help="end the script after N updates of each optimizer")
+    parser.add_argument("--plot", metavar="FILE", help="draw the weights of updates (needs matplotlib)")
+    parser.add_argument("--folder", metavar="DIR", help="one that all nodes share, for jobs of several nodes")
+    parser.add_argument("-m", dest="module", action="store_true", help="SCRIPT is the name of a module")
+    parser.add_argument("script", metavar="SCRIPT", help="a script, or with -m a module")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its own arguments")
+
+
+def _audit(given: argparse.Namespace) -> int:
+    from .audit.run import run
+
+    return run(given)
 
 
 DOCTOR = """

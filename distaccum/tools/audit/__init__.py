@@ -1,0 +1,1 @@
+"""`distaccum audit`: what the accumulation of an unchanged script does."""

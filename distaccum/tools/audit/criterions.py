@@ -1,0 +1,71 @@
+"""Torch's criterions, and what their means divide by."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy")  # of which some targets count for nothing
+_BY_ROW = """ctc_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
+multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"""
+_BY_ELEMENT = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div gaussian_nll_loss
+binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss soft_margin_loss"""
+
+
+class Criterion(NamedTuple):
+    name: str
+    call: Callable[..., Any]
+    arguments: tuple[str, ...]
+
+    def heard_by(self, see: Callable[[str, dict[str, Any], Tensor], object]) -> Callable[..., Any]:
+        """Returns it so that `see` gets its name, its arguments and its loss, outside of what compiles."""
+
+        @wraps(self.call)
+        def around(*args: Any, **options: Any) -> Any:
+            loss = self.call(*args, **options)
+            if torch.compiler.is_compiling() or type(loss) is not Tensor or loss.grad_fn is None:
+                return loss
+            node: Any = loss.grad_fn
+            if "distaccum" not in node.metadata:  # of a criterion that another calls
+                see(self.name, dict(zip(self.arguments, args, strict=False)) | options, loss)
+            return loss
+
+        return around
+
+
+def criterions() -> list[Criterion]:
+    every = [(name, getattr(functional, name, None)) for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split())]
+    return [Criterion(name, one, tuple(inspect.signature(one).parameters)) for name, one in every if one is not None]
+
+
+def reduction_of(given: dict[str, Any]) -> str:
+    if given.get("reduce") is False:
+        return "none"
+    if given.get("size_average") is not None:
+        return "mean" if given["size_average"] else "sum"
+    return str(given.get("reduction", "mean"))
+
+
+def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:
+    """How many tokens or elements its mean divides by, which no host waits for, and how many rows."""
+    first: Any = next(given[key] for key in ("input", "log_probs", "input1", "anchor") if key in given)
+    target = given.get("target", given.get("targets"))
+    rows = len(first) if first.ndim else 1
+    if name in BY_CLASS and isinstance(target, Tensor) and not target.is_floating_point():
+        kept = target != given.get("ignore_index", -100)
+        weight = given.get("weight")
+        return (kept.sum() if weight is None else (weight[target.clamp(min=0)] * kept).sum()), rows
+    if name in BY_CLASS:  # probabilities
+        return first.numel() // (first.shape[1] if first.ndim > 1 else first.shape[0]), rows
+    if name == "ctc_loss":
+        rows = len(given["target_lengths"])
+    if name in _BY_ROW.split() or reduction_of(given) == "batchmean":
+        return rows, rows
+    shapes = [one.shape for one in (first, target) if isinstance(one, Tensor)]
+    return torch.Size(torch.broadcast_shapes(*shapes)).numel(), rows  # type: ignore[no-untyped-call]  # torch's

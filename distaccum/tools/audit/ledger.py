@@ -1,0 +1,127 @@
+"""Ledger: receipts of what autograd gave each parameter, and of the gradients that optimizers use."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial, wraps
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+
+from ...extensions.receipt import first_row, is_seen, project
+from .private import gathered_parameters
+
+Receipts = dict[int, Tensor]  # by the parameter's place
+Result = TypeVar("Result")
+failures: dict[str, None] = {}
+
+
+def quietly(function: Callable[..., Result]) -> Callable[..., Result | None]:
+    """Lets the script go on where the audit itself fails, which is then not seen."""
+
+    @wraps(function)
+    def attempt(*args: Any, **options: Any) -> Result | None:
+        try:
+            return function(*args, **options)
+        except Exception as error:
+            failures.setdefault(f"{function.__name__}: {type(error).__name__}: {error}")
+            return None
+
+    return attempt
+
+
+@final
+class Ledger:
+    """The parameters of all optimizers, in the order in which they were met."""
+
+    def __init__(self) -> None:
+        self.parameters: list[Any] = []  # which keeps them, so that no other has their id
+        self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
+        self.names: dict[int, str] = {}
+        self.coarse: set[int] = set()  # whose gradients are in half precision
+        self.receiving: Receipts | None = None  # of the backward at work
+        self._places: dict[int, int] = {}  # by id
+        self._roots: list[weakref.ref[nn.Module]] = []
+        self._hooks: dict[int, Any] = {}
+
+    def place(self, parameter: Any) -> int:
+        if id(parameter) not in self._places:
+            self._places[id(parameter)] = len(self.parameters)
+            self.parameters.append(parameter)
+        return self._places[id(parameter)]
+
+    def owners_of(self, places: Iterable[int]) -> set[int]:
+        return set[int]().union(*(self.owners.get(place, ()) for place in places))
+
+    def owners_in(self, module: nn.Module) -> set[int]:
+        return self.owners_of(self._places[id(p)] for p in module.parameters() if id(p) in self._places)
+
+    def add_root(self, module: nn.Module) -> None:
+        if len(self._roots) < 32 and all(ref() is not module for ref in self._roots):
+            self._roots.append(weakref.ref(module))
+
+    def roots(self) -> list[nn.Module]:
+        return [root for ref in self._roots if (root := ref()) is not None]
+
+    def name_all(self) -> None:
+        for root in self.roots():
+            for name, parameter in root.named_parameters():
+                if (place := self._places.get(id(parameter))) is not None:
+                    self.names.setdefault(place, name.removeprefix("module."))
+
+    def sharded(self) -> set[int]:
+        return {place for place, one in enumerate(self.parameters) if hasattr(one, "to_local")}
+
+    # Receipts
+
+    @quietly
+    def arm(self) -> None:
+        """Hooks every leaf that is not hooked yet: FSDP2's appear in the first forward."""
+        gathered: dict[int, Any] = {}
+        if self.sharded():
+            gathered = {id(shard): whole for shard, whole in gathered_parameters(self.roots())}
+        for place, parameter in enumerate(self.parameters):
+            leaf = gathered.get(id(parameter), parameter)
+            if leaf is None or id(leaf) in self._hooks or not leaf.requires_grad or not is_seen(leaf):
+                continue
+            if not hasattr(leaf, "to_local"):  # else a shard without its gathered one, or a part of a tensor
+                self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
+                if torch.finfo(leaf.dtype).eps > 1e-4:
+                    self.coarse.add(place)
+
+    def disarm(self) -> None:
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+
+    @quietly
+    def _receive(self, place: int, gradient: Tensor) -> None:
+        if (received := self.receiving) is not None and not gradient.is_sparse:
+            receipt = project(gradient)
+            received[place] = received[place] + receipt if place in received else receipt
+
+    def receipts(self, places: Iterable[int], *, of_values: bool = False) -> Receipts:
+        """Takes those of gradients as they stand, or of the parameters themselves."""
+        found: Receipts = {}
+        for place in places:
+            parameter = self.parameters[place]
+            one = parameter if of_values else parameter.grad
+            if one is None or one.is_sparse or not is_seen(parameter):
+                continue
+            if not hasattr(one, "to_local"):
+                found[place] = project(one.detach())
+            elif (start := first_row(one)) is not None:
+                found[place] = project(one.to_local().detach(), one.shape, start)
+        return found
+
+
+def on_host(receipts: Sequence[Receipts], places: Sequence[int]) -> Tensor:
+    """Numbers of all these, in one tensor; 0 where there are none."""
+    present = [one[place].to(torch.float64) for one in receipts for place in places if place in one]
+    width = present[0].numel() if present else 1
+    found = torch.zeros(len(receipts), len(places), width, dtype=torch.float64, device="cpu")
+    if present:
+        mask = torch.tensor([[place in one for place in places] for one in receipts])
+        found[mask] = torch.stack(present).cpu()
+    return found

@@ -1,0 +1,118 @@
+"""Receipts of one update, compared: is each gradient the sum of what autograd gave, and if not, what is it?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from ...law import shorten
+
+FINE, COARSE = 1e-3, 5e-2  # relative; of gradients in half precision
+WINDOW = "for window in Accumulator(model, optimizer, steps=...).windows(loader): window.backward(loss), window.step()"
+
+
+class Fault(NamedTuple):
+    """Something that is wrong: its kind, the line, the numbers, and its cure by hand and with a window of ours."""
+
+    kind: str
+    where: str
+    text: str
+    by_hand: str
+    window: str = WINDOW
+
+
+@final
+class Reckoning:
+    """Compares one optimizer's parameters on all ranks."""
+
+    def __init__(
+        self, seen: Sequence[dict[str, Any]], updates: Sequence[dict[str, Any]], before: Tensor | None
+    ) -> None:
+        first, about = updates[0], seen[0]
+        self.index, self.line, self.where = first["index"], first["line"], first["backwards"][-1]["line"]
+        self.names = [about["names"].get(place, f"parameter {place}") for place in first["places"]]
+        sharded = torch.tensor([place in about["sharded"] for place in first["places"]])
+        self.bound = torch.tensor([COARSE if place in about["coarse"] else FINE for place in first["places"]]).double()
+        self.received = [one["received"] for one in updates]  # by rank: backwards, parameters, projections
+        own = torch.stack([one.sum(0) for one in self.received])  # ranks, parameters, projections
+        self.own, self.whole = own, own.mean(0)
+        self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
+        self.closed = torch.stack([one["closed"] for one in updates])
+        self.closed[:, sharded] = self.closed[:, sharded].sum(0)
+        values = torch.stack([one["values"] for one in updates])
+        self.copies = ((values - values[:1]).abs().amax((0, 2)) == 0) | sharded  # others are no copies of each other
+        self.before = before if before is not None and before.shape == self.closed.shape else None
+
+    def judge(self) -> tuple[float | None, list[Fault], list[str]]:
+        """The factor between gradient and average over ranks, where there is one; faults, and notes."""
+        judged, notes, faults = (self.size > 0) & self.copies, [], []
+        gone = judged & (self.closed.norm(dim=-1).amax(0) == 0)
+        if gone.any() and not gone[judged].all():
+            notes.append(f"{self.line} steps without a gradient of {self._named(gone)}, although backward gave one")
+        alone = judged & ~gone & (_rest(self.closed, self.whole) > self.bound)
+        alone &= _rest(self.closed, self.own) < self.bound
+        if len(self.own) > 1 and alone.any():
+            text = f"{self._named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
+            hand = "run forward and backward of a window's last micro-batch within DDP, and outside of no_sync()"
+            faults.append(Fault("not reduced", self.where, text, hand))
+            judged &= ~alone
+        judged &= ~gone
+        if not judged.any():
+            return None, faults, notes
+        ratios = (self.closed[0] * self.whole).sum(-1) / self.whole.square().sum(-1).clamp(min=1e-300)
+        factor = float(ratios[judged].median())
+        off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
+        wrong = judged & ~(off <= self.bound)
+        if not wrong.any():
+            return factor, faults, notes
+        most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor is nobody's
+        found = self._explain(judged if most else wrong, None if most else factor)
+        if not found and self._is_scaled(wrong):
+            ratio = float((self.closed[0] * self.whole)[wrong].sum() / self.whole[wrong].square().sum()) / factor
+            if len(self.own) > 1 and any(abs(ratio / one - 1) < FINE for one in (len(self.own), 1 / len(self.own))):
+                text = f"{self._named(wrong)}: the gradient in update {self.index} is {ratio:.4g} times the others'"
+                found = [Fault("divisor", self.where, text, "let all reductions divide by the same number of ranks")]
+        if not found:
+            notes.append(f"not seen: what the script does with the gradient of {self._named(wrong)} before it steps")
+        return (None if most else factor), faults + found, notes
+
+    def _named(self, places: Tensor) -> str:
+        return shorten([name for name, is_one in zip(self.names, places.tolist(), strict=True) if is_one])
+
+    def _is_scaled(self, wrong: Tensor) -> bool:
+        return bool((_rest(self.closed, self.whole) < self.bound)[wrong].all())
+
+    def _explain(self, wrong: Tensor, factor: float | None) -> list[Fault]:
+        """Fits with which weight each rank's backwards, and the update before, are in the gradients that are wrong."""
+        columns = [backward[wrong].flatten() for one in self.received for backward in one]
+        owners = [rank for rank, one in enumerate(self.received) for _ in one]
+        if self.before is not None:
+            columns.append(self.before[0][wrong].flatten())
+        basis, found = torch.stack(columns, dim=1), []
+        bound, hand = float(self.bound[wrong].max()), "keep each gradient from its backward to the step"
+        for rank, target in enumerate(one[wrong].flatten() for one in self.closed):
+            fit = torch.linalg.lstsq(basis, target, driver="gelsd").solution
+            if len(basis) <= len(columns) or (basis @ fit - target).norm() > bound * target.norm():
+                return []
+            shares = fit[: len(owners)] / fit[: len(owners)].abs().max()
+            mine = shares[torch.tensor(owners) == rank]
+            shown = ", ".join(f"{float(one):.3g}" if abs(one) > bound else "0" for one in mine)
+            lost, names = int((mine.abs() < bound).sum()), self._named(wrong)
+            if self.before is not None and abs(fit[-1]) > 10 * bound:
+                text = f"{names}: the gradient in update {self.index} still holds that of the update before"
+                found.append(Fault("stale", self.line, text, "clear gradients after each step"))
+            elif float(shares.max() - shares.min()) > 2 * bound:
+                what = f"{lost} of {len(mine)} backwards are lost" if lost else "backwards count differently"
+                text = f"{names}: {what} in update {self.index} on rank {rank} (their weights: {shown})"
+                found.append(Fault("lost" if lost else "uneven", self.where, text, hand))
+        return found
+
+
+def _rest(closed: Tensor, given: Tensor) -> Tensor:
+    """The part of each parameter's receipts that is no multiple of the given ones: the most of all ranks."""
+    along = (closed * given).sum(-1, keepdim=True) / given.square().sum(-1, keepdim=True).clamp(min=1e-300) * given
+    rest: Tensor = (closed - along).norm(dim=-1) / closed.norm(dim=-1).clamp(min=1e-300)
+    return rest.amax(0)

@@ -1,0 +1,64 @@
+"""Runs a script as itself, under the audit."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from .session import Audit
+from .watch import Enough, Watch
+
+
+def run(given: Any) -> int:
+    """The script's own exit status where it is not 0, else the verdict's."""
+    code, watch, report = _prepare(given), Watch(most=given.updates), Audit()
+    status: Any = 0
+    watch.start()
+    try:
+        exec(code, sys.modules["__main__"].__dict__)
+    except Enough:
+        pass
+    except SystemExit as left:
+        status = left.code
+    except Exception as error:
+        traceback.print_exception(error.with_traceback(error.__traceback__ and error.__traceback__.tb_next))
+        status = 2
+    finally:  # also where Ctrl-C ends it
+        watch.stop()
+        report.fill(watch, given.folder)
+        if report.rank == 0:
+            sys.stdout.flush()
+            print(report, file=sys.stderr, flush=True)
+            if given.json is not None:
+                Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+            if given.plot is not None:
+                report.plot(given.plot)
+    if isinstance(status, str):  # as of sys.exit("a message")
+        print(status, file=sys.stderr)
+    return 1 if isinstance(status, str) else status or report.status
+
+
+def _prepare(given: Any) -> CodeType:
+    """Its code, with `__main__`, the arguments and the path as `python` would make them."""
+    main, path = ModuleType("__main__"), given.script
+    if given.module:
+        sys.path.insert(0, str(Path.cwd()))
+        spec = importlib.util.find_spec(path)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{path}.__main__")
+        if spec is None or spec.origin is None:
+            raise ModuleNotFoundError(f"there is no module {path}")
+        path, main.__spec__, main.__package__ = spec.origin, spec, spec.parent
+    elif not Path(path).is_file():
+        raise FileNotFoundError(f"there is no {path}")
+    else:
+        main.__spec__ = None  # as Python itself has it
+        sys.path.insert(0, str(Path(path).resolve().parent))
+    main.__file__, sys.argv[:] = path, [path, *given.arguments]
+    sys.modules["__main__"] = main
+    return compile(Path(path).read_bytes(), str(Path(path).resolve()), "exec")

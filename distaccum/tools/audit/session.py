@@ -1,0 +1,130 @@
+"""audit(): watches what runs in its block, and judges it at the end."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from ...batchnorm import batchnorms
+from ..terminal import fitted
+from .judge import verdict
+from .ledger import failures
+from .receipts import Fault
+from .share import exchange, place_in_job
+from .watch import Enough, Watch
+
+_numbers = itertools.count()  # of audits in this process, the same on all ranks
+
+
+@dataclass
+class Audit:
+    """The result of `audit`, filled in when its block ends.
+
+    Attributes:
+        findings (list[Fault]): What is wrong: `kind`, `where`, `text`, `by_hand`, `window`.
+        notes (list[str]): What is no mistake, and what was not seen.
+        updates (int): Updates that were seen.
+        ranks (int): Ranks that told what they saw.
+        status (int): 0 right, 1 something is wrong, 2 nothing could be judged.
+    """
+
+    findings: list[Fault] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    updates: int = 0
+    ranks: int = 1
+    status: int = 2
+    rank: int = field(default=0, repr=False)
+    seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
+
+    def assert_right(self) -> None:
+        """Raises an AssertionError with the report unless all that was seen is right."""
+        if self.status:
+            raise AssertionError(str(self))
+
+    def as_dict(self) -> dict[str, Any]:
+        numbers = {"status": self.status, "updates": self.updates, "ranks": self.ranks, "notes": self.notes}
+        return {**numbers, "findings": [one._asdict() for one in self.findings]}
+
+    def __str__(self) -> str:
+        about = f"{self.updates} updates of {self.ranks} ranks" if self.ranks > 1 else f"{self.updates} updates"
+        lines = [f"audit: right in all that was seen of {about}: weights, receipts, traffic, order of calls"]
+        if self.status == 2:
+            lines = ["audit: nothing could be judged: no optimizer stepped what a backward gave"]
+        elif num := len(self.findings):
+            lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
+        for one in self.findings:
+            lines += [f"  {one.where}: {one.text}", f"    by hand: {one.by_hand}", f"    window: {one.window}"]
+        return fitted([*lines, *(f"  note: {note}" for note in self.notes)]).replace(f"{Path.cwd()}{os.sep}", "")
+
+    def fill(self, watch: Watch, folder: str | None) -> None:
+        self.rank, world = place_in_job()
+        mine = {"rank": self.rank, "world": world, **watch.as_dict()}
+        self.seen = exchange(mine, folder, next(_numbers))
+        self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
+        self.findings, self.notes = verdict(self.seen)
+        self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
+        if self.ranks < world:
+            self.notes.append(f"not seen: {world - self.ranks} of {world} ranks, which did not tell what they saw")
+        norms = [name for root in watch.ledger.roots() for name, one in batchnorms(root) if one.training]
+        if norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
+            self.notes.append(f"{norms[0]} normalises by each micro-batch, so that no window equals one big batch")
+        for length, total in mine["padded"]:
+            self.notes.append(f"DistributedSampler repeats {total - length} of {length} samples to pad each epoch")
+        self.status = int(bool(self.findings)) if self.updates or self.findings else 2
+
+    def plot(self, path: str) -> None:
+        """Draws the weight of a token in each micro-batch, by update."""
+        from matplotlib import pyplot
+
+        figure, axes = pyplot.subplots(figsize=(8, 3), layout="constrained")
+        for one in self.seen:
+            points = [
+                (update["index"] + step / len(update["backwards"]), term["seed"] / (term["count"] or 1))
+                for update in one["updates"]
+                for step, backward in enumerate(update["backwards"])
+                for term in backward["terms"][:1]
+            ]
+            axes.plot([x for x, _ in points], [y for _, y in points], ".", label=f"rank {one['rank']}")
+        axes.set(xlabel="update", ylabel="weight", title=str(self).splitlines()[0])
+        axes.legend()
+        figure.savefig(path)
+        pyplot.close(figure)
+
+
+@contextmanager
+def audit(model: nn.Module | None = None, *, updates: int | None = None, folder: str | None = None) -> Iterator[Audit]:
+    """Watches the training that runs in its block, and changes nothing of it.
+
+    Args:
+        model: Shows receipts and names from the first update on where the optimizer is older than the block.
+        updates: Leaves the block after so many updates of each optimizer.
+        folder: One that all nodes share, where ranks tell what they saw; by default this machine's temporary one.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with audit(model) as report:
+        ...     for size in (1, 3):
+        ...         loss = torch.nn.functional.mse_loss(model(torch.ones(size, 2)), torch.zeros(size, 1))
+        ...         (loss / 2).backward()
+        ...     sgd.step()
+        >>> report.status, report.findings[0].text
+        (1, 'elements of different micro-batches weigh 0.167 to 0.5 (3 to 1) in update 0; so in 1 of 1 updates')
+    """
+    report, watch = Audit(), Watch(model, updates)
+    watch.start()
+    try:
+        yield report
+    except Enough:
+        pass
+    finally:
+        watch.stop()
+        report.fill(watch, folder)

@@ -1,0 +1,396 @@
+"""Watch: hears of criterions, backwards, steps and clearing while a script runs, and changes nothing.
+
+What is on a device is read when an optimizer steps, and never in a micro-step.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import sys
+import sysconfig
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, final
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data.distributed import DistributedSampler
+
+from . import private
+from .criterions import count_of, criterions, reduction_of
+from .ledger import Ledger, Receipts, on_host, quietly
+
+FIRST, EVERY = 16, 16  # updates with receipts: all of the first, and then one of so many
+AFTER_EACH = 4  # of them also after each backward
+KEPT = 2000  # updates
+LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
+ELSEWHERE = (*LIBRARIES, "<frozen", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
+
+
+class Enough(SystemExit):
+    """The script had as many updates as were asked for."""
+
+
+@functools.cache
+def is_users(path: str) -> bool:
+    return not path.startswith(ELSEWHERE)
+
+
+def where() -> tuple[str, str]:
+    """The line of the user's code that is at work, and that of the innermost library outside of torch."""
+    frame, inner = inspect.currentframe(), ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not inner and not path.startswith(LIBRARIES):
+            inner = f"{path}:{frame.f_lineno}"
+        if is_users(path):
+            return f"{path}:{frame.f_lineno}", inner
+        frame = frame.f_back
+    return inner, inner
+
+
+class Backward:
+    """A call of backward, as of a micro-step."""
+
+    def __init__(self, line: str, drawn: int) -> None:
+        self.line, self.drawn, self.begun = line, drawn, time.time()
+        self.terms: list[dict[str, Any]] = []
+        self.received: Receipts | None = None
+        self.left: Receipts | None = None  # of gradients, after it
+
+    def as_dict(self) -> dict[str, Any]:
+        for term in self.terms:
+            for key in ("seed", "low", "count"):
+                term[key] = None if term[key] is None else abs(float(term[key]))
+            if term["divisors"] is not None:
+                term["divisors"] = [None if d is None or d.numel() > 1 else float(d) for d in term["divisors"]]
+        return {"line": self.line, "drawn": self.drawn, "begun": self.begun, "terms": self.terms}
+
+
+class Trained:
+    """An optimizer, and what it has not used yet."""
+
+    def __init__(self, optimizer: Any, place: int) -> None:
+        self.optimizer, self.place, self.num = optimizer, place, 0
+        self.pending: list[Backward] = []
+        self.events: list[tuple[str, str, int]] = []  # kind, line, and how many backwards came before
+        self.closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
+        self.own: set[str] = set()  # lines of backwards that a step used
+
+    def forget(self) -> None:
+        self.pending, self.closed, self.events = [], None, []
+
+
+@final
+class Watch:
+    """Listens from `start` to `stop`, which puts everything back."""
+
+    def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
+        self.most, self.ledger = most, Ledger()
+        self.updates: list[dict[str, Any]] = []
+        self.cleared: list[dict[str, Any]] = []
+        self.found: dict[tuple[str, str], dict[str, int]] = {}  # by kind and line
+        self.padded: set[tuple[int, int]] = set()
+        self.trained: dict[int, Trained] = {}  # by the optimizer's id
+        self._touches: dict[str, set[int]] = {}  # optimizers, by the line of a backward
+        self._modes: dict[tuple[str, int], bool] = {}
+        self._current: Backward | None = None
+        self._early: list[Backward] = []  # before any optimizer was known
+        self._targets: dict[Any, tuple[Any, int]] = {}
+        self._stepping = self._scheduling = False
+        self._scaler: Any = None
+        self._drawn, self._waited, self._last = 0, 0.0, time.perf_counter()
+        self._stack = ExitStack()
+        if model is not None:
+            self.ledger.add_root(model)
+            for parameter in model.parameters():
+                self.ledger.place(parameter)
+
+    def start(self) -> None:
+        modules = [one for name, one in list(sys.modules.items()) if name != criterions.__module__]
+        for criterion in criterions():
+            around = criterion.heard_by(self._see)
+            for module in modules:  # also where a script has imported its name already
+                if module is functional or getattr(module, "__dict__", {}).get(criterion.name) is criterion.call:
+                    self._stack.enter_context(patch.object(module, criterion.name, around))
+        wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, self._backward) for owner, name in private.BACKWARDS),
+            *((owner, f"clip_grad_{kind}_", self._clip) for owner in (nn.utils, nn.utils.clip_grad) for kind in CLIPS),
+            (Optimizer, "add_param_group", self._add_group),
+            (Optimizer, "zero_grad", self._clear),
+            (nn.Module, "zero_grad", self._clear_module),
+            (nn.Module, "named_parameters", self._note_root),
+            (LRScheduler, "step", self._schedule),
+            (DistributedSampler, "__iter__", self._pad),
+            (torch.amp.GradScaler, "scale", self._scale),
+            (torch.amp.GradScaler, "unscale_", self._unscale),
+            (torch.amp.GradScaler, "step", self._scaler_step),
+            *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
+        ]
+        for owner, name, hear in wrapped:
+            original = getattr(owner, name)
+            self._stack.enter_context(patch.object(owner, name, _heard(original, hear)))
+        self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+        self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+        self._stack.callback(self.ledger.disarm)
+
+    def stop(self) -> None:
+        self._stack.close()
+        self.ledger.name_all()
+
+    def note(self, kind: str, line: str, update: int) -> None:
+        """Counts how often something happened at a line."""
+        self.found.setdefault((kind, line), {"times": 0, "update": update})["times"] += 1
+
+    # Micro-steps
+
+    @quietly
+    def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
+        (line, inner), (count, rows) = where(), count_of(name, given)
+        term = {"site": [line, name, inner], "reduction": reduction_of(given), "count": count, "rows": rows}
+        term |= {"divisors": None, "unit": torch.finfo(loss.dtype).eps, "seed": None, "low": None, "same": False}
+        target = given.get("target", given.get("targets"))
+        if isinstance(target, Tensor):  # the same memory, still alive: the same samples once more
+            known, address = self._targets.get((line, inner), (lambda: None, 0))
+            term["same"] = known() is not None and address == target.data_ptr()
+            self._targets[line, inner] = weakref.ref(target), target.data_ptr()
+        node: Any = loss.grad_fn
+        node.metadata["distaccum"] = term  # where `note_divisors` finds it
+
+        @quietly
+        @torch.no_grad()
+        def take(seed: Tensor) -> None:
+            if self._current is not None:
+                term["seed"] = seed
+                if seed.ndim:
+                    sizes = seed.abs()
+                    term.update({"reduction": "none", "count": (sizes > 0).sum(), "seed": sizes.max()})
+                    term["low"] = sizes.where(sizes > 0, torch.inf).min()
+                self._current.terms.append(term)
+
+        loss.register_hook(take)  # type: ignore[no-untyped-call]  # torch's
+
+    @property
+    def _num(self) -> int:
+        """Updates so far."""
+        return max((one.num for one in self.trained.values()), default=0)
+
+    def _backward(self, original: Any, *args: Any, **options: Any) -> Any:
+        if self._current is not None or self._stepping:  # within another, as of checkpointing, or of a closure
+            return original(*args, **options)
+        made, num = Backward(where()[0], self._drawn), self._num
+        if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
+            self.ledger.receiving = made.received = {}
+            self.ledger.arm()
+            quietly(private.note_divisors)(args[0] if args else options.get("tensors"))
+        else:
+            self.ledger.disarm()
+        for i, root in enumerate(self.ledger.roots()[:8]):
+            if self._modes.setdefault((made.line, i), root.training) and not root.training:
+                self.note("eval", made.line, num)
+        self._current = made
+        try:
+            result = original(*args, **options)
+        finally:
+            self._current = self.ledger.receiving = None
+        if made.received:
+            self._touches.setdefault(made.line, set()).update(self.ledger.owners_of(made.received))
+            if num < AFTER_EACH:
+                made.left = self.ledger.receipts(range(len(self.ledger.parameters)))
+        touched = self._touches.get(made.line)
+        for one in self.trained.values():
+            if not touched or one.place in touched:
+                one.pending, one.closed = [*one.pending[-KEPT:], made], None
+        if not self.trained:
+            self._early = [*self._early[-KEPT:], made]
+        return result
+
+    # Steps
+
+    def _know(self, optimizer: Any) -> Trained:
+        if id(optimizer) not in self.trained:
+            self.trained[id(optimizer)] = one = Trained(optimizer, len(self.trained))
+            one.pending, self._early = self._early, []
+        one = self.trained[id(optimizer)]
+        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+            self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
+        return one
+
+    def _add_group(self, original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        result = original(optimizer, *args, **options)
+        self._know(optimizer)
+        return result
+
+    @quietly
+    def _close(self, one: Trained | None, kind: str = "") -> None:
+        """Takes receipts of its gradients, which are unscaled, clipped or used next."""
+        if one is None or not one.pending:
+            return
+        if one.closed is None and all(made.received is not None for made in one.pending):
+            one.closed = self.ledger.receipts(i for i, owners in self.ledger.owners.items() if one.place in owners)
+        if kind:
+            one.events.append((kind, where()[0], len(one.pending)))
+
+    def _before_step(self, optimizer: Any, *_: Any) -> None:
+        if self._stepping or self._current is not None:  # of an optimizer's own, or in backward
+            return
+        self._stepping, one = True, self._know(optimizer)
+        self._close(one)
+        if one.pending:
+            self._record(one)
+        elif self.cleared and self.cleared[-1]["optimizer"] == one.place:
+            self.note("empty", where()[0], one.num)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        one = self.trained.get(id(optimizer))
+        if not self._stepping or one is None:
+            return
+        self._stepping = False
+        one.num += bool(one.pending)
+        one.forget()
+        stepped = [other.num for other in self.trained.values() if other.num]
+        if self.most is not None and stepped and min(stepped) >= self.most:
+            raise Enough(0)
+
+    @quietly
+    def _record(self, one: Trained) -> None:
+        now, ledger = time.perf_counter(), self.ledger
+        for kind, line, before in one.events:
+            lines = {made.line for made in one.pending[:before]}
+            if kind != "ended" and lines & {made.line for made in one.pending[before:]}:
+                self.note(kind, line, one.num)
+        one.own.update(made.line for made in one.pending)
+        schedules = [line for kind, line, _ in one.events if kind == "schedule"]
+        record: dict[str, Any] = {"optimizer": one.place, "index": one.num, "line": where()[0]}
+        record |= {"scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
+        record |= {"seconds": now - self._last, "waited": self._waited}
+        record |= {"schedules": {line: schedules.count(line) for line in schedules}}
+        record |= {"backwards": [made.as_dict() for made in one.pending]}
+        if one.closed is not None:
+            received = [made.received or {} for made in one.pending]
+            places = sorted(set(one.closed).union(*received))
+            places = [place for place in places if one.place in ledger.owners.get(place, ())]
+            record |= {"places": places, "closed": on_host([one.closed], places)[0]}
+            record |= {"received": on_host(received, places)}
+            record |= {"values": on_host([ledger.receipts(places, of_values=True)], places)[0]}
+            record |= {"left": [None if m.left is None else on_host([m.left], places)[0] for m in one.pending]}
+        self._last, self._waited = now, 0.0
+        if len(self.updates) < KEPT:
+            self.updates.append(record)
+
+    # Around them
+
+    def _draw(self, original: Any, loader: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            batch = original(loader)
+        except StopIteration:
+            for one in self.trained.values():
+                one.events.append(("ended", "", len(one.pending)))
+            raise
+        self._waited += time.perf_counter() - begun
+        self._drawn += 1
+        return batch
+
+    def _clear(self, original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        self._drop(self.trained.get(id(optimizer)))
+        return original(optimizer, *args, **options)
+
+    def _clear_module(self, original: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
+        for one in self.trained.values():
+            if one.pending and one.place in self.ledger.owners_in(module):
+                self._drop(one)
+        return original(module, *args, **options)
+
+    def _drop(self, one: Trained | None) -> None:
+        if one is None or not one.pending or self._stepping:
+            return
+        if any(p.grad is not None for group in one.optimizer.param_groups for p in group["params"]):
+            lines, ended = [made.line for made in one.pending], any(kind == "ended" for kind, _, _ in one.events)
+            self.cleared.append({"optimizer": one.place, "line": where()[0], "lines": lines, "ended": ended})
+            one.forget()
+
+    def _note_root(self, original: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
+        self.ledger.add_root(module)
+        return original(module, *args, **options)
+
+    def _schedule(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
+        if self._scheduling:
+            return original(scheduler, *args, **options)
+        (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
+        one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
+        if one is not None and one.num and "accelerate" not in inner:  # whose schedules step once per rank
+            one.events.append(("schedule", line, len(one.pending)))
+        self._scheduling = True
+        try:
+            return original(scheduler, *args, **options)
+        finally:
+            self._scheduling = False
+
+    def _clip(self, original: Any, *args: Any, **options: Any) -> Any:
+        for one in self.trained.values():
+            self._close(one, "clip")
+        return original(*args, **options)
+
+    def _pad(self, original: Any, sampler: Any) -> Any:
+        if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
+            self.padded.add((len(sampler.dataset), sampler.total_size))
+        return original(sampler)
+
+    def _scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+        self._scaler = scaler if scaler.is_enabled() else None
+        return original(scaler, *args, **options)
+
+    def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
+        self._close(self.trained.get(id(optimizer)), "unscale")
+        return original(scaler, optimizer)
+
+    def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
+        one = self.trained.get(id(optimizer))
+        self._close(one)  # before it unscales
+        result = original(scaler, optimizer, *args, **options)
+        if one is not None:  # also where it overflowed, and nothing was stepped
+            one.forget()
+        return result
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns plain numbers, for other ranks too."""
+        ledger, trained = self.ledger, self.trained.values()
+        owned = [ledger.parameters[place] for place in ledger.owners]
+        sharded, values = ledger.sharded(), set(ledger.owners) - ledger.sharded()
+        return {
+            "updates": self.updates,
+            "found": self.found,
+            "cleared": self.cleared,
+            "own": {one.place: sorted(one.own) for one in trained},
+            "pending": {one.place: [] if self.most else [made.line for made in one.pending] for one in trained},
+            "padded": sorted(self.padded),
+            "names": ledger.names,
+            "sharded": sorted(sharded),
+            "coarse": sorted(ledger.coarse),
+            "bytes": sum(one.numel() * one.element_size() for one in owned),
+            "final": {i: one.to("cpu", torch.float64) for i, one in ledger.receipts(values, of_values=True).items()},
+        }
+
+
+CLIPS = ("norm", "value")
+
+
+def _heard(original: Any, hear: Callable[..., Any]) -> Any:
+    """Calls `hear` with the function and its arguments in its place."""
+
+    @functools.wraps(original)
+    def around(*args: Any, **options: Any) -> Any:
+        return hear(original, *args, **options)
+
+    return around

@@ -1,0 +1,143 @@
+"""Weights: the gradient that flows into each criterion, by what it averages over; all samples must weigh the same."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .criterions import BY_CLASS
+from .receipts import Fault
+
+MEANS = ("mean", "batchmean")
+Key = tuple[int, int]  # an optimizer and its update
+Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, by update
+
+
+def terms_of(updates: Mapping[Key, Sequence[dict[str, Any]]], notes: list[str]) -> Terms:
+    """Terms with their `total`, what flows into all of it, and `each`, what flows into a sample; those to be judged."""
+    found: Terms = defaultdict(lambda: defaultdict(list))
+    unseen: Counter[str] = Counter()
+    for (place, index), ranks in updates.items():
+        for rank, update in enumerate(ranks):
+            for backward in update["backwards"]:
+                calls: Counter[Any] = Counter()
+                if not backward["terms"]:
+                    unseen[f"the loss of {backward['line']}, which is none of torch's"] += 1
+                for term in backward["terms"]:
+                    site = tuple(term["site"])
+                    calls[site] += 1
+                    if term["low"] is not None and term["seed"] > term["low"] * (1 + max(1e-3, 4 * term["unit"])):
+                        unseen[f"the weights in {site[0]}, which the script gives to samples itself"] += 1
+                        continue
+                    total = term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
+                    each = total / term["count"] if term["count"] else 0.0
+                    more = {"rank": rank, "total": total, "each": each}
+                    found[place, site[0], site[1], site[2], calls[site]][index].append(term | more)
+    notes += [f"not seen: {what} ({times} times)" for what, times in unseen.items()]
+    return found
+
+
+def within_updates(terms: Terms, ranks: int) -> list[Fault]:
+    faults = []
+    for (_, line, name, *_), by_update in terms.items():
+        if empty := sum(
+            not one["count"] and one["reduction"] == "mean" for every in by_update.values() for one in every
+        ):
+            text = f"no token counts in {empty} micro-batches, and the mean over none is NaN"
+            faults.append(Fault("nan", line, text, "sum the loss, and divide it by the window's number of tokens"))
+        spread: dict[int, tuple[float, float]] = {}
+        is_ranks = ranks > 1
+        for index, every in by_update.items():
+            counted = [one for one in every if one["total"]]
+            bound = 1 + max([1e-3, *(4 * one["unit"] for one in counted)])
+            low, high = _ends(one["each"] for one in counted)
+            by_row = _ends(one["total"] / one["rows"] for one in counted)
+            if high <= low * bound or (name not in BY_CLASS and by_row[1] <= by_row[0] * bound):
+                continue
+            spread[index] = low, high
+            by_rank = [_ends(one["each"] for one in counted if one["rank"] == rank) for rank in range(ranks)]
+            is_ranks &= all(high <= low * bound for low, high in by_rank)
+        if not spread:
+            continue
+        index = max(spread, key=lambda one: spread[one][1] / spread[one][0])
+        (low, high), unit = spread[index], "tokens" if name in BY_CLASS else "elements"
+        text = (
+            f"{unit} of different {'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
+            f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(by_update)} updates"
+        )
+        hand = f"sum the loss, and divide it by the {unit} of the whole window"
+        hand += " on all ranks, times the number of ranks where the wrapper averages" if ranks > 1 else ""
+        window = 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)'
+        faults.append(Fault("weights", line, text, hand, window))
+    return faults
+
+
+def _ends(values: Any) -> tuple[float, float]:
+    found = list(values)
+    return (min(found), max(found)) if found else (0.0, 0.0)
+
+
+def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float]) -> list[Fault]:
+    """Updates must weigh as much as each other, and the usual one as much as a mean."""
+    faults = []
+    for (place, line, *_), by_update in terms.items():
+        known = [factors[place, index] for index in by_update if (place, index) in factors]
+        factor = statistics.median(known) if known else None
+        steps = {index: max(Counter(one["rank"] for one in every).values()) for index, every in by_update.items()}
+        totals = {
+            index: sum(one["total"] for one in every) / ranks * factors.get((place, index), factor or 1.0)
+            for index, every in by_update.items()
+        }
+        common = Counter(steps.values()).most_common(1)[0][0]
+        usual = [index for index in totals if steps[index] == common]
+        level = statistics.median(totals[index] for index in usual)
+        every = [one for ones in by_update.values() for one in ones if one["total"]]
+        if not level or not every:
+            continue
+        is_sum, (low, high) = every[0]["reduction"] not in MEANS, _ends(one["each"] for one in every)
+        if factor is not None and is_sum and common > 1 and _is(low * factor, 1.0) and _is(high * factor, 1.0):
+            low, high = _ends(totals.values())
+            if high > 1.01 * low:
+                text = f"nothing divides this sum: updates weigh {low:.4g} to {high:.4g}, as their tokens do"
+                faults.append(Fault("divisor", line, text, "divide by the window's number of tokens on all ranks"))
+        if not all(_is(totals[index], level) for index in usual):
+            continue  # by a factor of the script's own, which it changes
+        odd = [index for index in totals if steps[index] != common and not _is(totals[index], level)]
+        is_fixed = is_sum and _is(low, high)  # divided by a constant
+        if odd and not is_fixed and all(_is(totals[i] / level, steps[i] / common) for i in odd):
+            text = (
+                f"update {odd[-1]} has {steps[odd[-1]]} micro-batches, and weighs {totals[odd[-1]] / level:.3g} of the "
+                f"others, which have {common}; so {len(odd)} of {len(totals)} updates"
+            )
+            hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
+            faults.append(Fault("window", line, text, hand))
+        paths = [one["divisors"] for one in every if one["divisors"] is not None]
+        if factor is None or not paths or any(one["same"] for one in every[1:]):
+            continue
+        if found := _why(level, common, ranks, is_sum, paths[0]):
+            text = f"{found[0]}: the gradient is {level:.4g} times that of the mean"
+            faults.append(Fault("divisor", line, text, found[1]))
+    return faults
+
+
+def _why(level: float, steps: int, ranks: int, is_sum: bool, path: Sequence[float | None]) -> tuple[str, str] | None:
+    """Tells what is divided too often or too rarely, and the cure; `path` are divisions between loss and criterion."""
+    plain = [value for value in path if value is not None and value > 0]
+    by_steps = sum(_is(value, steps) for value in plain)
+    if steps > 1 and _is(level, steps) and not is_sum and not path:
+        return f"nothing divides by the {steps} micro-batches", f"loss / {steps}"
+    if steps > 1 and _is(level * steps, 1.0) and by_steps > (not is_sum):
+        if is_sum:
+            return f"the {steps} micro-batches divide what their tokens divide already", "leave one division out"
+        return f"the {steps} micro-batches divide twice", "divide once: here, or in the library that does so too"
+    if ranks == 1 or len(plain) < len(path):
+        return None
+    if _is(level * ranks, 1.0) and (is_sum or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)):
+        return f"the {ranks} ranks divide twice, since the wrapper averages", f"multiply by {ranks}"
+    return ("the ranks are added up, not averaged", f"divide by {ranks}") if _is(level, ranks) else None
+
+
+def _is(value: float, other: float) -> bool:
+    return abs(value - other) <= 5e-3 * abs(other)
