@@ -322,8 +322,7 @@ class Window:
 
         Args:
             *inputs: Of the first stage; other stages leave them.
-            **options: `target` for the last stage's loss function, `losses=[]` to be filled there with each chunk's,
-                and keywords of the stages' forward.
+            **options: `target` for the last stage's loss function, and keywords of the stages' forward.
 
         Returns:
             What the schedule's `step()` does: the outputs on the last stage, else None.

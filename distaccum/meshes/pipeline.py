@@ -17,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 from ..cutting import count_samples, cut_batch
 from ..engines.base import Engine
 from ..law import DistaccumError
-from ..ranks import own_group
 from . import private
 
 
@@ -88,17 +87,13 @@ class Pipeline:
         engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
         engine.peers.add_stages(self.group)
         if self.splits_backward:
-            self._refuse_frozen_beginning()
+            self._refuse_frozen_beginning(engine)
 
-    def _refuse_frozen_beginning(self) -> None:
+    def _refuse_frozen_beginning(self, engine: Engine) -> None:
         """A stage whose inputs need no gradient has, in a backward for them, none of its weights either."""
-        trained = {
-            stage.stage_index: any(p.requires_grad for p in module.parameters())
-            for stage, module in zip(self._stages, self.modules, strict=True)
-        }
-        of_ranks: list[Any] = [None] * torch.distributed.get_world_size(self.group)
-        torch.distributed.all_gather_object(of_ranks, trained, group=own_group(self.group))
-        first = min((index for one in of_ranks for index, is_trained in one.items() if is_trained), default=0)
+        of_stages = zip(self._stages, self.modules, strict=True)
+        trained = [stage.stage_index for stage, one in of_stages if any(p.requires_grad for p in one.parameters())]
+        first = min((index for one in engine.peers.gather_objects(trained, everyone=True) for index in one), default=0)
         if first:
             raise ValueError(
                 f"stages before {first} are frozen, and the {type(self._schedule).__name__} runs backward for inputs "
@@ -133,22 +128,12 @@ class Pipeline:
 
     def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: Callable[..., Tensor | None]) -> Any:
         """All chunks through all stages, forward and backward; what the schedule returns."""
-        if cut := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs"}):
+        if own := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs", "losses"}):
             raise DistaccumError(
-                f"run() got {', '.join(cut)}, chunks of your own, and each chunk's count is of an even cut along the "
-                "first dimension; give the whole micro-batch: window.run(inputs, target=labels)"
+                f"run() got {', '.join(own)}, of chunks, and each chunk's count is of an even cut along the first "
+                "dimension; give the whole micro-batch, window.run(inputs, target=labels), and read update.losses"
             )
-        losses: Any = options.pop("losses", None)
-        target, taken = options.pop("target", None), dict[int, Any]()
-
-        def weigh_noted(chunk: int, output: Any, take_loss: Callable[[], Any]) -> Tensor:
-            def take() -> Any:
-                taken[chunk] = take_loss()
-                return taken[chunk]
-
-            loss: Tensor | None = weigh(chunk, output, take)
-            return _nothing_of(output) if loss is None else loss
-
+        target = options.pop("target", None)
         if any(stage.is_last for stage in self._stages):
             options["target"] = target
         self._length = self._planned
@@ -157,14 +142,11 @@ class Pipeline:
             for stage in self._stages:
                 if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
                     stage.submod = stage.submod.module
-            with private.weighing(self._schedule, weigh_noted):
-                outputs = self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
+            with private.weighing(self._schedule, weigh):
+                return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
         finally:
             for stage, module in zip(self._stages, self.modules, strict=True):
                 stage.submod = module
-        if losses is not None:
-            losses[:] = [taken[chunk] for chunk in sorted(taken)]
-        return outputs
 
     def _refuse_backward(self, losses: object, seeds: object) -> None:
         raise DistaccumError(
@@ -177,9 +159,3 @@ class Pipeline:
             f"{call}() takes a function that returns a loss, and a {type(self._schedule).__name__} runs forward and "
             "backward itself; write the loop: for inputs, labels in window: window.run(inputs, target=labels)"
         )
-
-
-def _nothing_of(outputs: Any) -> Tensor:
-    """A loss of 0 that reaches all of a chunk's graph, where nothing in it counts; its criterion may give NaN."""
-    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
-    return torch.stack([one.flatten()[:0].sum().float() for one in tensors if one.requires_grad]).sum()

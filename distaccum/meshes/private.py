@@ -10,20 +10,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..private import require
 
-WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor]  # its number, its output, what takes its loss
+# Its number, its output, what takes its loss; None: nothing in it counts.
+WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor | None]
 
 
 def stages_of(schedule: Any) -> list[Any]:
     """The stages on this rank."""
-    stages = getattr(schedule, "_stages", None)
-    if stages is None:
-        require("torch", schedule, "_stage")
-        stages = [schedule._stage]
-    return list(stages)
+    return list(getattr(schedule, "_stages", None) or [schedule._stage])
 
 
 def chunks_and_loss(schedule: Any) -> tuple[int, Any]:
@@ -59,7 +57,8 @@ def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
 
     def loss_of(output: Any, *target: Any, **options: Any) -> Any:
         if at:
-            return weigh(at[0], output, lambda: loss_fn(output, *target, **options))
+            weighed = weigh(at[0], output, lambda: loss_fn(output, *target, **options))
+            return _nothing_of(output) if weighed is None else weighed
         loss = loss_fn(output, *target, **options)
         return sum(loss.values()) if isinstance(loss, Mapping) else loss
 
@@ -76,3 +75,9 @@ def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
     finally:
         schedule._loss_fn = loss_fn
         del schedule._maybe_compute_loss
+
+
+def _nothing_of(outputs: Any) -> Tensor:
+    """A loss of 0 that reaches all of a chunk's graph, where nothing in it counts; its criterion may give NaN."""
+    tensors = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    return torch.stack([one.flatten()[:0].sum().float() for one in tensors if one.requires_grad]).sum()
