@@ -158,7 +158,12 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
         (token_net(), of_tokens, {"count": SHIFTED}, [r"count: .*count=count_tokens\('labels'\)"]),
         (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
-        (net(), of_samples, {"count": lambda b: 7}, ["count: it gave 7 for the whole batch and .7, 7, 7, 7. for"]),
+        (
+            net(),
+            of_samples,
+            {"count": lambda b: 7},
+            ["count: the criterion averages over samples, and count gave .7, 7, 7, 7. for"],
+        ),
         (net(), lambda m, b: of_samples(m, b) * len(b["x"]) ** 0.5, {}, ["loss: "]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {"micro_batch_size": "auto"}, ["reduction: the criterion sums"]),
         (
@@ -292,14 +297,6 @@ def test_misuse_of_check_raises_a_clear_error():
     with pytest.raises(ValueError, match=r"check\(\) cuts a batch and no size was given"):
         Accumulator(model).check(make_batch(), lambda batch: of_samples(model, batch))
     accumulator = Accumulator(model, micro_batch_size=4)
-
-    def no_room(batch: Batch) -> Tensor:
-        if len(batch["x"]) > 4:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return of_samples(model, batch)
-
-    with pytest.raises(DistaccumError, match=r"the whole batch does not fit into memory, .* take a smaller one"):
-        accumulator.check(make_batch(), no_room)
     for batch in accumulator.split(make_batch()):
         with pytest.raises(DistaccumError, match="another window was requested"):
             accumulator.check(batch, lambda part: of_samples(model, part))

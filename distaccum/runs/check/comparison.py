@@ -77,16 +77,9 @@ class Comparison:
         self.length = sum(length for _, length in full)
         if self.length < 2:
             raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
-        if peers.num_ranks == 1:
-            return
-        try:
+        if peers.num_ranks > 1:
             joined = join_batches([batch for batch, _ in full], [length for _, length in full], self.whole)
-        except Exception as error:
-            raise DistaccumError(
-                f"the batches of the ranks cannot be joined into one ({in_short(error)}), which the check needs; pad "
-                "them to one length"
-            ) from error
-        self.batch = map_tensors(joined, lambda t: t.to(self.parameters[0].device))
+            self.batch = map_tensors(joined, lambda t: t.to(self.parameters[0].device))
 
     def count(self, name: str, batch: Any, length: int) -> float:
         count = self._trial.job.config.counts[name]
