@@ -20,6 +20,7 @@ from tqdm import tqdm
 from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
 from tests.support.problems import error
+from tests.support.ranks import on_ranks
 
 
 def one_weight(**options: Any) -> tuple[nn.Module, Accumulator]:
@@ -172,8 +173,9 @@ def test_counts_on_a_device_are_not_read_before_their_window_is_requested():
 # Ranks
 
 
-def plans_ahead() -> Any:
-    """What was sent between the begin of each micro-step and that of the next; and what a window waited for."""
+@on_ranks(2)
+def test_next_plan_is_posted_before_the_last_forward():
+    """What is sent between the begin of each micro-step and that of the next."""
     model = DistributedDataParallel(nn.Linear(2, 1))
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=3)
     sent = []
@@ -184,17 +186,13 @@ def plans_ahead() -> Any:
                 window.backward(model(x).sum())
         sent.append([kind for kind, _ in count.collectives if kind != "broadcast_"])
         window.step()
-    return sent
-
-
-def test_next_plan_is_posted_before_the_last_forward(ranks):
     ahead = ["forward", "forward", "allgather_", "forward", "allreduce_"]
-    for sent in ranks(2).run(plans_ahead):
-        assert sent[:2] == [ahead, ahead]  # the third learns in its first micro-step that there is no fourth
+    assert sent[:2] == [ahead, ahead]  # the third learns in its first micro-step that there is no fourth
 
 
-def dry_after_a_skip() -> str:
-    """Rank 1 is dry after a skipped window, whose micro-batches must not serve as stand-ins."""
+@on_ranks(2)
+def test_micro_batch_of_a_skipped_window_does_not_stand_in():
+    """Rank 1 is dry after the skipped window."""
     model = nn.Linear(1, 1)
     torch.distributed.fsdp.fully_shard(model)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="skip")
@@ -202,14 +200,8 @@ def dry_after_a_skip() -> str:
     for x in (window := next(windows)):
         window.backward(model(x).sum() * float("nan"))
     assert not window.step().stepped
-    with pytest.raises(DistaccumError) as refused:
+    with pytest.raises(DistaccumError, match="rank 1 has none from an earlier window to stand in"):
         next(windows)
-    return str(refused.value)
-
-
-def test_micro_batch_of_a_skipped_window_does_not_stand_in(ranks):
-    for message in ranks(2).run(dry_after_a_skip):
-        assert "rank 1 has none from an earlier window to stand in" in message
 
 
 class Leaving:
@@ -285,24 +277,19 @@ class Leaving:
             self.complete(window)
 
 
-def leaves_at_random(seeds: range) -> Any:
-    found = []
-    for seed in seeds:
-        program = Leaving(seed)
+@on_ranks(3)
+def test_windows_are_exact_after_ranks_left_others_at_different_places():
+    programs = [Leaving(seed) for seed in range(14)]
+    for program in programs:
         program.epoch()
         program.epoch()
-        found.append((program.worst, program.num_complete, program.num_left))
-    return found
+    assert max(one.worst for one in programs) <= 1e-12
+    assert sum(one.num_complete for one in programs) > 60 and sum(one.num_left for one in programs) > 20
 
 
-def test_windows_are_exact_after_ranks_left_others_at_different_places(ranks):
-    for found in ranks(3).run(leaves_at_random, range(14)):
-        assert max(worst for worst, _, _ in found) <= 1e-12
-        assert sum(num for _, num, _ in found) > 60 and sum(num for _, _, num in found) > 20
-
-
-def two_accumulators() -> Any:
-    """Windows of two, which alternate; one rank has fewer micro-batches, and so never reports ahead of its time."""
+@on_ranks(2)
+def test_windows_of_two_accumulators_may_alternate():
+    """One rank has fewer micro-batches, and so never reports ahead of its time."""
     wrong = []
     nets = [nn.Linear(3, 2).double() for _ in range(2)]
     models = [DistributedDataParallel(net) for net in nets]
@@ -322,12 +309,7 @@ def two_accumulators() -> Any:
             whole = torch.cat([x for of_rank in every for x in of_rank[i][2 * index : 2 * index + 2]])
             exact = torch.autograd.grad(nets[i](whole).square().mean(), list(nets[i].parameters()))
             wrong.append(max(error(a, b) for a, b in zip(grads, exact, strict=True)))
-    return max(wrong)
-
-
-def test_windows_of_two_accumulators_may_alternate(ranks):
-    for wrong in ranks(2).run(two_accumulators):
-        assert wrong <= 1e-12
+    assert max(wrong) <= 1e-12
 
 
 def breaks_on_one_rank() -> Any:

@@ -225,8 +225,12 @@ def test_parameter_used_by_the_loss_alone_is_reduced(users):
 def test_flags_are_put_back_as_they_were_found():
     ddp = DistributedDataParallel(nn.Linear(3, 1).double())
     ddp.require_forward_param_sync = False
-    run(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, dist.get_rank())), ddp)
+    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+    run(accumulator.window(inputs(2, dist.get_rank())), ddp).step()
     assert ddp.require_backward_grad_sync and not ddp.require_forward_param_sync
+    with ddp.no_sync():
+        run(accumulator.window(inputs(2, dist.get_rank())), ddp)
+        assert spread(ddp.module.weight.grad) == 0 and not ddp.require_backward_grad_sync
 
 
 # Copies

@@ -425,31 +425,6 @@ def test_change_of_gradients_is_refused(how, sync, expected):
 # What windows find, and leave behind
 
 
-def flags_of(model: nn.Module) -> Any:
-    groups = [g for m in model.modules() if isinstance(m, FSDPModule) for g in groups_of(m)]
-    return [
-        (g.reduce_grads, g.all_reduce_grads, g.reshard_after_backward, g.post_forward_mesh_info is None) for g in groups
-    ]
-
-
-def groups_of(module: Any) -> list[Any]:
-    state = module._get_fsdp_state()
-    return list(getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group])
-
-
-@pytest.mark.parametrize("sync", SHARDED)
-@on_ranks(2)
-def test_flags_of_fsdp2_are_restored(sync):
-    ours = [(True, True, True, True), (True, True, True, False), (True, True, True, False)]
-    model, _, accumulator = make(sync)
-    for index in range(2):
-        run_window(accumulator.window(own(EVEN, index)), model).step()
-        assert flags_of(model) == ours  # by default FSDP2 keeps the root gathered after forward
-    with Counting() as count:
-        loss_of(model, make_batch(2, seed=dist.get_rank())).backward()  # by the caller, outside of windows
-    assert tally(count.take()) == {GATHER: 5, REDUCE: 3}
-
-
 @pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])
 @on_ranks(2)
 def test_callers_gradients_from_before_the_window_are_cleared(how):
@@ -465,34 +440,6 @@ def test_callers_gradients_from_before_the_window_are_cleared(how):
     assert wrong <= 1e-10
     said = ["gradients that stood before the window" in str(one.message) for one in warned]
     assert said == [True] * (dist.get_rank() == 0)
-
-
-@pytest.mark.parametrize("sync", ["last", "gathered"])
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@on_ranks(2)
-def test_error_in_forward_or_backward_leaves_nothing_behind(where, sync):
-    model, _, accumulator = make(sync)
-
-    def fail(*_: Any) -> None:
-        raise KeyError(where)
-
-    def with_hook(_: Any, inputs: Any, output: torch.Tensor) -> None:
-        fail() if where == "forward" else output.register_hook(fail)
-
-    found = []
-    for turn in (1, 3):  # a middle and the last micro-step
-        window = accumulator.window(own(EVEN, turn))
-        with pytest.raises(KeyError):
-            for i, batch in enumerate(window):
-                handle = model.body[1].register_forward_hook(with_hook) if i == turn else None
-                try:
-                    loss = loss_of(model, batch)
-                finally:
-                    if handle is not None:
-                        handle.remove()
-                window.backward(loss)
-        found += gradients_off(model, accumulator, [EVEN])
-    assert max(found) <= 1e-10
 
 
 WAYS = [

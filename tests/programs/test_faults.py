@@ -22,7 +22,7 @@ from tests.support.engines import fully_sharded
 from tests.support.problems import make_batch, make_net_without_router
 from tests.support.ranks import on_ranks
 
-ENGINES = {"plain": 1, "DDP": 2, "FSDP2": 2}
+ENGINES = {"plain": 1, "DDP": 2, "DDP, views": 2, "FSDP2": 2, "FSDP2, gathered": 2}
 UPDATES, STEPS = 4, 5
 # Kind, micro-step ("edge": in step()) and phase; the backward of the last micro-step is the one that reduces.
 CELLS = [*product(("exception", "NaN", "break"), ("first", "middle", "last"), ("forward", "backward"))]
@@ -75,13 +75,15 @@ class Run:
         self.sizes, self.faults, self.seed, self.rank = sizes, dict(faults), seed, dist.get_rank()
         self.model: nn.Module = Trunk()
         self.trunk = self.model
-        if engine == "DDP":
-            self.model = DistributedDataParallel(self.trunk)
-        elif engine == "FSDP2":
+        if engine.startswith("DDP"):
+            self.model = DistributedDataParallel(self.trunk, gradient_as_bucket_view="views" in engine)
+        elif engine.startswith("FSDP2"):
             self.model, _ = fully_sharded()(self.trunk, 0.0)
         optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         optimizer.register_step_pre_hook(lambda *_: self.fail(self.struck("step")))
-        self.accumulator = Accumulator(self.model, optimizer, steps=STEPS)
+        self.accumulator = Accumulator(
+            self.model, optimizer, steps=STEPS, sync="gathered" if "gathered" in engine else "last"
+        )
         self.committed: list[tuple[int, list[float]]] = []
         self.clean = flags(self.model)
         torch.manual_seed(1000 + self.rank)
