@@ -16,8 +16,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -126,112 +125,80 @@ class RankError(Exception):
         self.errors = errors
 
 
-class Ranks:
-    """Processes with a gloo group: `ranks.run(function, *args)` gives the function's value on each of them.
+def in_ranks(
+    num: int,
+    function: Callable[..., Any],
+    *args: Any,
+    seconds: float,
+    before: Loop | None = None,
+    anew: bool = False,
+) -> list[Any]:
+    """The function's value on each rank of a fresh gloo group; `before` runs first on each, outside of `seconds`.
 
-    An error ends the processes; the next `run` starts new ones. `anew`: none is a fork of this process, so that glibc
-    reads the environment variables that are set now.
+    `anew`: no rank is a fork of this process, so that glibc reads the environment variables that are set now.
     """
-
-    def __init__(self, num: int, *, anew: bool = False) -> None:
-        self.num, self._anew = num, anew
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-
-    def run(self, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
-        try:
-            if not self._processes:
-                self._start()
-            for pipe in self._pipes:
-                pipe.send((function, args))
-            return self._collect(seconds)
-        except BaseException:
-            self.stop()
-            raise
-
-    def stop(self) -> None:
-        for process in self._processes:
+    # A process of one thread can be forked safely; else a server is, which imports the program once.
+    threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 2
+    context: Any = multiprocessing.get_context("fork" if threads == 1 and not anew else "forkserver")
+    if threads > 1 or anew:  # the server would leave the program's own imports to each rank (Python below 3.14)
+        context.set_forkserver_preload([one for one in SLOW_IMPORTS if one in sys.modules])
+    store, processes, pipes = str(Path(tempfile.mkdtemp(), "store")), [], []
+    try:
+        for rank in range(num):
+            ours, theirs = context.Pipe()
+            given = rank, num, store, theirs, before, function, args
+            processes.append(context.Process(target=_run_rank, args=given, daemon=True))
+            processes[-1].start()
+            theirs.close()
+            pipes.append(ours)
+        _collect(pipes, seconds=300)  # imports take their time on a busy machine
+        return _collect(pipes, seconds)
+    finally:
+        for process in processes:
             process.kill()
             process.join()
-        self._processes, self._pipes = [], []
-
-    def _start(self) -> None:
-        # A process of one thread can be forked safely; else a server is, which imports the program once.
-        threads = len(list(Path("/proc/self/task").iterdir())) if Path("/proc/self/task").exists() else 2
-        forks = threads == 1 and not self._anew
-        context = multiprocessing.get_context("fork" if forks else "forkserver")
-        if not forks:  # the server would leave the program's own imports to each rank (Python below 3.14)
-            context.set_forkserver_preload([one for one in SLOW_IMPORTS if one in sys.modules])
-        store = str(Path(tempfile.mkdtemp(), "store"))
-        for rank in range(self.num):
-            ours, theirs = context.Pipe()
-            inherited = [*self._pipes, ours] if forks else []  # which it closes, to see this process end
-            given = rank, self.num, store, theirs, inherited
-            self._processes.append(context.Process(target=_serve, args=given, daemon=True))
-            self._processes[-1].start()
-            theirs.close()
-            self._pipes.append(ours)
-        self._collect(seconds=300)  # imports take their time on a busy machine
-
-    def _collect(self, seconds: float) -> list[Any]:
-        values: dict[int, Any] = {}
-        errors: dict[int, str] = {}
-        until = time.monotonic() + seconds
-        left = dict(zip(self._pipes, range(self.num), strict=True))
-        while left and (ready := wait(list(left), timeout=max(0.0, until - time.monotonic()))):
-            for pipe in ready:
-                rank = left.pop(pipe)  # type: ignore[call-overload]
-                try:
-                    is_good, value = pipe.recv()  # type: ignore[union-attr]
-                except (EOFError, OSError):
-                    is_good, value = False, "died"
-                if is_good:
-                    values[rank] = value
-                else:
-                    errors[rank] = value
-                    until = min(until, time.monotonic() + 3)  # the others may wait for it without end
-        errors |= dict.fromkeys(left.values(), f"did not end within {seconds:g} s")
-        if errors:
-            raise RankError(errors)
-        return [values[rank] for rank in range(self.num)]
 
 
-def _serve(rank: int, num: int, store: str, pipe: Connection, inherited: Sequence[Connection]) -> None:
-    for one in inherited:
-        one.close()
+def _collect(pipes: Sequence[Connection], seconds: float) -> list[Any]:
+    values: dict[int, Any] = {}
+    errors: dict[int, str] = {}
+    until = time.monotonic() + seconds
+    left = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while left and (ready := wait(list(left), timeout=max(0.0, until - time.monotonic()))):
+        for pipe in ready:
+            rank = left.pop(pipe)  # type: ignore[call-overload]
+            try:
+                is_good, value = pipe.recv()  # type: ignore[union-attr]
+            except (EOFError, OSError):
+                is_good, value = False, "died"
+            if is_good:
+                values[rank] = value
+            else:
+                errors[rank] = value
+                until = min(until, time.monotonic() + 3)  # the others may wait for it without end
+    errors |= dict.fromkeys(left.values(), f"did not end within {seconds:g} s")
+    if errors:
+        raise RankError(errors)
+    return [values[rank] for rank in range(len(pipes))]
+
+
+def _run_rank(
+    rank: int, num: int, store: str, pipe: Connection, before: Loop | None, function: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate sets it, with a warning
     minutes = timedelta(minutes=1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num, timeout=minutes)
-    pipe.send((True, None))
-    while True:
-        try:
-            function, args = pipe.recv()
-        except EOFError:
-            return
-        torch.manual_seed(0)
-        try:
-            answer = (True, function(*args))
-        except Exception:
-            answer = (False, traceback.format_exc())
-        pipe.send(answer)
-
-
-@contextmanager
-def some_ranks(num: int, *, anew: bool = False) -> Iterator[Ranks]:
-    ranks = Ranks(num, anew=anew)
     try:
-        yield ranks
-    finally:
-        ranks.stop()
-
-
-def in_ranks(num: int, function: Callable[..., Any], *args: Any, seconds: float) -> list[Any]:
-    """The function's value on each rank of a fresh group; of one rank, in this process and without a group."""
-    if num == 1:
-        return [function(*args)]
-    with some_ranks(num) as ranks:
-        return ranks.run(function, *args, seconds=seconds)
+        if before is not None:
+            before()
+        pipe.send((True, None))
+        torch.manual_seed(0)
+        answer = (True, function(*args))
+    except Exception:
+        answer = (False, traceback.format_exc())
+    pipe.send(answer)
+    pipe.poll(60)  # until it is killed: tensors are read from this process's memory
 
 
 def wait_for(device: torch.device) -> None:

@@ -24,18 +24,17 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from importlib import metadata
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from kit import CPU, Options, RankError, Ranks, circumstances, header, write
+from kit import CPU, Options, RankError, circumstances, header, in_ranks, write
 from lawcases import LIBRARIES
 from lawcases.cases import CASES
 from lawcases.judge import Verdict, judge
 from lawcases.task import Library, Outcome, Task
-
-IMPORTING = 150  # seconds
 
 
 def import_packages(name: str, port: int) -> None:
@@ -56,19 +55,16 @@ def run_cell(name: str, key: str) -> Outcome:
     return LIBRARIES[name].cells[key](task)
 
 
-def verdict_of(name: str, key: str, started: dict[int, Ranks], seconds: float, port: int) -> Verdict:
+def verdict_of(name: str, key: str, seconds: float, port: int) -> Verdict:
     library, case = LIBRARIES[name], CASES[key]
     if any(importlib.util.find_spec(package) is None for package in library.packages):
         return Verdict("not installed")
     if key not in library.cells:
         return Verdict("absent" if key in library.absent else "-")
-    if case.world not in started:
-        started[case.world] = Ranks(case.world)
-        started[case.world].run(import_packages, name, port, seconds=IMPORTING)
+    prepare = partial(import_packages, name, port)
     try:
-        outcomes = started[case.world].run(run_cell, name, key, seconds=seconds)
+        outcomes = in_ranks(case.world, run_cell, name, key, seconds=seconds, before=prepare)
     except RankError as error:
-        del started[case.world]
         verdict = failure(error, seconds)
     else:
         verdict = judge(case, outcomes, narrower(case.dtype, library.dtype))
@@ -95,17 +91,12 @@ def narrower(one: torch.dtype, other: torch.dtype) -> torch.dtype:
 def measure(libraries: Sequence[str], cases: Sequence[str], seconds: float) -> dict[str, dict[str, Verdict]]:
     found: dict[str, dict[str, Verdict]] = {}
     for number, name in enumerate(libraries):
-        started: dict[int, Ranks] = {}
         found[name] = {}
-        try:
-            for key in cases:
-                began = time.monotonic()
-                found[name][key] = verdict = verdict_of(name, key, started, seconds, 29600 + number)
-                took = time.monotonic() - began
-                print(f"{name}, {key}: {spelled(verdict)} {verdict.note} ({took:.0f} s)", file=sys.stderr, flush=True)
-        finally:
-            for ranks in started.values():
-                ranks.stop()
+        for key in cases:
+            began = time.monotonic()
+            found[name][key] = verdict = verdict_of(name, key, seconds, 29600 + number)
+            took = time.monotonic() - began
+            print(f"{name}, {key}: {spelled(verdict)} {verdict.note} ({took:.0f} s)", file=sys.stderr, flush=True)
     return found
 
 

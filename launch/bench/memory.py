@@ -33,9 +33,9 @@ from kit import (
     circumstances,
     header,
     in_fresh_process,
+    in_ranks,
     peak_of,
     resident,
-    some_ranks,
     table,
     write,
 )
@@ -140,8 +140,8 @@ def measure(chosen: Sequence[Contender], options: argparse.Namespace) -> list[di
     for one in chosen:
         print(one, file=sys.stderr)
         if one.on_ranks:
-            with some_ranks(2, anew=True) as ranks:
-                row = ranks.run(measure_here, str(one), options.batch_size, options.sizes, seconds=SECONDS)[0]
+            given = str(one), options.batch_size, options.sizes
+            row = in_ranks(2, measure_here, *given, seconds=SECONDS, anew=True)[0]
         else:  # in a group of one Accelerate would wrap the model in DDP
             sizes = ["--sizes", *map(str, options.sizes)]
             row = in_fresh_process("--here", str(one), "--batch-size", str(options.batch_size), *sizes)

@@ -35,11 +35,6 @@ ABOUT = (
 )
 
 
-def seconds_per_update(ranks: int, keys: Sequence[Key], rounds: int, limit: float) -> dict[Key, list[float]]:
-    """In each round. `limit`: seconds for all of it; on ranks what takes longer is an error."""
-    return in_ranks(ranks, measure, keys, rounds, seconds=limit)[0]
-
-
 def measure(keys: Sequence[Key], rounds: int) -> dict[Key, list[float]]:
     """On this rank."""
     be_quiet()
@@ -145,7 +140,8 @@ def main() -> None:
     )
     groups = {}
     for ranks in counts:
-        taken = seconds_per_update(ranks, keys(ranks, steps), options.rounds, limit=60 + 20 * options.rounds)
+        given, limit = (keys(ranks, steps), options.rounds), 60 + 20 * options.rounds
+        taken = measure(*given) if ranks == 1 else in_ranks(ranks, measure, *given, seconds=limit)[0]
         title = "One process" if ranks == 1 else f"{ranks} ranks, DDP on gloo"
         groups[title] = rows(taken, steps)
         lines += lines_of(title, groups[title])
