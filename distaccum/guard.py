@@ -31,6 +31,10 @@ class Stage(Enum):
     LEFT = "discarded (its loop was left, or another window was requested)"
 
 
+OPEN = Stage.RUNNING, Stage.COMPLETE  # it holds gradients
+OVER = Stage.STEPPED, Stage.LEFT
+
+
 class Turn(Enum):
     """The backward of the micro-batch at work, or of a part of it."""
 
@@ -140,7 +144,7 @@ def refuse_missing_backward(window: Any, what: str) -> None:
 
 
 def refuse_copy(window: Any) -> None:
-    if not window.is_over:
+    if window.stage not in OVER:
         raise DistaccumError(
             f"copying or pickling an Accumulator with a window that is {window.describe()}, of which a copy "
             "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "

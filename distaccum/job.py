@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -34,11 +34,6 @@ class Micro:
     counts: Counts
     number: int  # among all that were drawn, also those in which nothing counts
     pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
-
-    def take(self) -> Any:
-        """Hands the batch over."""
-        batch, self.batch = self.batch, None
-        return batch
 
 
 class Hooks(NamedTuple):
@@ -106,6 +101,7 @@ class Job:
         self.hooks = Hooks()
         self._models_parameters = self.engine.parameters()
         self._every: list[nn.Parameter] = []  # the models' and the optimizers', each once
+        self.trained: list[nn.Parameter] = []  # the optimizers', each once
         self.groups: list[Sequence[nn.Parameter]] = []  # that take part as a whole, an optimizer's each
         self._owned: list[int] | None = None  # ids of what the optimizers had when they were seen last
         self.parameters()
@@ -124,13 +120,12 @@ class Job:
         self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with
         self.random = RandomNumbers(self.models, self.once)
 
-    def refuse_to_skip_on(self, reason: str | None) -> None:
-        if self.skipped >= MOST_SKIPS:
-            skipped, self.skipped = self.skipped, 0
-            raise DistaccumError(
-                f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
-                "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
-            )
+    def refuse_to_skip_on(self, reason: str | None) -> NoReturn:
+        skipped, self.skipped = self.skipped, 0
+        raise DistaccumError(
+            f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
+            "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
+        )
 
     @property
     def forwards_communicate(self) -> bool:
@@ -143,12 +138,13 @@ class Job:
         if owned != self._owned:  # it keeps them, so that no other has their ids
             groups = [[p for group in one.param_groups for p in group["params"]] for one in self.optimizers]
             self._owned, self.groups = owned, [*groups] or [self._models_parameters]
-            self._every = unique([*self._models_parameters, *self.stepped()])
+            self.trained = unique(p for group in groups for p in group)
+            self._every = unique([*self._models_parameters, *self.trained])
         return self._every if owned else self.engine.parameters()
 
     def stepped(self) -> list[nn.Parameter]:
         """The optimizers' parameters, or all of the models' if the caller steps."""
-        return unique(p for group in self.groups for p in group) if self._owned else self.engine.parameters()
+        return self.trained or self.engine.parameters()
 
     def _refuse(self, config: Config) -> None:
         """Refuses options that the engine or the optimizers do not support."""

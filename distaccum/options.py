@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
 
 from .cutting import Count, Names, TokenCount, count_samples
@@ -18,7 +19,7 @@ WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_siz
 class Cutter(Protocol):
     """A micro-batch size in other things than samples, as `ByCost` is."""
 
-    @property
+    @cached_property
     def most(self) -> int | Literal["auto"]: ...
 
     def cut(
@@ -80,13 +81,13 @@ class Config:
         """True if a count is of all labels that it is given; the caller's own may be of this rank's part of them."""
         return any(isinstance(one, TokenCount) for one in self.counts.values())
 
-    @property
+    @cached_property
     def by_cost(self) -> Cutter | None:
         """The size that cuts by the cost of rows; None if rows are counted."""
         size = self.micro_batch_size
         return None if size is None or isinstance(size, int | str) or not hasattr(size, "cut") else size
 
-    @property
+    @cached_property
     def most(self) -> int | Literal["auto"] | None:
         """The most that a micro-batch may hold, in samples or in cost."""
         size = self.micro_batch_size

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from .drawing import Make
 from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
-from .guard import Stage, guard_steps, refuse_copy
+from .guard import OPEN, OVER, Stage, guard_steps, refuse_copy
 from .job import LOOP, Hooks, Job, Manner
 from .law import (
     FAILED,
@@ -60,7 +60,7 @@ class Planner:
     def has_open_window(self) -> bool:
         """True while a window holds gradients."""
         window = self.window
-        return window is not None and window.is_open
+        return window is not None and window.stage in OPEN
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
@@ -95,7 +95,8 @@ class Planner:
         if draw.error is not None and not draw.report.num_drawn and feed.communicates:
             draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
         reports = [draw.report] if engine.peers.is_alone else self._gathered(draw, wait())
-        draw.raise_error()
+        if draw.error is not None:
+            draw.raise_error()
         plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), reports)
         if not plan.is_empty:
             engine.check(plan)
@@ -113,7 +114,7 @@ class Planner:
             failed = peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
             draw.raise_error()
             all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
-        reports = reports_of(peers.sharing, peers.by_samples(rows))
+        reports = reports_of(peers.sharing, peers.by_samples(rows) if peers.shares_samples else [[row] for row in rows])
         if peers.has_parts:
             refuse_unlike_parts(peers.parts, reports, self.job.config.counts_tokens)
         return reports
@@ -122,9 +123,9 @@ class Planner:
         """Raises if the last window still holds gradients; a second request discards it, as the error says."""
         window = self.window
         self.forget()
-        if window is None or window.is_over:
+        if window is None or window.stage in OVER:
             return
-        if window.is_open and not window.may_be_dropped:
+        if window.stage in OPEN and not window.may_be_dropped:
             window.may_be_dropped, window.trace.lacks_step = True, False
             raise DistaccumError(
                 f"another window was requested while one is {window.describe()}; finish its loop and call its "
@@ -217,7 +218,7 @@ class Planner:
     def own_part(self) -> Own:
         """This rank's random numbers and its loader's place: of the start of the window at work, or of now."""
         window = self.window
-        if window is None or not window.is_open:
+        if window is None or window.stage not in OPEN:
             return self.job.random.now(), self.loaders_place()
         if window.stage is Stage.COMPLETE and not self.job.steps:
             raise DistaccumError(
@@ -231,7 +232,7 @@ class Planner:
         feed, window = self._feed, self.window
         if feed is None:
             return self._place
-        is_of_window = window is not None and not window.is_over and feed.window is self._window
+        is_of_window = window is not None and window.stage not in OVER and feed.window is self._window
         return feed.at_start if is_of_window else feed.reader.place()
 
     def resume(self, own: Own) -> None:

@@ -37,7 +37,7 @@ def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str
 def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[Extension]) -> None:
     """Resumes from the state; everything is read before anything is set."""
     job = planner.job
-    if planner.window is not None and planner.window.is_open:
+    if planner.has_open_window and planner.window is not None:
         raise DistaccumError(
             f"load_state_dict() while a window is {planner.window.describe()}; finish it or discard() it"
         )

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from .guard import (
     DONE,
     FAILED,
+    OVER,
     TAMPERED,
     WAITING,
     Stage,
@@ -23,7 +24,7 @@ from .guard import (
     refuse_unfinished,
     untouched_statistics,
 )
-from .job import Counts, Job, Manner, Micro, Trace
+from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Trace
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss, look_at
@@ -116,16 +117,6 @@ class Window:
         """The micro-batches of this rank that went backward, stand-ins included."""
         return self._place + (self.turn is DONE and not self.has_more_parts)
 
-    @property
-    def is_open(self) -> bool:
-        """True while it holds gradients: from the begin of its loop to its step or discard."""
-        return self.stage in (Stage.RUNNING, Stage.COMPLETE)
-
-    @property
-    def is_over(self) -> bool:
-        """True once it was stepped, skipped or discarded."""
-        return self.stage in (Stage.STEPPED, Stage.LEFT)
-
     def to_come(self) -> list[Any]:
         """The micro-batches that the loop will yield, stand-ins too."""
         spare = [] if self.spare is None else [self.spare.batch]
@@ -160,9 +151,9 @@ class Window:
                     with untouched_statistics([module for _, module in self._job.batchnorms]):
                         yield self.spare.batch
                 else:
-                    self.at_work = micro = self.micros[place]
-                    self.counts_here = micro.counts
-                    yield micro.take()  # which is the caller's to free
+                    self.at_work = self.micros[place]
+                    self.counts_here = self.at_work.counts
+                    yield self._take(self.at_work)
                 if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
                     refuse_unfinished(self)
             self.stand_in = False
@@ -174,6 +165,11 @@ class Window:
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
+
+    def _take(self, micro: Micro) -> Any:
+        """Hands the batch over: it is the caller's to free."""
+        batch, micro.batch = micro.batch, None
+        return batch
 
     def begin(self) -> None:
         """Starts the engine, which may communicate. Iterating calls it; call it yourself if your ranks communicate
@@ -389,7 +385,8 @@ class Window:
             _read=self._read,
         )
         self._end(update)
-        job.refuse_to_skip_on(reason)
+        if job.skipped >= MOST_SKIPS:
+            job.refuse_to_skip_on(reason)
         return update
 
     def _step(self) -> str | None:
@@ -402,7 +399,7 @@ class Window:
         if scaler is not None:
             refuse_another_scale(scaler, self.losses.scale_stamp)
             flags = unscale(scaler, job.optimizers)
-        stepped = [p for p in job.stepped() if p.grad is not None]
+        stepped = [p for p in job.trained or self.parameters if p.grad is not None]
         if config.max_norm is not None and "norm" not in engine.owns:
             self._norm = engine.norm(stepped)
         self._record = Record(self.losses, self.numbers, flags, engine.peers)
@@ -443,7 +440,7 @@ class Window:
 
     def discard(self) -> None:
         """Gives the window up: its gradients are cleared and the model is put back. Weights do not change."""
-        if self.is_over:
+        if self.stage in OVER:
             return
         if self.stage is not Stage.PLANNED:
             self._engine.release()
