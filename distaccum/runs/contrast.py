@@ -268,7 +268,7 @@ def _tensors_of(value: Any) -> list[Tensor]:
 
 
 def _differences(before: Sequence[Tensor], now: Sequence[Tensor]) -> Iterator[Tensor]:
-    """In parts of what is tolerated."""
+    """The differences, in units of what is tolerated."""
     for one, other in zip(before, now, strict=True):
         if _has_gradient(one) and one.numel():
             largest = one.abs().max().nan_to_num(1.0, 1.0).clamp(min=torch.finfo(one.dtype).tiny)

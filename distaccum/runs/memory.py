@@ -1,4 +1,4 @@
-"""Out of memory: recognised, and what a failed attempt holds freed."""
+"""Recognises errors for want of memory, and frees what a failed attempt holds."""
 
 from __future__ import annotations
 

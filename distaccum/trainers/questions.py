@@ -36,7 +36,7 @@ class Compared(NamedTuple):
 
 
 class _UnseenError(Exception):
-    """A rank cannot see over what the loss is a mean."""
+    """A rank cannot see what the loss is a mean over."""
 
 
 @final
@@ -148,7 +148,7 @@ class Questions:
         room = min(0.01, 200 * self.precision) * abs(wanted) or 1.0  # for rounding, in batches of other shapes
 
         def error(reduction: Reduction, count: Count) -> float:
-            """In parts of what rounding may do."""
+            """The error of the whole, in units of what rounding may do."""
             weighed = [(loss, float(count(part))) for loss, part in zip(losses, parts, strict=True)]
             total = sum(weight for _, weight in weighed) or math.nan
             # A mean over nothing is nan.
@@ -210,7 +210,7 @@ class Questions:
 
     def _unseen(self, reason: str) -> str:
         return (
-            f"over what the loss of {self.name} is a mean cannot be seen: {reason}; give count=count_samples, "
+            f"what the loss of {self.name} is a mean over cannot be seen: {reason}; give count=count_samples, "
             "count=count_tokens('labels'), count=len for a list of samples or one of your own, and "
             "reduction='sum_to_mean' where it is a sum"
         )

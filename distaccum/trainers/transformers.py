@@ -150,7 +150,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return loss
 
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
-        """Its part of the window's loss, times the number of ranks, over which the Trainer averages."""
+        """Runs one micro-batch; its part of the window's loss, times the ranks, over which the Trainer averages."""
         _, questions = self._accumulator_of(self.model_wrapped)
         items, weight = questions.number_and_weight(micro_batch)
         with self._alone():
@@ -274,7 +274,7 @@ def _inner(model: nn.Module) -> nn.Module:
 
 @final
 class _Ends(TrainerCallback):  # type: ignore[misc]  # has no types
-    """After the Trainer's step and its clearing."""
+    """Ends the window after the Trainer's step and its clearing."""
 
     def __init__(self, trainer: AccumulatingTrainer) -> None:
         self._trainer = trainer

@@ -24,18 +24,24 @@ def causes_of(comparison: Comparison) -> list[str]:
     if _differs(comparison):
         if dropping := [(name, module) for name, module in training if _drops(module)]:
             kinds = _into_eval(dropping)
-            found.append(f"dropout: random numbers are drawn by {kinds}, and micro-batches draw others")
+            found.append(
+                f"dropout: random numbers are drawn by {kinds}, and micro-batches draw others; the gradient is that of "
+                "the masks that were drawn, as dropout means it: nothing to do, where this is the only cause"
+            )
         if not dropping or _differs(comparison):
             where = ", outside of dropout layers" if dropping else ""
             found.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
-                f"are drawn{where}, or something is kept between calls (a buffer, an attribute)"
+                f"are drawn{where}, or something is kept between calls (a buffer, an attribute); nothing "
+                "to do about random numbers, where this is the only cause; draw none to see the other causes"
             )
             _into_eval(training)
     if normalising := [(name, module) for name, module in training if isinstance(module, KINDS)]:
         found.append(
             "batchnorm: in training mode a sample's output depends on the others in "
-            f"{_into_eval(normalising)}, and a micro-batch has fewer of them"
+            f"{_into_eval(normalising)}, and a micro-batch has fewer of them; freeze them "
+            "(distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it with "
+            "batchnorm='ignore'"
         )
     if found and (_differs(comparison) or comparison.agrees(comparison.compare())):
         return found
@@ -91,7 +97,8 @@ def _cause_in_the_loss(comparison: Comparison, name: str) -> str | None:
         return "loss: a micro-batch's loss is not finite, and the whole batch's is"
     return (
         f"loss: the loss{of_name} is no sum or mean over samples, labels or what count gave ({gave}): samples depend "
-        "on each other in it or in the model, or it is a mean by weights of its own, whose sum count has to give"
+        "on each other in it or in the model (a loss over pairs: accumulator.contrast), or it is a mean by weights of "
+        "its own, whose sum count has to give"
     )
 
 

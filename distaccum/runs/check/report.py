@@ -17,17 +17,6 @@ from ..update import LossFn
 from .causes import causes_of
 from .comparison import Comparison
 
-ADVICE = {
-    "batchnorm": "; freeze them (distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or "
-    "accept it with batchnorm='ignore'",
-    "dropout": "; the gradient is that of the masks that were drawn, as dropout means it: nothing to do, where this is "
-    "the only cause",
-    "random": "; nothing to do about numbers that were drawn, where this is the only cause; let the loss depend on the "
-    "batch and the parameters alone to see its other causes",
-    "loss": "; a loss over pairs: accumulator.contrast; else make it a sum or a mean over samples, of layers that look "
-    "at each sample alone",
-}
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -88,8 +77,8 @@ class Report:
         table += [f"{o.name:<{room}} {o.norm:>10.3e} {o.error:>9.1e}{m}" for o, m in zip(shown, more, strict=True)]
         if len(self.parameters) > 12:
             table.append(f"and {len(self.parameters) - 12} more with smaller errors")
-        texts += [f"{cause}{ADVICE.get(cause.split(':')[0], '')}" for cause in self.causes]
-        first, *others = (textwrap.fill(text, columns) for text in (*texts, *(f"note: {one}" for one in self.notes)))
+        texts += [*self.causes, *(f"note: {one}" for one in self.notes)]
+        first, *others = (textwrap.fill(text, columns) for text in texts)
         return "\n\n".join([first, "\n".join(table), *others])
 
 
