@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -48,10 +47,6 @@ class Adapter:
 
     def after_step(self, stepped: bool) -> None:
         """Lets the library know of a step, or of one that was skipped."""
-
-    def reading(self, loader: Any) -> AbstractContextManager[None]:
-        """A context in which a loader is read."""
-        return nullcontext()
 
     def communicates(self, loader: Any) -> bool:
         """Returns whether drawing from a loader communicates, which ranks that are at different micro-steps cannot."""

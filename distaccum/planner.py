@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Generator, Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, final
 
@@ -171,24 +170,21 @@ class Planner:
         feed = self._feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
         was_left = False
         try:
-            with ExitStack() as stack:
-                for one in job.adapters:
-                    stack.enter_context(one.reading(loader))
-                while True:
-                    window = self.plan_from(feed)
-                    feed.window = self._window
-                    if window.plan.epoch_over:
-                        return
-                    try:
-                        yield window
-                    except GeneratorExit:
-                        window.may_be_dropped = was_left = True
-                        window.trace.lacks_step = False
-                        raise
-                    if window.plan.no_more_after:
-                        if self.window is window:  # else the caller has planned another
-                            self.make_way()  # or a step() forgotten on the last window would pass in silence
-                        return
+            while True:
+                window = self.plan_from(feed)
+                feed.window = self._window
+                if window.plan.epoch_over:
+                    return
+                try:
+                    yield window
+                except GeneratorExit:
+                    window.may_be_dropped = was_left = True
+                    window.trace.lacks_step = False
+                    raise
+                if window.plan.no_more_after:
+                    if self.window is window:  # else the caller has planned another
+                        self.make_way()  # or a step() forgotten on the last window would pass in silence
+                    return
         finally:
             feed.leave()
             if reader.is_of_iterator and reader.holds_any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, final
 
@@ -50,7 +49,7 @@ class WideSums(Extension):
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard, sync='every' with float32 parameters "
                 'under FSDP1, "data_types": {"grad_accum_dtype": "fp32"} in the config of DeepSpeed'
             )
-        engine.by_hand, engine.standing = True, partial(_standing, self._sums)
+        engine.by_hand, engine.standing = True, self._standing
 
     def begin(self, window: Window) -> None:
         for p in window.parameters:
@@ -88,12 +87,11 @@ class WideSums(Extension):
     def end(self, window: Window, update: Update | None) -> None:
         self._drop()
 
+    def _standing(self, parameter: nn.Parameter) -> Tensor | None:
+        return self._sums[id(parameter)][1] if id(parameter) in self._sums else parameter.grad
+
     def _drop(self) -> None:
         for hook in self._hooks:
             hook.remove()
         self._sums.clear()
         self._hooks, self._is_running = [], False
-
-
-def _standing(sums: Mapping[int, tuple[nn.Parameter, Tensor]], parameter: nn.Parameter) -> Tensor | None:
-    return sums[id(parameter)][1] if id(parameter) in sums else parameter.grad

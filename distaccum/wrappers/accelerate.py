@@ -9,8 +9,7 @@ those of another window too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -44,13 +43,9 @@ class Accelerated(Adapter):
         )
         theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
         if accelerator is not None:
-            if not hasattr(accelerator, "backward") or not hasattr(accelerator, "prepare"):
-                raise TypeError(
-                    f"accelerator={accelerator!r} is a {type(accelerator).__name__}, expected accelerate's Accelerator"
-                )
-            theirs += [accelerator.scaler] if getattr(accelerator, "scaler", None) is not None else []
-            if str(getattr(accelerator.distributed_type, "value", "")) not in ("DEEPSPEED", "MEGATRON_LM"):
-                self.scales_losses = True  # under DeepSpeed its backward would step the engine as well
+            theirs += [accelerator.scaler] if accelerator.scaler is not None else []
+            # Under DeepSpeed its backward would step the engine as well.
+            self.scales_losses = accelerator.distributed_type not in ("DEEPSPEED", "MEGATRON_LM")
         if given.scaler is not None and any(given.scaler is not one for one in theirs):
             raise ValueError("scaler= beside the Accelerator's own, which scales the loss too; leave scaler= out")
         given.scaler = theirs[0] if theirs else given.scaler
@@ -72,29 +67,18 @@ class Accelerated(Adapter):
             )
 
     def warning(self) -> str | None:
-        """Why a schedule that was made for Accelerate is too long here, and the number to give."""
         processes = dist.get_world_size() if dist.is_initialized() else 1
         if not self._steps_by_process or processes == 1:
             return None
         return (
-            f"Accelerate steps a prepared schedule {processes} times per update, once per process "
-            "(step_scheduler_with_optimizer, without split_batches), and window.step() steps it once: divide the "
-            f"lengths that were meant for Accelerate (warm-up, total) by {processes}. If they are in updates already, "
-            "say Accelerator(step_scheduler_with_optimizer=False), or leave the schedule out of prepare"
+            f"Accelerate steps a prepared schedule {processes} times per update, once per process, and window.step() "
+            f"steps it once: divide the lengths that were meant for Accelerate (warm-up, total) by {processes}, or, if "
+            "they are in updates already, leave the schedule out of prepare"
         )
 
     def after_step(self, stepped: bool) -> None:
         for wrapper in self._wrappers:
             note_step(wrapper, stepped)
-
-    @contextmanager
-    def reading(self, loader: Any) -> Iterator[None]:
-        """Removes a prepared loader from Accelerate's singleton, also when its iteration is broken off."""
-        try:
-            yield
-        finally:
-            if _is_of("data_loader", "DataLoaderStateMixin", loader):
-                loader.end()
 
     def communicates(self, loader: Any) -> bool:
         return _is_of("data_loader", "DataLoaderDispatcher", loader)

@@ -8,7 +8,6 @@ and is left in its place where there is no scaler, since it calls hooks and coun
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, final
 
 from torch import nn
@@ -53,7 +52,7 @@ class FromFabric(Adapter):
         return private.during_backward(self._modules[0], run_backward) if self._modules else run_backward
 
     def after_step(self, stepped: bool) -> None:
-        """Calls Fabric's `on_after_optimizer_step`; lets the Trainer count the step in `global_step`."""
+        """Lets the Trainer count the step in `global_step`."""
         if stepped:
             for wrapper in self._stepped:
                 private.note_fabrics_step(wrapper)
@@ -67,18 +66,15 @@ def _scaler_of_trainer(wrapper: Any) -> Any:
 
 def _refuse_unknown(strategy: Any) -> None:
     """Refuses a strategy or plugin with a backward or step of its own: neither would be called."""
-    own = [*_made_elsewhere(strategy, "backward", "optimizer_step")]
-    own += _made_elsewhere(strategy.precision, "pre_backward", "backward", "post_backward", "optimizer_step")
+    names, own = ("backward", "optimizer_step", "pre_backward", "post_backward"), []
+    for of in (strategy, strategy.precision):
+        for name in names:
+            owner = next((kind for kind in type(of).__mro__ if name in vars(kind)), None)
+            if owner and (owner.__name__ not in KNOWN or owner.__module__.partition(".")[0] not in PACKAGES):
+                own.append(f"{owner.__name__}.{name}")
     if own:
         raise ValueError(
             f"Fabric's {strategy.__class__.__name__} with {' and '.join(own)}, which window.backward() and "
             "window.step() do not call; use Fabric's own strategy for one device, DDP, FSDP, DeepSpeed or "
             "ModelParallelStrategy with Fabric's own precision"
         )
-
-
-def _made_elsewhere(of: object, *names: str) -> Iterator[str]:
-    for name in names:
-        owner = next(kind for kind in type(of).__mro__ if name in vars(kind))
-        if owner.__name__ not in KNOWN or owner.__module__.partition(".")[0] not in PACKAGES:
-            yield f"{owner.__name__}.{name}"

@@ -62,7 +62,6 @@ def state_of(accelerator: Any) -> Any:
         accelerator.step,
         gradient_state.sync_gradients,
         gradient_state.num_steps,
-        list(gradient_state.dataloader_references),
         {k: v for k, v in accelerator.state.__dict__.items() if k != "_shared_state"},
     )
 

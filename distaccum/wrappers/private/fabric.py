@@ -45,17 +45,8 @@ def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any
 
 
 def note_fabrics_step(wrapper: Any) -> None:
-    """Lets a _FabricOptimizer, and what hears of it, know of a step that it did not take itself.
-
-    A torch schedule made of the wrapper reads `_opt_called`, and warns without it. Without `_callbacks` none is called.
-    """
+    """Lets a torch schedule made of a _FabricOptimizer know of a step: it warns without `_opt_called`."""
     wrapper._opt_called = True
-    strategy = strategy_of(wrapper)
-    model = getattr(strategy, "model", None)  # of DeepSpeed alone
-    for callback in getattr(wrapper, "_callbacks", ()):
-        hook = getattr(callback, "on_after_optimizer_step", None)
-        if callable(hook):
-            hook(strategy=strategy, optimizer=wrapper.optimizer if model is None else model)
 
 
 def note_trainers_step(wrapper: Any) -> None:
