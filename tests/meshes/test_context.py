@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -30,41 +29,6 @@ from tests.support.ranks import on_ranks
 TOKENS = 6
 # Sizes of micro-batches by data rank: even, uneven, a dry rank.
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
-
-
-class Rotate(torch.autograd.Function):
-    """Sends a tensor to the next rank of the ring, and its gradient back."""
-
-    @staticmethod
-    def forward(ctx: Any, sent: Tensor, group: Any, by: int = 1) -> Tensor:
-        ctx.group, ctx.by = group, by
-        ranks = dist.get_process_group_ranks(group)
-        sent = sent.contiguous()
-        here, got = ranks.index(dist.get_rank()), torch.empty_like(sent)
-        work = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, sent, ranks[(here + by) % len(ranks)], group),
-                dist.P2POp(dist.irecv, got, ranks[(here - by) % len(ranks)], group),
-            ]
-        )
-        for one in work:
-            one.wait()
-        return got
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return Rotate.apply(gradient, ctx.group, -ctx.by), None, None
-
-
-def ring(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-    """Keys and values go round; sums of exponentials are added up, as ring attention does."""
-    weights, values = 0.0, 0.0
-    for turn in range(dist.get_world_size(group)):
-        if turn:
-            k, v = Rotate.apply(k, group), Rotate.apply(v, group)
-        part = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).exp()
-        weights, values = weights + part.sum(-1, keepdim=True), values + part @ v
-    return values / weights
 
 
 class Gather(torch.autograd.Function):
@@ -91,17 +55,6 @@ def gathered(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
     return attention(q, k, v)
 
 
-def swapped(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-    """Each rank has all tokens of its heads meanwhile."""
-    num = dist.get_world_size(group)
-
-    def swap(one: Tensor, cut: int, join: int) -> Tensor:
-        pieces = torch.stack(one.chunk(num, dim=cut)).contiguous()
-        return torch.cat(list(all_to_all_single(torch.empty_like(pieces), pieces, group=group)), dim=join)
-
-    return swap(attention(*(swap(one, 1, 2) for one in (q, k, v))), 2, 1)
-
-
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.softmax(q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]), dim=-1) @ v
 
@@ -125,14 +78,10 @@ def make_reader(attend: Any = attention) -> Reader:
     return Reader(attend).double()
 
 
-ATTENTIONS = {"ring": ring, "gathered": gathered, "swapped": swapped}
-
-
-def on_a_mesh(attend: str, wrap: str) -> tuple[nn.Module, Any]:
+def on_a_mesh(wrap: str = "FSDP2") -> tuple[nn.Module, Any]:
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    warnings.filterwarnings("ignore", message="torch.distributed.nn.functional", category=FutureWarning)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "context"))
-    net = make_reader(partial(ATTENTIONS[attend], group=mesh["context"].get_group()))
+    net = make_reader(partial(gathered, group=mesh["context"].get_group()))
     if wrap == "DDP":
         return DistributedDataParallel(net), mesh
     both = init_device_mesh("cpu", (dist.get_world_size(),))  # the same ranks, flat
@@ -158,9 +107,6 @@ def cut(batch: Any, mesh: Any) -> Any:
     return {key: value.chunk(num, dim=1)[rank].contiguous() for key, value in batch.items()}
 
 
-RING, DDP = ("ring", "fsdp2"), ("gathered", "DDP")
-
-
 def part_of_tokens(context):
     """A count of whole labels that are cut later."""
     tokens = count_tokens("labels")
@@ -168,19 +114,16 @@ def part_of_tokens(context):
 
 
 @pytest.mark.parametrize(
-    ("attend", "wrap", "sync", "reduction", "whole"),
+    ("wrap", "sync", "reduction", "whole"),
     [
-        *((one, "fsdp2", "last", how, False) for one in ATTENTIONS for how in ("mean", "sum", "sum_to_mean")),
-        *((*RING, sync, "mean", False) for sync in ("every", "gathered")),
-        *((*DDP, "last", how, False) for how in ("mean", "sum_to_mean")),
-        # Whole labels that are cut later are counted once.
-        *(("ring", wrap, "last", how, True) for wrap in ("fsdp2", "DDP") for how in ("sum", "sum_to_mean")),
+        *((wrap, "last", how, False) for wrap in ("FSDP2", "DDP") for how in ("mean", "sum", "sum_to_mean")),
+        *(("FSDP2", sync, "mean", False) for sync in ("every", "gathered")),
+        *((wrap, "last", "sum_to_mean", True) for wrap in ("FSDP2", "DDP")),  # whole labels that are cut later
     ],
 )
 @on_ranks(4)
-def test_law_holds_with_parts_of_sequences(attend, wrap, sync, reduction, whole):
-    """By window: how far the step, the norm and the loss are off."""
-    net, mesh = on_a_mesh(attend, wrap)
+def test_law_holds_with_parts_of_sequences(wrap, sync, reduction, whole):
+    net, mesh = on_a_mesh(wrap)
     num, rank, context = mesh["data"].size(), mesh["data"].get_local_rank(), mesh["context"]
     count = part_of_tokens(context) if whole else count_tokens("labels")
     options = {"sync": sync, "reduction": reduction, "count": count, "max_norm": 1e9, "mesh": mesh["data"]}
@@ -205,7 +148,7 @@ def test_law_holds_where_torch_cuts_sequences():
     """torch's context_parallel cuts in place, the outer quarters to rank 0; its attention has no CPU kernel."""
     from torch.distributed.tensor.experimental import context_parallel
 
-    net, mesh = on_a_mesh(*RING)
+    net, mesh = on_a_mesh()
     options = {"count": part_of_tokens(mesh["context"]), "max_norm": 1e9, "mesh": mesh["data"]}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), reduction="sum_to_mean", **options)
     batches = [{key: value[:, :4].contiguous() for key, value in make_batch(2, seed=i).items()} for i in range(4)]
@@ -229,7 +172,7 @@ PLANS = {
 @pytest.mark.parametrize(("what", "said"), PLANS.items(), ids=PLANS)
 @on_ranks(4)
 def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
-    net, mesh = on_a_mesh(*RING)
+    net, mesh = on_a_mesh()
     context = mesh["context"]
     options = {"reduction": "sum_to_mean", "count": count_tokens("labels"), "mesh": mesh["data"]}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), **options)
@@ -245,7 +188,7 @@ def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
 
 @on_ranks(4)
 def test_options_that_need_whole_samples_are_refused():
-    net, mesh = on_a_mesh(*RING)
+    net, mesh = on_a_mesh()
     tokens, data = count_tokens("labels"), mesh["data"]
     optimizer = SGD(net.parameters(), lr=0.1)
     said = [
@@ -272,7 +215,7 @@ def test_options_that_need_whole_samples_are_refused():
 @on_ranks(4)
 def test_update_cuts_parts_alike_and_counts_samples_once():
     """update() cuts each rank's part alike, and `batch_size` is of samples that are counted once."""
-    net, mesh = on_a_mesh(*RING)
+    net, mesh = on_a_mesh()
     options = {"batch_size": 8, "micro_batch_size": 2, "max_norm": 1e9, "mesh": mesh["data"]}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), **options)
     rank, exact = mesh["data"].get_local_rank(), make_reader()

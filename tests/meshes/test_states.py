@@ -32,7 +32,7 @@ class Job:
             model, parameters, data = pipe.schedule, pipe.parameters(), pipe.rank
             self.run = lambda window, batch, factor: window.run(batch["x"] * factor, target=batch["labels"])
         elif kind == "context":
-            model, mesh = test_context.on_a_mesh("gathered", "fsdp2")
+            model, mesh = test_context.on_a_mesh()
             data, options["mesh"] = mesh["data"].get_local_rank(), mesh["data"]
             self.run = lambda window, batch, factor: window.backward(
                 test_context.criterion(model, test_context.cut(batch, mesh["context"]), "mean") * factor
@@ -97,8 +97,10 @@ def test_window_begins_again_from_a_state_in_its_middle(kind, world):
     assert torch.equal(whole.weights(), again.weights()) and not torch.equal(whole.weights(), Job(kind).weights())
 
 
-@pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
-@pytest.mark.parametrize(("kind", "world"), MESHES.items())
+@pytest.mark.parametrize(
+    ("kind", "world", "on_nonfinite"),
+    [*((*one, "raise") for one in MESHES.items()), ("sequence, 2 x 2", 4, "skip"), ("context", 4, "skip")],
+)
 @on_ranks()
 def test_nan_of_one_data_rank_is_refused_alike_on_all_ranks(kind, world, on_nonfinite):
     job = Job(kind, on_nonfinite=on_nonfinite)
