@@ -107,7 +107,7 @@ class Losses:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = whole_loss(loss, self._engine.group)
+            loss = whole_loss(loss, self._engine.peers.group)
         if loss.dtype is not torch.float32:
             if loss.is_complex():
                 refuse_loss(loss)

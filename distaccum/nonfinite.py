@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .engines import Engine
 from .law import DistaccumError
 from .losses import Losses, Record
-from .norms import local, names_of, norm_on_host, read
+from .norms import local, names_of, number_of
 from .options import OnNonfinite
 
 SHOWN = 3  # parameters by name; of the others the number
@@ -20,28 +20,20 @@ SHOWN = 3  # parameters by name; of the others the number
 
 class Look(NamedTuple):
     finite: bool  # every element
-    norm: Tensor | None
+    norm: Tensor
     read: float = math.inf  # the norm, where it was read
 
 
 def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
     """Takes the norm, and tells whether every element is finite; reads one number, usually after one pass."""
     # On a CPU the largest element takes eighteen times as long as the norm.
-    known = _read_norm(engine, parameters) if norm is None else read(norm)
-    if math.isfinite(known):
-        return Look(True, norm, known)
+    norm = engine.norm(parameters) if norm is None else norm
+    read: float = number_of(norm)
+    if math.isfinite(read):
+        return Look(True, norm, read)
     largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
-    if not math.isfinite(largest.item()):
-        return Look(False, norm)
-    return Look(True, None if norm is None else largest * engine.norm(parameters, 2.0, largest))
-
-
-def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
-    known = None
-    kind = type(engine)
-    if kind.norm is Engine.norm and kind.shards is Engine.shards and engine.pipeline is None:  # each rank has all of it
-        known = norm_on_host([p.grad for p in parameters if p.grad is not None])
-    return read(engine.norm(parameters)) if known is None else known
+    is_finite = math.isfinite(number_of(largest))
+    return Look(is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm)
 
 
 class NonfiniteError(DistaccumError):
@@ -65,10 +57,11 @@ def judge(
     Reads every gradient, and costs a small collective.
     """
     names = names_of(engine.models)
+    named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
     own = _View(
         *(losses.first_nonfinite() or (-1, 0.0)),
-        [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters) if not _is_finite(p.grad)],
-        [names.get(id(p), f"parameter {i}") for i, p in enumerate(parameters) if not _is_finite(p)],
+        [name for name, p in named if p.grad is not None and not _is_finite(p.grad)],
+        [name for name, p in named if not _is_finite(p)],
     )
     seen: list[_View] = engine.peers.gather_objects(own, everyone=True)
     cure = "Look for it in the data or lower the learning rate"
@@ -87,7 +80,7 @@ def judge(
     )
 
 
-def _origin(engine: Engine, losses: Losses, seen: list[Any]) -> str:
+def _origin(engine: Engine, losses: Losses, seen: Sequence[_View]) -> str:
     noun = "loss" if losses.of_pairs is None else "largest representation"
     # Ranks that share samples may hold different stages, and only one of them the losses.
     by_rank = [max(shared, key=lambda one: one.place) for shared in engine.peers.by_samples(seen)]
@@ -109,20 +102,13 @@ def _first(names: Sequence[Sequence[str]]) -> str:
 
 
 def judge_loss(
-    engine: Engine,
-    losses: Losses,
-    record: Record,
-    parameters: Sequence[nn.Parameter],
-    on_nonfinite: OnNonfinite,
+    engine: Engine, losses: Losses, record: Record, parameters: Sequence[nn.Parameter], on_nonfinite: OnNonfinite
 ) -> None:
     """Raises where an overflow is no scaler's business, since a loss was not finite before it was scaled."""
     if on_nonfinite == "raise" and not all(map(math.isfinite, record.losses())):
         judge(engine, losses, parameters, "loss", "raise")
 
 
-def _is_finite(tensor: Tensor | None) -> bool:
-    if tensor is None:
-        return True
+def _is_finite(tensor: Tensor) -> bool:
     here = local(tensor.detach())
-    values = here.coalesce().values() if here.is_sparse else here
-    return bool(torch.isfinite(values).all())
+    return bool(torch.isfinite(here.coalesce().values() if here.is_sparse else here).all())

@@ -1,4 +1,4 @@
-"""The norm of the whole gradient, clipping, and names of parameters."""
+"""The norm of gradients, clipping, and names of parameters."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ EPSILON = 1e-6  # beside the norm in clipping, as torch has it
 HALF = (torch.float16, torch.bfloat16)
 # The number in a tensor on the host: no operation of the dispatcher, and nobody waits.
 number_of: Callable[[Tensor], Any] = Tensor.tolist
-FOREACH = ("cpu", "cuda")  # devices that have the norms of many tensors in one kernel
 
 
 def leaves(roots: Sequence[Tensor]) -> dict[int, Tensor]:
@@ -39,21 +38,19 @@ def local(tensor: Tensor) -> Tensor:
     return tensor if to_local is None else to_local()
 
 
-def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = None) -> Tensor:
+def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
     """The norm of all gradients, divided by `over`; in float32 at least."""
-    dense = [gradient.coalesce().values() if gradient.is_sparse else gradient for gradient in gradients]
-    if kind == math.inf:
-        dense = [gradient for gradient in dense if gradient.numel()]  # an empty tensor has no largest element
-    if over is not None:
-        dense = [gradient / over.to(gradient.device) for gradient in dense]
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # one kernel takes no others together
-    for gradient in dense:
-        by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if over is not None:
+            gradient = gradient / over.to(gradient.device)
+        if kind != math.inf or gradient.numel():  # an empty tensor has no largest element
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
     norms: list[Tensor] = []
-    for (device, dtype), alike in by_kind.items():
-        if device.type not in FOREACH or hasattr(alike[0], "to_local"):
-            return torch.nn.utils.get_total_norm(dense, kind)
-        norms += norms_of(alike, kind, torch.float32 if dtype in HALF else None)
+    for (_, dtype), alike in by_kind.items():
+        norms += norms_of(alike, kind, dtype=torch.float32 if dtype in HALF else None)
     if not norms:
         return torch.zeros((), device="cpu")
     if len(by_kind) > 1:
@@ -62,23 +59,9 @@ def total_norm(gradients: Sequence[Tensor], kind: float, over: Tensor | None = N
     return norm
 
 
-def norm_on_host(gradients: Sequence[Tensor]) -> float | None:
-    """Their L2 norm as a number where all are on the host, on which kernels that add it up cost more than the norm."""
-    for one in gradients:
-        if type(one) is not Tensor or not one.is_cpu or one.layout is not torch.strided or one.dtype in HALF:
-            return None
-    return math.hypot(*map(number_of, norms_of(gradients, 2.0, None)))
-
-
 def is_zero(gradients: Sequence[Tensor]) -> bool:
     """Tells whether this rank's parts of all gradients are zeros; waits for the device."""
     return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
-
-
-def read(number: Tensor) -> float:
-    """Waits for the device that it is on, if it is on one."""
-    value: float = number_of(number) if type(number) is Tensor and number.is_cpu else number.item()
-    return value
 
 
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

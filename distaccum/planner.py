@@ -43,7 +43,7 @@ class Planner:
         self._guard()
 
     def _guard(self) -> None:
-        for one in [*self.job.optimizers, *self.job.engine.guarded()]:
+        for one in self.job.optimizers:
             guard_steps(one, self, Planner.forbids_steps)
 
     def forbids_steps(self) -> bool:
@@ -137,8 +137,7 @@ class Planner:
         trace = self.job.trace
         if trace is None or self.window is not None:
             return
-        self.job.engine.release()  # Ctrl-C may have come while the window was discarded
-        self.job.engine.clear(self.job.parameters())
+        self.job.engine.clear(self.job.parameters())  # Ctrl-C may have come while the window was discarded
         self.job.trace = None
         if trace.lacks_step and warns:
             self.job.once(

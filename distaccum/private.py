@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -57,30 +58,38 @@ def require(library: str, owner: object, *names: str) -> None:
         )
 
 
-def norms_of(alike: Sequence[Tensor], kind: float, dtype: torch.dtype | None) -> Sequence[Tensor]:
-    """The norm of each of these tensors of one device and dtype, in one kernel; without the name, in one each."""
-    if (foreach := getattr(torch, "_foreach_norm", None)) is None:
-        return [torch.linalg.vector_norm(one, kind, dtype=dtype) for one in alike]
-    norms: Sequence[Tensor] = foreach(alike, kind, dtype=dtype)
-    return norms
+require("torch", torch, "_foreach_norm", "_foreach_zero_")
+norms_of: Callable[..., Sequence[Tensor]] = torch._foreach_norm  # of tensors of one device and dtype, in one kernel
+zero_all: Callable[[list[Tensor]], Any] = torch._foreach_zero_  # in one kernel, as `Optimizer.zero_grad` does
+
+# `torch.autograd.backward`, of tuples, without its checks of shapes, which take an eighth of a tiny micro-step: roots
+# are scalars here, or outputs with their own gradients. Without the name the public call does the same.
+_run_autograd: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+run_backward: Callable[..., Any] = torch.autograd.backward
+if _run_autograd is not None:
+    run_backward = partial(
+        _run_autograd, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
+    )
 
 
-# How often a tensor was written to in place; autograd's own check has no public name. Without the name: 0, so that such
-# a write is not seen.
-version_of: Callable[[Tensor], int] = attrgetter("_version") if hasattr(Tensor, "_version") else lambda _: 0
+def is_reached(parameter: Tensor) -> bool:
+    """True if the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None:
+        return True
+    with torch.enable_grad():
+        return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]
 
 
-def own_version_of(tensor: Tensor) -> int | None:
-    """The number of writes to this tensor; None for a view, which shares it with all other views, or in inference.
-
-    Private: whether it is a view. Without the name: of the tensor and its views together.
-    """
-    return None if getattr(tensor, "_base", None) is not None or tensor.is_inference() else version_of(tensor)
+require("torch", Tensor, "_version", "_base")
+version_of: Callable[[Tensor], int] = attrgetter("_version")  # how often a tensor was written to in place
 
 
-def is_view(gradient: Tensor) -> bool:
-    """Tells whether a gradient lies in the memory of another tensor, as in a bucket of DDP, which no public name tells.
+def own_version_of(tensor: Any) -> int | None:
+    """The number of writes to this tensor; None for a view, which shares it with all other views, or in inference."""
+    return None if tensor._base is not None or tensor.is_inference() else version_of(tensor)
 
-    Without the name: yes, so that a gradient which somebody replaced in mid-window by another is not noticed.
-    """
-    return getattr(gradient, "_base", gradient) is not None
+
+def is_view(gradient: Any) -> bool:
+    """Tells whether a gradient lies in the memory of another tensor, as in a bucket of DDP."""
+    return gradient._base is not None

@@ -78,7 +78,8 @@ class Window:
             job, SUM if manner.is_sum else job.config.reductions, plan.counts, self.parameters[0].device
         )
         self.numbers: dict[str, Tensor] = {}  # of extensions, by their key
-        self.num_micro_steps = 0 if plan.is_empty else job.engine.num_micro_steps(plan)  # stand-ins too
+        turns, self._num_early = job.engine.num_micro_steps(plan)
+        self.num_micro_steps = 0 if plan.is_empty else turns  # stand-ins too
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
         self.at_work: Micro | None = None  # in the loop; None while this rank stands in
         self.counts_here = Counts()  # of the micro-batch that the loop has
@@ -87,7 +88,6 @@ class Window:
         self.trace = Trace(self.index)
         self._job, self._engine, self._num_own = job, job.engine, len(micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
-        self._num_early = job.engine.num_early(plan)
         self._pace = pace  # draws a part of the next window
         self._place = -1  # of the micro-batch at work
         self._is_begun = False  # by begin(), and not iterated yet
@@ -221,7 +221,7 @@ class Window:
         """Raises where no backward may come now; returns whether the one that comes reduces."""
         if self.turn is not WAITING:
             refuse_backward(self)
-        if self._is_first and self._engine.stale(self.parameters, in_window=True):
+        if self._is_first and self._engine.stale(self.parameters):
             self._refuse_lost("gradients came into the window that its backward() did not make")
         if self._tamper.differs():
             self._refuse_lost(TAMPERED)
@@ -260,7 +260,6 @@ class Window:
         except RuntimeError as error:
             engine.peers.refuse_lost(error)
             raise
-        engine.release()
         self._tamper.complete()
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
         if looks and not look_at(engine, self.parameters).finite:
@@ -326,7 +325,10 @@ class Window:
         Raises:
             DistaccumError: The model is no pipeline's schedule, or as in `backward()`.
         """
-        return self._run(self._start_backward(), self._engine.run, inputs, options, weigh_chunks(self))
+        pipeline = self._engine.pipeline
+        if pipeline is None:
+            raise DistaccumError(f"run() with {self._engine.name}, whose forward is yours: window.backward(loss)")
+        return self._run(self._start_backward(), pipeline.run, inputs, options, weigh_chunks(self))
 
     # The update
 
@@ -443,7 +445,6 @@ class Window:
         if self.stage in OVER:
             return
         if self.stage is not Stage.PLANNED:
-            self._engine.release()
             self._engine.clear(self.parameters)
             forget(self._job.scaler, self._job.optimizers)
         self._close(Stage.LEFT)  # late, so that what Ctrl-C breaks off is done again

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from .base import Engine, Sync
+from .base import Engine, PlainEngine, Sync, UnwrappedEngine
 from .ddp import DDPEngine
 from .fsdp2 import FullyShardEngine
-from .plain import PlainEngine, UnwrappedEngine
 
 __all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 

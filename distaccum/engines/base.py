@@ -1,15 +1,15 @@
-"""Engine: what differs between the wrappers of a model, and nothing else.
+"""Engine: what differs between the wrappers of a model, and nothing else; it knows no window.
 
-An engine knows no window. It postpones the reduction of gradients, runs the backward that reduces, clears, and
-steps when it is called.
+It postpones the reduction of gradients, runs the backward that reduces, clears, and steps when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, final
 
 import torch
 import torch.distributed as dist
@@ -18,20 +18,17 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..law import DistaccumError, Plan, ranks_where, shorten
-from ..ranks import Peers
-from .averaging import average_by_hand, unlike
-from .private.autograd import run_backward
-from .shards import Groups, norm_over_shards
+from ..norms import local, names_of, total_norm
+from ..private import run_backward
+from ..ranks import Peers, norm_over, own_group
+from .shards import why_tensor_parallel
 
 Sync = Literal["last", "every", "replicas", "gathered"]
-Owned = Literal["step", "clip", "norm", "finite", "scale"]
-
-
-class Leaf(NamedTuple):
-    """A leaf of the graph, on which backward adds up a gradient of this rank's own."""
-
-    tensor: Any
-    standing: Callable[[], Tensor | None]  # its sum since the window began
+Owned = Literal["step", "clip", "norm", "finite", "scale", "sums", "stages", "dtype", "parameters"]
+Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each rank has the whole
+BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+UNUSED, DENSE, SPARSE = range(3)
+STANDING: Callable[[Any], Tensor | None] = attrgetter("grad")
 
 
 class Engine:
@@ -47,33 +44,26 @@ class Engine:
 
     Attributes:
         policies (tuple[Sync, ...]): The values of `sync` that it has.
-        divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
         lockstep (bool): Forwards, or the last backward, wait for all ranks, so a rank without data must stand in.
-        owns (frozenset[str]): What the wrapper's step does itself: "step" (it has the optimizer), "clip", "norm" (known
-            only after the step), "finite" (it skips a gradient that is not), "scale" (it scales losses).
-        can_be_cast (bool): Parameters have no other form, so that they can be cast to float64 and put back.
-        hides_parameters (bool): Outside forward, parameters are parts that cannot be computed with.
-        shows_gradients (bool): Each backward leaves its own gradient in `.grad`, which an extension may take away and
-            put back before `finish`.
-        by_hand (bool): No backward may reduce; an extension that adds up gradients itself sets it.
-        standing (Callable): A parameter's gradient since the window began; such an extension replaces it.
-        follows (bool): What it wraps may be a stage of a pipeline.
+        owns (frozenset[str]): What the wrapper leaves to nobody else. Its step has the optimizer ("step"), clips
+            ("clip"), knows the norm, but only then ("norm"), skips a gradient that is not finite ("finite"), scales
+            losses ("scale"). It adds gradients up where an extension cannot ("sums"), cannot be a stage of a pipeline
+            ("stages"), has parameters that cannot be cast and put back ("dtype"), or outside forward are parts that
+            cannot be computed with ("parameters").
+        divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
+        parts (str | None): Why parameters look whole and are parts, so that no norm can be known.
+        alike (set[int]): The ids of parameters that the wrapper makes equal on all ranks.
+        standing (Callable): The gradient of one of `holders` since the window began. An extension that adds gradients
+            up itself replaces it; no backward may reduce then.
         pipeline: The schedule that runs the models; None: their forward is the caller's.
-        run_backward (Callable): Runs autograd from losses and their seeds, for `backward`; Accelerate has its own.
-        peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`.
-        group (dist.ProcessGroup): The same, where there are several; `host_group` runs its collectives on the host.
+        run_backward (Callable): Runs autograd from tuples of losses and their seeds; Accelerate has its own.
+        peers (Peers): The ranks of the data-parallel group: `rank`, `num_ranks`, `gather`, `group`.
     """
 
     name: ClassVar[str] = ""
     policies: tuple[Sync, ...] = ("last", "every")
     lockstep: bool = False
-    owns: frozenset[Owned] = frozenset()
-    can_be_cast: bool = False
-    hides_parameters: bool = False
-    shows_gradients: bool = False
-    by_hand: bool = False
-    follows: bool = False
-    pipeline: Any = None
+    owns: frozenset[Owned] = frozenset(("sums", "stages", "dtype"))
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -88,36 +78,29 @@ class Engine:
         sharing: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if sync not in self.policies:
-            known = ", ".join(map(repr, self.policies))
-            raise ValueError(f"{sync=}, expected one of {known} for {self.name}")
+            raise ValueError(f"{sync=}, expected one of {', '.join(map(repr, self.policies))} for {self.name}")
         self.models, self.sync = tuple(models), sync
-        self.run_backward: Callable[[Sequence[Tensor], Sequence[Tensor]], Any] = run_backward
-        self.standing: Callable[[nn.Parameter], Tensor | None] = attrgetter("grad")
+        self.run_backward: Callable[..., Any] = run_backward
+        self.standing = STANDING
         self.peers = Peers(group, sharing)
-        self.group: Any = group
-        self.host_group: Any = self.peers.host_group
         self.divisor: float = self.peers.num_ranks
-        self.alike: set[int] = set()  # ids of parameters that the wrapper makes equal on all ranks
-        self._num_compared = 0  # parameters in the largest `average` so far
+        self.alike: set[int] = set()
+        self.parts: str | None = None
+        self.pipeline: Any = None
+        self.num_compared = 0  # parameters in the largest `average` so far
 
     def parameters(self) -> list[nn.Parameter]:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
         return list({id(p): p for model in self.models for p in model.parameters()}.values())
 
-    def guarded(self) -> list[Optimizer]:
-        """The wrapper's own optimizers, which the caller must not step in mid-window."""
-        return []
-
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
         """Leaves in `given` what the library steps; raises for options that the wrapper cannot follow."""
-        looks = {f"{max_norm=}": max_norm is not None, f"{on_nonfinite=}": on_nonfinite != "ignore"}
-        looks["scaler"] = given.scaler is not None
-        why = self.hides_parts()
-        if why is not None and any(looks.values()):
+        looks = max_norm is not None or on_nonfinite != "ignore" or given.scaler is not None
+        if self.parts is not None and looks:
             raise ValueError(
-                f"{', '.join(look for look, is_wanted in looks.items() if is_wanted)} with {self.name} {why}: "
-                "each rank would look at its own part of the gradient, and ranks would decide differently. Use "
-                "fully_shard over the data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
+                f"{max_norm=}, {on_nonfinite=} or a scaler with {self.name} {self.parts}: each rank would look at its "
+                "own part of the gradient, and ranks would decide differently. Use fully_shard over the data-parallel "
+                "mesh, or leave these out, with on_nonfinite='ignore'"
             )
 
     # A window
@@ -140,13 +123,13 @@ class Engine:
                 "each rank a micro-batch in the first window"
             )
 
-    def num_micro_steps(self, plan: Plan) -> int:
-        """Micro-steps of this rank: more than its micro-batches where it must stand in for the others' sake."""
-        return max(plan.num_counted) if self.lockstep else plan.num_counted[self.peers.rank]
-
-    def num_early(self, plan: Plan) -> int:
-        """The number of first micro-steps that reduce, besides the last."""
-        return 0
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        """Micro-steps of this rank, stand-ins for the others' sake included, and how many of the first reduce too."""
+        counted = plan.num_counted
+        return (
+            max(counted) if self.lockstep else counted[self.peers.rank],
+            (max if self.lockstep else min)(counted) - 1 if self.sync == "every" else 0,
+        )
 
     def will_reduce(self, reduce: bool) -> bool:
         """Returns whether a backward with this `reduce` communicates: a failure inside it cannot be undone."""
@@ -157,29 +140,13 @@ class Engine:
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         """One `run_backward` from scalar `losses`, weighted by `seeds`; reduces the sum of all if `reduce`."""
-        self.run_backward(losses, seeds)
+        self.run_backward(tuple(losses), tuple(seeds))
 
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Roots that also reach what earlier backwards of this micro-step did, if one that reduces waits for them."""
         return losses, seeds
-
-    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: Callable[..., Tensor | None]) -> Any:
-        """Forwards and backwards of a micro-batch in one call, as a pipeline's schedule makes them."""
-        if self.pipeline is None:
-            raise DistaccumError(f"window.run() with {self.name}, whose forward is yours: window.backward(loss)")
-        return self.pipeline.run(inputs, options, weigh)
-
-    def refuse_closure(self, call: str) -> None:
-        """Raises if `call`, which takes a function of the caller, cannot run it."""
-        if self.pipeline is not None:
-            self.pipeline.refuse_closure(call)
-        if call != "update" and self.peers.has_parts:  # it needs no samples in whole
-            raise DistaccumError(
-                f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
-                "on a model whose ranks have samples of their own"
-            )
 
     def stand_in(self) -> None:
         """The rest of this rank's micro-steps only keep step with other ranks: what they use does not count."""
@@ -188,22 +155,23 @@ class Engine:
         """Replaces a backward whose losses are all left out."""
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        """The objects whose .grad changes in a window's backwards alone, `parameters` among them where theirs does."""
+        """Leaves of the graph on which backwards, and nothing else in a window, add up gradients of `parameters`."""
         return parameters
 
-    def finish(self) -> None:
-        """After the last backward: reduces the rest, so that gradients are final."""
+    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
+        """Why a rank's own gradients of `parameters` cannot be seen, and the cure; None if `holders` have them."""
+        return "whose engine does not say whether its holders have a rank's own gradient; give it hides_own()"
 
-    def release(self) -> None:
-        """Restores the wrappers as `begin` found them, whatever happened since. May be called twice."""
+    def finish(self) -> None:
+        """After the last backward: reduces the rest, so that gradients are final, and restores the wrappers."""
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Removes each gradient, and whatever would count as one."""
+        """Removes each gradient, and restores the wrappers as `begin` found them, whatever happened since."""
         for parameter in parameters:
             parameter.grad = None
 
-    def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
-        """True if there are gradients that `clear` did not leave; `in_window`: before a window's first backward."""
+    def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """True if there are gradients that `clear` did not leave."""
         for parameter in parameters:  # noqa: SIM110  # any() of a generator costs three times as much
             if parameter.grad is not None:
                 return True
@@ -212,25 +180,34 @@ class Engine:
     def show_parameters(self) -> None:
         """Makes modules show the parameters that the optimizers hold."""
 
-    # A rank's own gradient, before it is reduced
-
-    def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        """Why a rank's own gradients of `parameters` cannot be seen, and the cure; None if `leaves` has them."""
-        return "whose engine does not say where a rank's own gradient is; give it hides_own() and leaves()"
-
-    def hides_parts(self) -> str | None:
-        """Where parameters look whole and are parts, so that no norm can be known; None: nowhere."""
-        return None
-
-    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
-        """Where gradients of `parameters` add up on this rank, before they are reduced."""
-        return [Leaf(p, partial(self.standing, p)) for p in parameters if p.requires_grad]
-
     # The update
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
-        """This rank's parts of gradients, by the groups over which they are cut; none: each rank has the whole."""
-        return {(): [p.grad for p in parameters if p.grad is not None]}
+        """This rank's parts of gradients, by the groups over which they are cut; none: each rank has the whole.
+
+        One entry for groups of the same ranks: a job that makes a mesh twice has several, and parameters of one model
+        may lie on either, not on all ranks alike.
+        """
+        shards: dict[Groups, list[Tensor]] = {}
+        first: dict[tuple[tuple[int, ...], ...], Groups] = {}  # by their ranks
+        parameter: Any
+        for parameter in parameters:
+            gradient, groups = parameter.grad, Groups()
+            if gradient is None:
+                continue
+            placements: Sequence[Any] = getattr(gradient, "placements", ())
+            if any(one.is_partial() for one in placements):
+                gradient = gradient.full_tensor()
+            elif placements:
+                # DTensor keeps results of earlier calls, and may place a gradient on another mesh that equals this.
+                mesh = parameter.device_mesh
+                groups = tuple(mesh.get_group(i) for i, one in enumerate(placements) if not one.is_replicate())
+                gradient = local(gradient)
+                if groups not in shards:
+                    ranks = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+                    groups = first.setdefault(ranks, groups)
+            shards.setdefault(groups, []).append(gradient)
+        return shards
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """The norm of the whole gradient by the scalar `over`, the same on all ranks; `kind` is 2 or infinity."""
@@ -247,44 +224,191 @@ class Engine:
             optimizer.step()
         return None
 
-    # For engines of several ranks
 
-    def average(
-        self, parameters: Sequence[nn.Parameter], is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False
-    ) -> None:
-        """Sums gradients over the ranks and divides by `divisor`; call it on all ranks, with the same parameters.
+@final
+class PlainEngine(Engine):
+    """Modules of a single process, without a wrapper."""
 
-        `is_zeroed`: whether a parameter's gradient is zeros that stand for none, so that it may become None.
-        """
-        if len(parameters) > self._num_compared:
-            # Values are looked at once. Parts that equal each other (biases of zeros) cannot be told from copies.
-            outside = [p for p in parameters if id(p) not in self.alike and self.copies_of(p) is self.group]
-            if differ := unlike(outside, self.host_group) if outside else []:
-                raise DistaccumError(
-                    f"{shorten(list(map(self.name_of, differ)))} differs between the data-parallel ranks, and "
-                    f"{self.name} does not reduce it, so that its gradient would be averaged over different "
-                    "parameters; if each rank has its own (experts), cut it over the ranks under fully_shard: "
-                    "distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it the same values on "
-                    "all ranks"
-                )
-            self._num_compared = len(parameters)
-        if parameters:
-            average_by_hand(parameters, self.copies_of, self.host_group, self.divisor, is_zeroed)
+    name = "a plain module"
+    owns = frozenset()
 
-    def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        """The group whose ranks hold this rank's part of `parameter` too; None if nobody else does."""
-        group: dist.ProcessGroup = self.group
-        return group
+    hides_own = staticmethod(why_tensor_parallel)
 
-    def name_of(self, parameter: nn.Parameter) -> str:
-        named = ((n, p) for model in self.models for n, p in model.named_parameters())
-        return next((n for n, p in named if p is parameter), f"a parameter of shape {list(parameter.shape)}")
 
-    def refuse_left_out_terms(self, plan: Plan, cure: str) -> None:
-        """Where modules communicate in backward, each loss must take part in each backward."""
-        if not plan.all_terms:
-            raise DistaccumError(
-                f"a micro-batch has a count of 0 for one of {list(plan.counts)}; its loss would be left out, and so "
-                "would modules in this backward for which the other ranks wait; give each micro-batch a count above 0 "
-                f"for each name{cure}"
-            )
+@final
+class UnwrappedEngine(Engine):
+    """Modules without a wrapper in a job whose ranks all compute on the same samples: tensor-parallel ones, or stages.
+
+    DTensor sums over the parts by itself in forward and backward; a gradient that it leaves as partial sums adds up
+    so, and is summed once, after the last backward.
+    """
+
+    name = "modules without a wrapper"
+    owns = frozenset(("sums", "dtype"))
+    policies = ("last",)
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        assert dist.group.WORLD is not None
+        alone = own_group(dist.group.WORLD, [dist.get_rank()], backend=None)
+        parameters = [p for model in models for p in model.parameters()]
+        ranks_sharing = import_module("distaccum.meshes.sharing").ranks_sharing
+        super().__init__(models, sync, alone, ranks_sharing(parameters, alone))
+        self._parameters: Sequence[nn.Parameter] = ()
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def finish(self) -> None:
+        for parameter in self._parameters:
+            _settle_placements(parameter)
+        self._parameters = ()
+
+    hides_own = staticmethod(why_tensor_parallel)
+
+
+def norm_over_shards(
+    shards: Mapping[Groups, Sequence[Tensor]], device: torch.device, kind: float, over: Tensor | None, dtype: Any = None
+) -> Tensor:
+    """The norm of gradients, divided by `over`, of which each rank has the parts `shards`, by the groups that cut them.
+
+    One reduction per group, also on a rank that has no part. `dtype` is needed where ranks' parts differ in theirs.
+    """
+    norms = []
+    for groups, parts in shards.items():
+        norm = total_norm(parts, kind, over).to(device, dtype)
+        norms.append(norm_over(groups, norm, kind) if groups or math.isinf(kind) else norm)
+    return norms[0] if len(norms) == 1 else total_norm(norms, kind)
+
+
+def refuse_left_out_terms(plan: Plan, cure: str) -> None:
+    """Where modules communicate in backward, each loss must take part in each backward."""
+    if not plan.all_terms:
+        raise DistaccumError(
+            f"a micro-batch has a count of 0 for one of {list(plan.counts)}; its loss would be left out, and so "
+            "would modules in this backward for which the other ranks wait; give each micro-batch a count above 0 "
+            f"for each name{cure}"
+        )
+
+
+# Gradients averaged by the library, where no wrapper does it
+
+
+def average(
+    engine: Engine,
+    parameters: Sequence[nn.Parameter],
+    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
+    copies_of: Callable[[nn.Parameter], dist.ProcessGroup | None] | None = None,
+) -> None:
+    """Sums gradients over the ranks and divides by the divisor; call it on all ranks, with the same parameters.
+
+    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
+    Those that no rank has stay None, and zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
+    that holds this rank's part of a parameter too, by default all ranks: over the others backward has summed its
+    gradient already; None: over all.
+    """
+    if not parameters:
+        return
+    everyone: Any = engine.peers.group
+    groups = [everyone if copies_of is None else copies_of(one) for one in parameters]
+    if len(parameters) > engine.num_compared:  # values are looked at once
+        # Parts that equal each other (biases of zeros) cannot be told from copies.
+        several = zip(parameters, groups, strict=True)
+        _refuse_other_values(
+            engine, [one for one, group in several if id(one) not in engine.alike and group is everyone]
+        )
+        engine.num_compared = len(parameters)
+    used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
+    kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
+    dense: dict[tuple[Any, ...], list[Tensor]] = {}
+    one: Any
+    for one, group, kind in zip(parameters, groups, kinds, strict=True):
+        if kind == UNUSED:
+            one.grad = None
+        elif kind == SPARSE:
+            assert group is not None  # DTensors have none
+            one.grad = ((no_rows(one) if one.grad is None else one.grad) / engine.divisor).coalesce()
+            dist.all_reduce(one.grad, group=group)
+        else:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+            _settle_placements(one)
+            gradient = local(one.grad)
+            if group is None:
+                gradient.div_(engine.divisor)
+            else:
+                dense.setdefault((group, gradient.device, gradient.dtype), []).append(gradient)
+    for (group, *_), gradients in dense.items():
+        for bucket in _in_buckets(gradients):  # no copy of the whole gradient
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
+            dist.all_reduce(flat, group=group)
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view(gradient.shape))
+
+
+def largest(values: Iterable[int], engine: Engine) -> list[int]:
+    """The largest of each of these small numbers on any rank; through the host."""
+    found = torch.tensor(list(values), dtype=torch.uint8, device="cpu")
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
+    numbers: list[int] = found.tolist()
+    return numbers
+
+
+def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+    """Raises if the values of one that is trained differ over ranks by more than rounding.
+
+    Sums of other parameters differ by about their norm; copies may be off by the order of a sum (of sparse rows).
+    Costs one read of the device, and one small collective on the host.
+    """
+    if not parameters:
+        return
+    values: list[Any] = [local(one.detach()) for one in parameters]
+    values = [torch.view_as_real(one) if one.is_complex() else one for one in values]
+    sums = [torch.sum(one, dtype=torch.float64).to(values[0].device) for one in values]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).to(values[0].device) for one in values]
+    above, size = torch.stack([torch.stack(sums), torch.stack(norms)]).cpu()
+    frozen = torch.tensor([not one.requires_grad for one in parameters])  # on this rank
+    found = torch.stack([above.masked_fill(frozen, -torch.inf), (-above).masked_fill(frozen, -torch.inf), size])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
+    above, below, size = found
+    names = names_of(engine.models)
+    differ = zip(parameters, (above + below > 1e-3 * size).tolist(), strict=True)
+    if unlike := [names.get(id(one), f"a parameter of shape {list(one.shape)}") for one, is_so in differ if is_so]:
+        raise DistaccumError(
+            f"{shorten(unlike)} differs between the data-parallel ranks, and {engine.name} does not reduce it, so that "
+            "its gradient would be averaged over different parameters; if each rank has its own (experts), cut it over "
+            "the ranks under fully_shard: distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it "
+            "the same values on all ranks"
+        )
+
+
+def _in_buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    bucket, size = list[Tensor](), 0
+    for gradient in gradients:
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _settle_placements(parameter: Any) -> None:
+    """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
+    gradient = parameter.grad
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+def sparse_embeddings(models: Iterable[nn.Module]) -> dict[str, Tensor]:
+    """The tables whose gradients hold only the rows that were looked up, by the names of their modules."""
+    named = [(name, one) for model in models for name, one in model.named_modules()]
+    return {name: one.weight for name, one in named if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse}
+
+
+def no_rows(parameter: Tensor) -> Tensor:
+    """An embedding's gradient where nothing was looked up."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
@@ -23,20 +24,19 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..law import DistaccumError, Plan, shorten
-from ..norms import leaves
-from .averaging import sparse_embeddings
-from .base import Engine, Sync
-from .ddp_state import NotesStrays, ZeroedViews, flags_of
+from ..norms import leaves, names_of
+from ..private import version_of, zero_all
+from .base import STANDING, Engine, Sync, average, sparse_embeddings
 from .private import ddp as private
-from .private.autograd import GradientStamp
 from .shards import lies_over, why_tensor_parallel
+
+Stamp = tuple[Tensor | None, int]  # a gradient, and how often it was written to
 
 
 @final
 class DDPEngine(Engine):
     name = "DistributedDataParallel"
-    follows = True
-    shows_gradients = True
+    owns = frozenset(("dtype",))
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -48,30 +48,24 @@ class DDPEngine(Engine):
         for wrapper in self.wrappers:
             private.refuse_what_cannot_accumulate(wrapper)
         group: dist.ProcessGroup = self.wrappers[0].process_group
-        ranks = dist.get_process_group_ranks(group)
-        for wrapper in self.wrappers:
-            others = dist.get_process_group_ranks(wrapper.process_group)
-            if others != ranks:
-                raise ValueError(
-                    f"the model holds DDP modules over ranks {ranks} and over ranks {others}, expected one "
-                    "data-parallel group; wrap them with the same process_group, or use an Accumulator each"
-                )
+        seen = {str(dist.get_process_group_ranks(wrapper.process_group)): wrapper for wrapper in self.wrappers}
+        if len(seen) > 1:
+            raise ValueError(
+                f"the model holds DDP modules over ranks {' and over ranks '.join(seen)}, expected "
+                "one data-parallel group; wrap them with the same process_group, or use an Accumulator each"
+            )
         super().__init__(models, sync, group)
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
         self.alike = {id(parameter) for parameter in self._own}
-        for parameter in self.parameters():
-            is_inside = id(parameter) in self.alike and hasattr(parameter, "to_local")
-            where = "inside" if is_inside else "over data-parallel ranks, outside"
-            if is_inside or lies_over(parameter, group)[0]:
-                raise ValueError(
-                    f"{self.name_of(parameter)} is a DTensor {where} of DDP, whose buckets hold plain tensors and "
-                    "whose forwards do not wait for each other; use fully_shard, for experts on a mesh of their own or "
-                    "with ignored_params"
-                )
+        if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
+            self.parts = "over tensor-parallel modules, whose parts it shows as plain tensors"
+        self._refuse_dtensors()
         # Where DDP looks for unused parameters, a zero would count as a gradient in the next window.
         as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]
-        self._zeroed = ZeroedViews(p for wrapper in as_views for p in self._covered[wrapper].values())
+        # Gradients that are cleared in place: set to None, views of buckets would lose the memory that they save.
+        self._views = {id(p) for wrapper in as_views for p in self._covered[wrapper].values()}
+        self._zeroed: dict[int, Stamp] = {}  # what was cleared so, and stands for no gradient, by the parameter's id
         self._unseen_graphs = [wrapper for wrapper in self.wrappers if wrapper.static_graph]
         self._graph_is_torn = False
         self._armed: list[DistributedDataParallel] = []
@@ -83,7 +77,18 @@ class DDPEngine(Engine):
         self._unreduced: list[DistributedDataParallel] = []  # searching ones that saw a backward and did not reduce
         self.strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward outside windows
         for wrapper in self.wrappers:
-            weakref.finalize(self, wrapper.register_forward_pre_hook(NotesStrays(self)).remove)
+            weakref.finalize(self, wrapper.register_forward_pre_hook(_NotesStrays(self)).remove)
+
+    def _refuse_dtensors(self) -> None:
+        for parameter in self.parameters():
+            is_inside = id(parameter) in self.alike and hasattr(parameter, "to_local")
+            if is_inside or lies_over(parameter, self.wrappers[0].process_group)[0]:
+                where = "inside" if is_inside else "over data-parallel ranks, outside"
+                raise ValueError(
+                    f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "
+                    "tensors and whose forwards do not wait for each other; use fully_shard, for experts on a mesh of "
+                    "their own or with ignored_params"
+                )
 
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
@@ -100,14 +105,10 @@ class DDPEngine(Engine):
                 "backward on every rank in its first window; give each rank a micro-batch there"
             )
 
-    def num_early(self, plan: Plan) -> int:
-        return min(plan.num_counted) - 1 if self.sync == "every" else 0  # as many on all ranks
-
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        for wrapper in self.strays:
-            if wrapper not in self._unseen_graphs:
-                # Or its next backward would reduce, on the ranks that have one.
-                flags_of(wrapper).keeps_buckets |= private.disarm(wrapper)
+        for wrapper in self.strays.difference(self._unseen_graphs):
+            # Or its next backward would reduce, on the ranks that have one.
+            _shared(wrapper).keeps_buckets |= private.disarm(wrapper)
         self.strays.clear()
         self._by_hand = [p for p in parameters if id(p) not in self.alike]
         if not all(p.requires_grad for p in self._by_hand):
@@ -115,53 +116,56 @@ class DDPEngine(Engine):
             models = {id(parameter) for parameter in self.parameters()}
             self._by_hand = [p for p in self._by_hand if p.requires_grad or id(p) not in models]
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
-        self._reduces = (
-            whole
-            and not plan.some_rank_is_dry
-            and not plan.reduce_afterwards
-            and not self._unseen_graphs
-            and not self._may_part
-            and not self.by_hand
-        )
+        not_here = plan.reduce_afterwards or self._unseen_graphs or self._may_part or self.standing is not STANDING
+        self._reduces = whole and not plan.some_rank_is_dry and not not_here
+        zeroed = [p for p in self._own if self._is_zeroed(p)] if self._zeroed else []
         if not self._reduces:
             self._by_hand += self._own
-            if self._zeroed.stamps:
-                # A zeroed view of a bucket would look like the gradient of a parameter that took part.
+            if self._zeroed:  # a zeroed view of a bucket would look like the gradient of a parameter that took part
                 for parameter in self._by_hand:
                     parameter.grad = None
         for wrapper in self.wrappers:
-            arms, searches = wrapper in self._unseen_graphs, wrapper in self._searching
-            flags_of(wrapper).take(wrapper, self, arms=arms, searches=searches)
+            shared = _shared(wrapper)
+            if not shared.takers:
+                shared.found = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
+            elif wrapper in self._searching:
+                # Or parameters that another accumulator's open window used would count as used in this one.
+                private.disarm(wrapper)
+            shared.takers.append(self)
+            wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
             # A rank may run fewer forwards than others, none, or fail in its first. So no forward may communicate.
             at_end = private.communicate_before_forward(wrapper)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
+        self._zeroed = {id(p): _stamp(p) for p in zeroed}  # buckets that were laid out anew have moved them
 
     def will_reduce(self, reduce: bool) -> bool:
         return bool(self._unseen_graphs) or (reduce and self._reduces)
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         if self._unseen_graphs:
-            before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
-            self._armed = self._unseen_graphs  # by DDP itself, in the forward
-            self._graph_is_torn = True
-            self.run_backward(losses, seeds)
-            self._graph_is_torn = False
-            unseen = []
-            for wrapper, stamps in zip(self._unseen_graphs, before, strict=True):
-                if all(stamp.is_current() for stamp in stamps):
-                    unseen.append(wrapper)  # was not in this backward (of another part, or model)
-                else:
-                    wrapper.require_backward_grad_sync = False
-                wrapper.require_forward_param_sync = False
-            self._armed, self._unseen_graphs = [], unseen
+            self._show_graphs(losses, seeds)
         elif reduce and self._reduces:
             before = [self._stamps(wrapper) for wrapper in self.wrappers]
             losses, seeds = self._arm(losses, seeds)
-            self.run_backward(losses, seeds)
+            self.run_backward(tuple(losses), tuple(seeds))
             self._settle(before)
         else:
             self._unreduced = self._searching
-            self.run_backward(losses, seeds)
+            self.run_backward(tuple(losses), tuple(seeds))
+
+    def _show_graphs(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
+        """Runs a backward that DDP has armed itself, in the forward, and that it takes for the static graph."""
+        before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
+        self._armed, self._graph_is_torn = self._unseen_graphs, True
+        self.run_backward(tuple(losses), tuple(seeds))
+        self._graph_is_torn, unseen = False, []
+        for wrapper, stamps in zip(self._unseen_graphs, before, strict=True):
+            if not self._has_reduced(wrapper, stamps):
+                unseen.append(wrapper)  # was not in this backward (of another part, or model)
+            else:
+                wrapper.require_backward_grad_sync = False
+            wrapper.require_forward_param_sync = False
+        self._armed, self._unseen_graphs = [], unseen
 
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
@@ -172,7 +176,7 @@ class DDPEngine(Engine):
                 "without it, or add the losses up"
             )
         reached = leaves(losses)
-        earlier = [p for p in self._own if id(p) not in reached and p.grad is not None and not self._zeroed.holds(p)]
+        earlier = [p for p in self._own if id(p) not in reached and p.grad is not None and not self._is_zeroed(p)]
         if not earlier:
             return losses, seeds
         root = _Reach.apply(*earlier)
@@ -194,13 +198,15 @@ class DDPEngine(Engine):
             wrapper.reducer.prepare_for_backward(roots if wrapper in self._searching else [])
         return roots, seeds
 
-    def _settle(self, before: Sequence[list[GradientStamp]]) -> None:
+    def _settle(self, before: Sequence[list[Stamp]]) -> None:
         for wrapper, stamps in zip(self.wrappers, before, strict=True):
             if wrapper not in self._armed:
                 continue  # all of it is frozen
+            is_absent = wrapper not in self._searching and not self._has_reduced(wrapper, stamps)
+            forgets = is_absent or _shared(wrapper).keeps_buckets
             try:
                 # Otherwise a missing gradient lets ranks diverge silently until the next window.
-                private.refuse_unfinished_reduction(wrapper)
+                private.end_reduction(wrapper, forgets)
             except RuntimeError as error:
                 found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
                 names = list(self._covered[wrapper])
@@ -211,48 +217,94 @@ class DDPEngine(Engine):
                     "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
                     "use all of them in each micro-batch"
                 ) from error
-            if flags_of(wrapper).keeps_buckets:
-                private.disarm(wrapper)
-            if wrapper not in self._searching and all(stamp.is_current() for stamp in stamps):
-                # None of its parameters was in this backward (of another part, or model).
-                private.disarm(wrapper)
+            if is_absent:  # none of its parameters was in this backward (of another part, or model)
                 self._by_hand += self._covered[wrapper].values()
         self._armed, self._unreduced = [], []
 
-    def _stamps(self, wrapper: DistributedDataParallel) -> list[GradientStamp]:
+    def _stamps(self, wrapper: DistributedDataParallel) -> list[Stamp]:
         """They change when DDP reduces: of one parameter where all must take part, else of all."""
         parameters = list(self._covered[wrapper].values())
-        return [GradientStamp(parameter) for parameter in (parameters if wrapper.static_graph else parameters[:1])]
+        return list(map(_stamp, parameters if wrapper.static_graph else parameters[:1]))
+
+    def _has_reduced(self, wrapper: DistributedDataParallel, before: Sequence[Stamp]) -> bool:
+        after = self._stamps(wrapper)
+        return any(one is not now or version != last for (one, version), (now, last) in zip(before, after, strict=True))
 
     def finish(self) -> None:
-        self.average(self._by_hand, self._zeroed.holds)
-        if self._reduces:
-            for wrapper in self.wrappers:
-                private.rebuild_buckets(wrapper)  # now, where all ranks are, and not when the next window begins
+        average(self, self._by_hand, self._is_zeroed)
+        self._release()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         # Until it reduces, a DDP that looks for unused parameters remembers the used ones, also for the next window.
         for wrapper in {*self._armed, *self._unreduced}:
             private.disarm(wrapper)
         for wrapper in self.wrappers:
-            flags_of(wrapper).give_back(wrapper, self)
+            shared = _shared(wrapper)
+            if self in shared.takers:
+                shared.takers.remove(self)
+                if not shared.takers:
+                    wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = shared.found
         self._armed, self._unreduced, self._by_hand = [], [], []
 
     hides_own = staticmethod(why_tensor_parallel)
 
-    def hides_parts(self) -> str | None:
-        if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
-            return "over tensor-parallel modules, whose parts it shows as plain tensors"
-        return None
-
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._zeroed.clear(parameters)
+        self._release()
+        zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
+        if zeroed:
+            zero_all([parameter.grad for parameter in zeroed if parameter.grad is not None])
+        self._zeroed = {id(parameter): _stamp(parameter) for parameter in zeroed}
+        for parameter in parameters:
+            if id(parameter) not in self._zeroed:
+                parameter.grad = None
 
-    def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
-        return any(
-            p.grad is not None and not self._zeroed.holds(p) and not (in_window and self._zeroed.was_moved(p))
-            for p in parameters
-        )
+    def _is_zeroed(self, parameter: nn.Parameter) -> bool:
+        gradient, version = self._zeroed.get(id(parameter), (None, 0))
+        return gradient is not None and gradient is parameter.grad and version == version_of(gradient)
+
+    def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
+        if not self._zeroed:
+            return super().stale(parameters)
+        return any(p.grad is not None and not self._is_zeroed(p) for p in parameters)
+
+
+@dataclass
+class _Shared:
+    """State that all Accumulators of a wrapper share while its forwards do not arm the reduction."""
+
+    takers: list[DDPEngine] = field(default_factory=list)  # those whose windows are open on it
+    found: tuple[bool, bool] = (True, True)  # its flags before the first of these
+    keeps_buckets: bool = False  # DDP has forgotten, on this rank alone, that it rebuilt them, and would ask others
+
+
+_SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.WeakKeyDictionary()
+
+
+def _shared(wrapper: DistributedDataParallel) -> _Shared:
+    if wrapper not in _SHARED:
+        _SHARED[wrapper] = _Shared()
+    return _SHARED[wrapper]
+
+
+class _NotesStrays:
+    """A forward hook, as DDP does not show whether it is armed: notes wrappers that a forward outside a window arms."""
+
+    def __init__(self, engine: DDPEngine) -> None:
+        self._engine = weakref.ref(engine)
+
+    def __call__(self, wrapper: DistributedDataParallel, _: Any) -> None:
+        engine = self._engine()
+        if engine is not None and wrapper.require_backward_grad_sync and torch.is_grad_enabled():
+            engine.strays.add(wrapper)
+
+    def __reduce__(self) -> Any:
+        """In a copy of the wrapper: a hook that returns its arguments, and loads without this package."""
+        return (getattr, ({}, "get"))
+
+
+def _stamp(parameter: nn.Parameter) -> Stamp:
+    gradient = parameter.grad
+    return gradient, -1 if gradient is None else version_of(gradient)
 
 
 def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter]) -> None:

@@ -16,27 +16,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..law import DistaccumError, Plan, shorten, warn
-from ..norms import HALF
+from ..norms import HALF, names_of
 from ..ranks import own_group
-from .averaging import sparse_embeddings
-from .base import Engine, Leaf, Sync
+from .base import STANDING, Engine, Sync, average, largest, refuse_left_out_terms, sparse_embeddings
 from .private import fsdp2 as private
-from .shards import ranks_along, shards_of, why_tensor_parallel
+from .shards import ranks_along, why_tensor_parallel
 
 
 @final
 class FullyShardEngine(Engine):
     name = "FSDP2 (fully_shard)"
-    follows = True
+    owns = frozenset(("sums", "dtype"))
     lockstep = True
 
     @classmethod
@@ -47,10 +44,10 @@ class FullyShardEngine(Engine):
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         self._modules: list[Any] = [one for model in models for one in model.modules() if self.wraps(one)]
         self._states = list(dict.fromkeys(map(private.state_of, self._modules)))
-        pairs = [(state, group) for state in self._states for group in private.groups_of(state)]
-        if not pairs:
+        self._pairs = [(state, group) for state in self._states for group in private.groups_of(state)]
+        self._groups = [group for _, group in self._pairs]
+        if not self._groups:
             raise ValueError("fully_shard was called on modules without parameters; call it on those that have some")
-        self._pairs, self._groups = pairs, [group for _, group in pairs]
         self._every = [p for group in self._groups for p in group.fsdp_params]  # FSDP2's own kind of parameter
         if sparse := [name for name, weight in sparse_embeddings(models).items() if weight.requires_grad]:
             raise ValueError(
@@ -66,9 +63,9 @@ class FullyShardEngine(Engine):
             sharing = import_module("distaccum.meshes.sharing").ranks_sharing(own, group)
         super().__init__(models, sync, group, sharing)
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
+        self.standing = self._standing
         self._policy = sync  # of the current window
         self._found: list[private.GroupFlags] = []
-        self._hooks: list[Any] = []  # of the current window
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
         self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
@@ -78,14 +75,16 @@ class FullyShardEngine(Engine):
         if self._parts:  # whose forwards wait for all ranks; with "gathered" each would run only its own
             self.policies = tuple(policy for policy in self.policies if policy != "gathered")
             if sync == "gathered":
+                names = names_of(self.models)
                 raise ValueError(
-                    f"sync='gathered' with {shorten(list(map(self.name_of, self._parts)))}, cut over the data-parallel "
-                    "ranks outside of fully_shard: forwards wait for all ranks, and each rank would run only as many "
-                    "as it has micro-batches; use 'last' or 'every'"
+                    f"sync='gathered' with {shorten([names.get(id(p), 'a parameter') for p in self._parts])}, cut over "
+                    "the data-parallel ranks outside of fully_shard: forwards wait for all ranks, and each rank would "
+                    "run only as many as it has micro-batches; use 'last' or 'every'"
                 )
         self._reduces = True  # in backward; else after the last
         self._stands_in = False
         self._unused: list[Any] = []  # of _every: without a gradient in this window, on this rank
+        self._shown: dict[int, Any] = {}  # of _every, by the id of what modules show in its place
         trained = [(group, p) for group in self._groups for p in group.fsdp_params if _is_trained(p)]
         low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
         if low and sync != "every" and self.peers.rank == 0:
@@ -108,47 +107,24 @@ class FullyShardEngine(Engine):
             self._experts = import_module("distaccum.meshes.sharing").Experts(self)
         return [] if self._experts is None else self._experts.find(outside)
 
-    def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        copies_of = super().copies_of if self._experts is None else self._experts.copies_of
-        group: dist.ProcessGroup | None = copies_of(parameter)
-        return group
-
     def check(self, plan: Plan) -> None:
         super().check(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
         self._policy = "gathered" if plan.reduce_afterwards and "gathered" in self.policies else self.sync
         communicates = len(self._groups) > 1 or bool(self._parts)  # within forward and backward, besides the root
         if self._policy != "gathered" and communicates and self.peers.num_ranks > 1:
-            self.refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
+            refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
         for group in self._groups:
             if private.has_all_reduce_hook(group):
                 raise DistaccumError(
                     f"set_all_reduce_hook on the module of {private.name_of(group.fsdp_params[0])}: its divisor, and "
                     "its ranks, cannot be known; use a hybrid mesh (replicate, shard) instead"
                 )
-        if self.pipeline is None or not self.pipeline.splits_backward:
-            return
-        # Where backward is split, torch looks for weights among the parameters that a stage shows after forward.
-        roots = [private.state_of(module) for module in self.pipeline.modules]
-        lost = [
-            private.name_of(p)
-            for state, group in self._pairs
-            if private.reshards_after_forward(state, group, is_root=state in roots)
-            for p in group.fsdp_params
-            if _is_trained(p)
-        ]
-        if lost:
-            raise DistaccumError(
-                f"{shorten(list(dict.fromkeys(lost)))} are parts again after forward, and a schedule that runs "
-                "backward for inputs and for weights apart gives them no gradient then; call fully_shard with "
-                "reshard_after_forward=False on each module of the stage, or use a schedule with whole backwards (1F1B)"
-            )
 
-    def num_micro_steps(self, plan: Plan) -> int:
-        return max(1, plan.num_counted[self.peers.rank]) if self._policy == "gathered" else max(plan.num_counted)
-
-    def num_early(self, plan: Plan) -> int:
-        return max(plan.num_counted) - 1 if self._policy == "every" else 0
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        if self._policy == "gathered":
+            return max(1, plan.num_counted[self.peers.rank]), 0
+        return super().num_micro_steps(plan)
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self.show_parameters()  # weights may have changed since they were gathered
@@ -160,18 +136,14 @@ class FullyShardEngine(Engine):
         )
         self._found = [private.GroupFlags(state, group) for state, group in self._pairs]
         for group in self._groups:
-            if self._policy == "gathered":
-                group.post_forward_mesh_info = None
             private.only_sum(group)
             private.reduce_unused(group)
-        if self._policy == "gathered" and plan.uneven:
-            refuse = partial(_refuse_state, plan.num_counted)
-            self._hooks = [module.register_state_dict_pre_hook(refuse) for module in self._modules]
-            # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not there
-            # yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some (or zeros too, on all).
-            self._reduces = self._reduces and all(
-                getattr(group, "reduce_scatter_unused_params", False) for group in self._groups
-            )
+            if self._policy == "gathered":
+                group.post_forward_mesh_info = None
+                # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not
+                # there yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some (or zeros too,
+                # on all).
+                self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
         self._is_open, self._stands_in = True, False
         if plan.agrees and self._policy == "gathered":
             for module in self._modules:
@@ -186,14 +158,13 @@ class FullyShardEngine(Engine):
         for group, found in zip(self._groups, self._found, strict=True):
             group.reduce_grads, group.all_reduce_grads = scatter, reduce
             group.reshard_after_backward = found.reshard_after_backward and (reduce or self._policy != "gathered")
-        if not scatter or self._stands_in:
-            self.run_backward(losses, seeds)
-            return
-        self._note_used()
         seen: set[int] = set()
-        hooks = [_when_used(p, seen) for p in self._unused if private.gathered_of(p) is not None]
+        hooks: list[Any] = []
+        if scatter and not self._stands_in:
+            self._note_used()
+            hooks = [_when_used(p, seen) for p in self._unused if private.gathered_of(p) is not None]
         try:
-            self.run_backward(losses, seeds)
+            self.run_backward(tuple(losses), tuple(seeds))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -213,51 +184,45 @@ class FullyShardEngine(Engine):
             private.reshard_groups(self._groups)  # as a backward would: the next forward gathers, on all ranks
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
-        gathered = [one for one in map(private.gathered_of, self._every) if one is not None]
-        return [*gathered, *parameters]
+        wanted = {id(p) for p in parameters}
+        shown = [(private.gathered_of(one), one) for one in self._every if id(one.sharded_param) in wanted]
+        self._shown = {id(gathered): one for gathered, one in shown if gathered is not None}
+        return [*(gathered for gathered, _ in shown if gathered is not None), *parameters]
+
+    def _standing(self, holder: Any) -> Tensor | None:
+        if (one := self._shown.get(id(holder))) is not None:
+            return private.standing_gradient(one)
+        return None if hasattr(holder, "to_local") else STANDING(holder)  # a shard of what was reduced
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        if any(getattr(p, "is_dtensor", False) for p in self._every):
-            return why_tensor_parallel([*map(private.gathered_of, self._every), self._every[0].sharded_param])
-        return why_tensor_parallel(self._outside(parameters))
-
-    def leaves(self, parameters: Sequence[nn.Parameter]) -> list[Leaf]:
-        wanted = {id(p): p for p in parameters}
-        found = []
-        for one in self._every:
-            gathered = private.gathered_of(one)
-            if wanted.pop(id(one.sharded_param), None) is not None and gathered is not None and gathered.requires_grad:
-                found.append(Leaf(gathered, partial(private.standing_gradient, one)))
-        return [*found, *super().leaves(list(wanted.values()))]
+        parts = [p.sharded_param for p in self._every if getattr(p, "is_dtensor", False)]
+        return why_tensor_parallel([*parts, *self._outside(parameters)])
 
     def finish(self) -> None:
-        self.average(self._by_hand)
+        average(self, self._by_hand, copies_of=None if self._experts is None else self._experts.copies_of)
         self._reduce_the_rest()
         self.show_parameters()
         self._is_open = False
+        self._release()
 
     def show_parameters(self) -> None:
         private.reshard_groups(self._groups)
 
-    def release(self) -> None:
+    def _release(self) -> None:
         for found in self._found:
             found.put_back()
-        for hook in self._hooks:
-            hook.remove()
-        self._found, self._hooks, self._by_hand, self._unused = [], [], [], []
+        self._found, self._by_hand, self._unused = [], [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._release()
         if self._is_open or any(map(private.holds_gradients, self._groups)):
             private.discard_gradients(self._states)
             self._is_open = False
         self.show_parameters()  # those gathered by an evaluation after the last backward are out of date after a step
         super().clear(parameters)
 
-    def stale(self, parameters: Sequence[nn.Parameter], *, in_window: bool = False) -> bool:
+    def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
         return super().stale(parameters) or any(map(private.holds_gradients, self._groups))
-
-    # By hand: torch asks DTensor at each kernel, and fails at the largest element of an empty shard.
-    shards = staticmethod(shards_of)
 
     def _reduce_the_rest(self) -> None:
         """Reduces what no backward did (one that left a term or a module out); no gradient stays where no rank has one.
@@ -269,10 +234,7 @@ class FullyShardEngine(Engine):
             self._note_used()
         unused = {id(p) for p in self._unused}
         left = [private.holds_gradients(group) for group in self._groups]
-        found = [*left, *(id(p) not in unused for p in self._every)]
-        agreed = torch.tensor(found, dtype=torch.uint8, device="cpu")
-        dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=self.host_group)
-        answers = agreed.tolist()
+        answers = largest([*left, *(id(p) not in unused for p in self._every)], self)
         for group, is_left in zip(self._groups, answers, strict=False):
             if is_left:
                 private.reduce_now(group)
@@ -285,14 +247,6 @@ class FullyShardEngine(Engine):
         for parameter, is_used in zip(self._every, answers[len(left) :], strict=True):
             if not is_used:
                 parameter.sharded_param.grad = None
-
-
-def _refuse_state(num_counted: Sequence[int], *_: object) -> None:
-    raise DistaccumError(
-        f"state_dict() of the model in mid-window with sync='gathered' and {list(num_counted)} micro-batches on the "
-        "ranks: it drops the parameters that were gathered for the window, and each rank would wait for the others in "
-        "another forward; call it after the window's loop"
-    )
 
 
 def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:

@@ -12,14 +12,14 @@ equations give |G|^2 and tr(S), each without bias. They are averaged over update
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property, partial
 from typing import Any, TypeVar, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..engines.base import Leaf
+from ..engines import Engine
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
@@ -44,8 +44,8 @@ def split(small: Number, per_sample: Number, large: Number, total: float) -> tup
 class Early:
     """The norm of this rank's own gradient when a window's first micro-batch has gone backward."""
 
-    def __init__(self, leaves: Callable[[], list[Leaf]]) -> None:
-        self._leaves = leaves
+    def __init__(self, engine: Engine, parameters: Callable[[], Sequence[nn.Parameter]]) -> None:
+        self._engine, self._parameters = engine, parameters
         self._hooks: list[Any] = []
         self._norms: dict[int, Tensor] | None = None  # by leaf, taken within a backward that reduces
         self._has_begun = False
@@ -59,13 +59,16 @@ class Early:
             for leaf in self._leaves():
                 if self._has_begun:  # of other parts, which this backward need not reach
                     self._take(leaf)
-                self._hooks.append(leaf.tensor.register_post_accumulate_grad_hook(partial(self._take, leaf)))
+                self._hooks.append(leaf.register_post_accumulate_grad_hook(self._take))
         self._has_begun = True
 
-    def _take(self, leaf: Leaf, _: Any = None) -> None:
-        gradient = leaf.standing()
+    def _leaves(self) -> list[Any]:
+        return [one for one in self._engine.holders(self._parameters()) if one.requires_grad]
+
+    def _take(self, leaf: Any) -> None:
+        gradient = self._engine.standing(leaf)
         if gradient is not None and self._norms is not None:
-            self._norms[id(leaf.tensor)] = total_norm([gradient.detach()], 2.0)
+            self._norms[id(leaf)] = total_norm([gradient.detach()], 2.0)
 
     def remove_hooks(self) -> None:
         while self._hooks:
@@ -74,7 +77,7 @@ class Early:
     def norm(self) -> Tensor:
         if self._norms is not None:
             return total_norm(list(self._norms.values()), 2.0)
-        standing = [leaf.standing() for leaf in self._leaves()]
+        standing = map(self._engine.standing, self._leaves())
         return total_norm([gradient for gradient in standing if gradient is not None], 2.0)
 
 
@@ -139,8 +142,8 @@ class NoiseScale(Extension):
             )
         if engine.peers.has_parts or engine.pipeline is not None:
             why: str | None = "whose ranks have parts of the same samples; use data parallelism alone"
-        elif (why := engine.hides_parts()) is not None:
-            why += "; use fully_shard over the data-parallel mesh"
+        elif engine.parts is not None:
+            why = f"{engine.parts}; use fully_shard over the data-parallel mesh"
         else:
             why = engine.hides_own(job.stepped())
         if why is not None:
@@ -157,7 +160,7 @@ class NoiseScale(Extension):
     def begin(self, window: Window) -> None:
         # Alone, and in one micro-batch, the first gradient is the window's.
         is_alone = self._engine.peers.num_ranks == 1 and len(window) == 1
-        self._early = Early(lambda: self._engine.leaves(self._parameters())) if len(window) and not is_alone else None
+        self._early = Early(self._engine, self._parameters) if len(window) and not is_alone else None
         self._small = self._norm = None
 
     def before_backward(self, window: Window, reduces: bool) -> None:

@@ -42,14 +42,14 @@ class WideSums(Extension):
 
     def join(self, job: Job) -> None:
         engine = job.engine
-        if engine.pipeline is not None or not engine.shows_gradients:
+        if engine.pipeline is not None or "sums" in engine.owns:
             what = "a pipeline's schedule" if engine.pipeline is not None else engine.name
             raise ValueError(
                 f"WideSums with {what}, which adds gradients up by itself; leave it out, and say the dtype there: "
                 "MixedPrecisionPolicy(reduce_dtype=torch.float32) of fully_shard, sync='every' with float32 parameters "
                 'under FSDP1, "data_types": {"grad_accum_dtype": "fp32"} in the config of DeepSpeed'
             )
-        engine.by_hand, engine.standing = True, self._standing
+        engine.standing = self._standing
 
     def begin(self, window: Window) -> None:
         for p in window.parameters:

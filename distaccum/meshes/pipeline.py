@@ -16,7 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cutting import count_samples, cut_batch
 from ..engines.base import Engine
-from ..law import DistaccumError
+from ..engines.private import fsdp2
+from ..law import DistaccumError, shorten
 from . import private
 
 
@@ -76,7 +77,7 @@ class Pipeline:
 
     def join(self, engine: Engine) -> None:
         """Makes `engine` that of stages: nothing is reduced before the window's end."""
-        if not engine.follows:
+        if "stages" in engine.owns:
             raise ValueError(
                 f"stages of a pipeline under {engine.name}, expected DistributedDataParallel or fully_shard"
             )
@@ -88,6 +89,13 @@ class Pipeline:
         engine.peers.add_stages(self.group)
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
+            # Torch looks for weights among the parameters that a stage shows after forward.
+            if self.is_sharded and (lost := fsdp2.resharded_in(self.modules)):
+                raise ValueError(
+                    f"{shorten(lost)} are parts again after forward, and the {type(self._schedule).__name__} runs "
+                    "backward for inputs and for weights apart, which gives them no gradient then; call fully_shard "
+                    "with reshard_after_forward=False on each module of the stage, or use whole backwards (1F1B)"
+                )
 
     def _refuse_frozen_beginning(self, engine: Engine) -> None:
         """A stage whose inputs need no gradient has, in a backward for them, none of its weights either."""

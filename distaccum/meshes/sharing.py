@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch.distributed as dist
 from torch import nn
 
 from ..engines.base import Engine
 from ..engines.shards import lies_over
+from ..norms import names_of
 from ..ranks import own_group
 
 
@@ -41,8 +42,9 @@ class Experts:
     """Parameters that no wrapper reduces and that are cut over data-parallel ranks, as experts are."""
 
     def __init__(self, engine: Engine) -> None:
-        self._engine, self._ranks = engine, dist.get_process_group_ranks(engine.group)
-        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {(): engine.group}  # by the ranks of a cut
+        self._engine, self._group = engine, cast("dist.ProcessGroup", engine.peers.group)
+        self._ranks = dist.get_process_group_ranks(self._group)
+        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {(): self._group}  # by the ranks of a cut
 
     def find(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns those of `parameters` that are cut over data-parallel ranks, a part of its own on each.
@@ -52,11 +54,12 @@ class Experts:
         """
         found = []
         for parameter in parameters:
-            ranks, placements = lies_over(parameter, self._engine.group)
+            ranks, placements = lies_over(parameter, self._group)
             cut = self._cut(parameter)
             if ranks and not cut:
+                name = names_of(self._engine.models).get(id(parameter), "a parameter")
                 raise ValueError(
-                    f"{self._engine.name_of(parameter)} is a DTensor outside of {self._engine.name}, placed as "
+                    f"{name} is a DTensor outside of {self._engine.name}, placed as "
                     f"{placements} over ranks {ranks}, so it cannot be known whether its gradient is of this rank's "
                     f"samples or of all ranks'. Place it as Shard over data-parallel ranks (of {self._ranks}), or as a "
                     "plain tensor on each of them"
@@ -71,7 +74,7 @@ class Experts:
         return self._copies[self._cut(parameter)]
 
     def _cut(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        ranks, placements = lies_over(parameter, self._engine.group)
+        ranks, placements = lies_over(parameter, self._group)
         return () if any(one.is_replicate() or one.is_partial() for one in placements) else tuple(ranks)
 
     def _find_copies(self, cut: tuple[int, ...]) -> dist.ProcessGroup:
@@ -85,4 +88,4 @@ class Experts:
                 f"{self._engine.name}: parameters outside of it are cut over ranks {list(cut)}, and ranks {copies} "
                 f"hold the same part, expected meshes of one size that divide the data-parallel ranks {self._ranks}"
             )
-        return own_group(self._engine.group, copies, backend=None)
+        return own_group(self._group, copies, backend=None)

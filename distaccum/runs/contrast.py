@@ -26,7 +26,7 @@ from ..update import Update
 from ..window import Window
 from .memory import is_out_of_memory
 from .snapshot import Snapshot
-from .update import Agreement, retry
+from .update import Agreement, refuse_closure, retry
 
 Encode = Callable[[Any], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]
@@ -45,7 +45,7 @@ def contrast(
 ) -> Update:
     """One update of a loss over all pairs of a batch."""
     job = planner.job
-    job.engine.refuse_closure("contrast")
+    refuse_closure(job.engine, "contrast")
     verifies = job.num_contrasts < PROOFS
 
     def run(window: Window, agreement: Agreement) -> None:
@@ -164,7 +164,7 @@ class Contrast:
         found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
         by_tensor = dict(zip(map(id, wanted), found, strict=False))
         of_parameters = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
-        hidden = {id(p) for p in self.engine.parameters()} if self.engine.hides_parameters else set()
+        hidden = {id(p) for p in self.engine.parameters()} if "parameters" in self.engine.owns else set()
         if any(id(p) in hidden for p, _ in of_parameters):
             raise DistaccumError(
                 f"loss_fn uses a parameter that {self.engine.name} shards, of which a rank has a part; use it in "

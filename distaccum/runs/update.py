@@ -75,9 +75,20 @@ def run_all(window: Window, loss_fn: LossFn) -> None:
             raise ValueError("loss_fn gave a dict without a loss, expected one for each name")
 
 
+def refuse_closure(engine: Engine, call: str) -> None:
+    """Raises if `call`, which takes a function of the caller, cannot run it."""
+    if engine.pipeline is not None:
+        engine.pipeline.refuse_closure(call)
+    if call != "update" and engine.peers.has_parts:  # it needs no samples in whole
+        raise DistaccumError(
+            f"{call}() with a mesh whose ranks have parts of the same samples, which no rank has whole; call it "
+            "on a model whose ranks have samples of their own"
+        )
+
+
 def update(planner: Planner, extensions: Sequence[Extension], batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
     """One update of a batch that is cut."""
-    planner.job.engine.refuse_closure("update")
+    refuse_closure(planner.job.engine, "update")
     draw = cut_up(batch, planner.job, columns)
     return retry(planner, extensions, draw, LOOP, lambda window, _: run_all(window, loss_fn))
 

@@ -27,11 +27,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..engines.averaging import sparse_embeddings
-from ..engines.base import Engine, Owned, Sync
-from ..engines.private.autograd import is_reached
+from ..engines.base import Engine, Owned, Sync, refuse_left_out_terms, sparse_embeddings
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
 from ..norms import total_norm
+from ..private import is_reached
 from .private import deepspeed as private
 
 # The way in which backwards are kept from reducing.
@@ -55,7 +54,6 @@ class DeepSpeedEngine(Engine):
         engine: Any = engines[0]
         self._deepspeed = engine
         self._stage = int(engine.zero_optimization_stage())
-        self.hides_parameters = self._stage == 3
         self._optimizer: Any = engine.optimizer
         self._is_managed = bool(getattr(engine, "managed_gradient_accumulation", lambda: True)())
         _refuse_what_cannot_accumulate(engine, models)
@@ -85,10 +83,8 @@ class DeepSpeedEngine(Engine):
         # The objects with a step() of their own; a hook guards that of a torch optimizer.
         own = [] if isinstance(self._optimizer, Optimizer) else [self._optimizer]
         self._stepped_by_caller: list[Any] = [engine, *own]
-        weakref.finalize(self, _allow_steps, self._stepped_by_caller)
-
-    def guarded(self) -> list[Optimizer]:
-        return [one for one in self._own_optimizers() if isinstance(one, Optimizer)]
+        self._hooks: list[Any] = []  # on torch optimizers
+        weakref.finalize(self, _allow_steps, self._stepped_by_caller, self._hooks)
 
     def _own_optimizers(self) -> list[Any]:
         """The optimizers that deepspeed.initialize returned and got."""
@@ -126,7 +122,10 @@ class DeepSpeedEngine(Engine):
         super().check(plan)
         if self.lockstep and self.peers.num_ranks > 1:
             could_coalesce = self._stage == 2 and self._is_managed
-            self.refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
+            refuse_left_out_terms(plan, ", or use sync='last'" if could_coalesce else "")
+
+    def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
+        return super().num_micro_steps(plan)[0], 0  # to DeepSpeed the last one alone is a boundary
 
     def will_reduce(self, reduce: bool) -> bool:
         return self._form == "each"
@@ -134,6 +133,9 @@ class DeepSpeedEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         for one in self._stepped_by_caller:
             one.step = _refuse_step  # on the instance, until the window is stepped or discarded
+        for one in self._own_optimizers():
+            if isinstance(one, Optimizer):  # whose own step a scheduler may have replaced
+                self._hooks.append(one.register_step_pre_hook(_refuse_step))
         self._holds, self._step_id = True, None
         if self._stage == 3 or self._form == "each":
             for partition in private.kept_partitions(self._optimizer):
@@ -201,12 +203,12 @@ class DeepSpeedEngine(Engine):
             self._deepspeed.allreduce_gradients()
         self._context.close()
 
-    def release(self) -> None:
         private.set_boundary(self._deepspeed, None)  # to the engine each step is one
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        private.set_boundary(self._deepspeed, None)
         super().clear(parameters)
-        _allow_steps(self._stepped_by_caller)
+        self._allow_steps()
         if self._holds:
             # With nothing to reduce, leaving the context sends nothing.
             self._context.close()
@@ -219,9 +221,12 @@ class DeepSpeedEngine(Engine):
             return torch.as_tensor(float("nan") if norm is None else norm)
         return total_norm([p.grad for p in self.parameters() if p.grad is not None], kind, over)
 
+    def _allow_steps(self) -> None:
+        _allow_steps(self._stepped_by_caller, self._hooks)
+
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
-        _allow_steps(self._stepped_by_caller)
+        self._allow_steps()
         found = engine.enable_backward_allreduce
         engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
         try:
@@ -241,14 +246,18 @@ def _refuse_step(*_: object, **__: object) -> None:
     )
 
 
-def _allow_steps(stepped_by_caller: Sequence[Any]) -> None:
+def _allow_steps(stepped_by_caller: Sequence[Any], hooks: list[Any]) -> None:
     for one in stepped_by_caller:
         one.__dict__.pop("step", None)
+    while hooks:
+        hooks.pop().remove()
 
 
 def _owned(engine: Any) -> frozenset[Owned]:
     """DeepSpeed's own optimizers check the gradient, skip what is not finite on all ranks, and keep the norm."""
-    owned: set[Owned] = {"step", "clip"}
+    owned: set[Owned] = {"step", "clip", "sums", "stages", "dtype"}
+    if engine.zero_optimization_stage() == 3:
+        owned.add("parameters")
     if not isinstance(engine.optimizer, Optimizer):
         owned |= {"norm", "finite"}
     if engine.fp16_enabled():

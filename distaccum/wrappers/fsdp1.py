@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engines.base import Engine, Sync
-from ..engines.shards import Groups, norm_over_shards
+from ..engines.base import Engine, Groups, Sync, average, norm_over_shards, refuse_left_out_terms
 from ..law import Plan, shorten, warn
-from ..norms import HALF
+from ..norms import HALF, names_of
 from .private import fsdp1 as private
 
 
@@ -25,7 +24,7 @@ from .private import fsdp1 as private
 class FSDPEngine(Engine):
     name = "FSDP1 (FullyShardedDataParallel)"
     lockstep = True
-    hides_parameters = True
+    owns = frozenset(("sums", "stages", "dtype", "parameters"))
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
@@ -47,11 +46,13 @@ class FSDPEngine(Engine):
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
+        if any(map(private.flattens_parts, self._handles)):
+            self.parts = "over tensor-parallel modules, whose parts it flattens into plain tensors"
         for parameter in self._outside(self.parameters()):
             if hasattr(parameter, "to_local"):
                 raise ValueError(
-                    f"{self.name_of(parameter)} is a DTensor outside of FSDP1, whose norm does not count it as a part; "
-                    "use fully_shard, which does"
+                    f"{names_of(self.models)[id(parameter)]} is a DTensor outside of FSDP1, whose norm "
+                    "does not count it as a part; use fully_shard, which does"
                 )
         self._found: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
@@ -59,10 +60,7 @@ class FSDPEngine(Engine):
 
     def check(self, plan: Plan) -> None:
         super().check(plan)
-        self.refuse_left_out_terms(plan, ", or use fully_shard")
-
-    def num_early(self, plan: Plan) -> int:
-        return max(plan.num_counted) - 1 if self.sync == "every" else 0
+        refuse_left_out_terms(plan, ", or use fully_shard")
 
     def will_reduce(self, reduce: bool) -> bool:
         return reduce
@@ -74,7 +72,7 @@ class FSDPEngine(Engine):
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
-        self.run_backward(losses, seeds)
+        self.run_backward(tuple(losses), tuple(seeds))
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         return [handle.flat_param for handle in self._handles]
@@ -82,20 +80,17 @@ class FSDPEngine(Engine):
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         return "which flattens parameters together; use fully_shard"
 
-    def hides_parts(self) -> str | None:
-        if any(map(private.flattens_parts, self._handles)):
-            return "over tensor-parallel modules, whose parts it flattens into plain tensors"
-        return None
-
     def finish(self) -> None:
-        self.average(self._by_hand)
+        average(self, self._by_hand)
         self._is_open = False
+        self._release()
 
-    def release(self) -> None:
+    def _release(self) -> None:
         private.set_reduces(self._wrappers, self._found)
         self._found, self._by_hand = [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
+        self._release()
         super().clear(parameters)
         for wrapper in self._wrappers:
             private.free_gathered(wrapper)

@@ -30,7 +30,7 @@ def norms_of(update: Update) -> Norms | None:
 def storages_kept(accumulator: Accumulator) -> set[int]:
     """DDP's buckets that only the library still holds: a memory leak, which no result shows."""
     engine: Any = accumulator._planner.job.engine
-    return {stamp.gradient.untyped_storage().data_ptr() for stamp in engine._zeroed.stamps.values()}
+    return {gradient.untyped_storage().data_ptr() for gradient, _ in engine._zeroed.values()}
 
 
 def window_of(accumulator: Accumulator) -> Window:

@@ -53,23 +53,30 @@ def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
     return {id(parameter) for bucket in buckets for parameter in bucket.parameters()}
 
 
-def rebuild_buckets(wrapper: DistributedDataParallel) -> None:
-    """Does now what DDP's next forward would: ranks agree on the buckets, once, after the first reduction."""
-    if wrapper.reducer._rebuild_buckets():
-        wrapper._has_rebuilt_buckets = True
-
-
 def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
     """Does now what DDP's forward would send, as Join does; returns whether a forward sends buffers at its end."""
-    rebuild_buckets(wrapper)
+    _rebuild_buckets(wrapper)
     if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]
     return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's
 
 
-def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
-    """Raises torch's RuntimeError if a reduction lacks gradients, of which only the next forward would tell."""
+def end_reduction(wrapper: DistributedDataParallel, forgets: bool) -> None:
+    """Raises torch's RuntimeError if it lacks gradients, of which only the next forward would tell.
+
+    Rebuilds buckets, now that all ranks are here, and not when the next window begins; or `forgets` the reduction.
+    """
     wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
+    if forgets:
+        disarm(wrapper)
+    else:
+        _rebuild_buckets(wrapper)
+
+
+def _rebuild_buckets(wrapper: DistributedDataParallel) -> None:
+    """Does what DDP's next forward would: ranks agree on the buckets, once, after the first reduction."""
+    if wrapper.reducer._rebuild_buckets():
+        wrapper._has_rebuilt_buckets = True
 
 
 def disarm(wrapper: DistributedDataParallel) -> bool:

@@ -193,7 +193,7 @@ class Comparison:
 
         The model is put back bit for bit.
         """
-        if not self.engine.can_be_cast or self.dtype == torch.float64:
+        if "dtype" in self.engine.owns or self.dtype == torch.float64:
             yield self
             return
         tensors = {id(t): t for model in self.models for t in (*model.parameters(), *model.buffers())}

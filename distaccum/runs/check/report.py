@@ -13,7 +13,7 @@ from ...law import DistaccumError
 from ...norms import names_of
 from ...planner import Planner
 from ..snapshot import kept
-from ..update import LossFn
+from ..update import LossFn, refuse_closure
 from .causes import causes_of
 from .comparison import Comparison
 
@@ -86,7 +86,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     """The report; gradients, buffers, modes, random numbers and warnings that were given are as they were before."""
     planner.make_way()
     setup, engine = planner.job, planner.job.engine
-    engine.refuse_closure("check")
+    refuse_closure(engine, "check")
     if "step" in engine.owns:
         raise DistaccumError(
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import dataloader
 
-from ...engines.private import autograd, fsdp2
+from ...engines import base
+from ...engines.private import fsdp2
 
 LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook tells when a loader is waited for
 # Our windows call the engine itself, to save the checks of torch.autograd.backward.
-BACKWARDS = ((torch.autograd, "backward"), (autograd, "_run_autograd"))
+BACKWARDS = ((torch.autograd, "backward"), (base, "run_backward"))
 
 
 def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]:
