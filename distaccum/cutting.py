@@ -155,9 +155,9 @@ def _is_number(item: Any) -> bool:
 
 
 def _entries(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[Place, Any, set[int] | None]]:
-    """Yields each array and list of alike entries with its place, but what is named as whole.
+    """Yields the place of each array and list of alike entries, and the entry; skips what is named as whole.
 
-    Of a list also the lengths of its entries if these may be columns and not samples; none of them: they are samples.
+    For a list also the lengths of its entries if these may be columns; an empty set if they are samples.
     """
     if _is_whole(place, whole):
         return
@@ -174,7 +174,7 @@ def _is_whole(place: Place, whole: Names) -> bool:
 
 
 def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
-    """None: it is no list of alike entries, or the batch itself and a tuple of columns, as loaders make them."""
+    """The lengths for `_entries`; None where it is no list of alike entries, or the batch itself, a list of columns."""
     if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
         return None
     lengths = [_first_dimensions(entry) for entry in item if entry is not None]
@@ -277,7 +277,7 @@ def fingerprint(batch: Any) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """A caller's words about a batch: its number of samples (None: as many as can be seen), and entries never cut."""
+    """The caller's description of a batch: its number of samples (None: `count_samples`), and entries never cut."""
 
     length: int | None = None
     whole: Names = ()

@@ -63,7 +63,6 @@ class Planner:
 
     def __getstate__(self) -> dict[str, Any]:
         """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
-        self.job.engine.peers.refuse_copy()
         if self.window is not None:
             refuse_copy(self.window)
         return {**self.__dict__, "_window": None}

@@ -49,9 +49,9 @@ class Peers:
     Attributes:
         rank, num_ranks (int): In the group, and of it.
         global_rank, world_size (int): In the whole job, tensor-parallel ranks too, and of it.
-        sharing: For each rank here, the global ranks that have its samples too.
-        parts: The ranks here, those together that have parts of the same samples.
-        is_alone, shares_samples, has_parts (bool): What follows from these, which each window asks.
+        sharing: For each rank of the group, the global ranks that compute on its samples.
+        parts: Lists of ranks in the group that have parts of the same samples.
+        is_alone, shares_samples, has_parts (bool): Derived from these.
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None, sharing: Sequence[Sequence[int]] | None = None) -> None:
@@ -64,7 +64,6 @@ class Peers:
             self._here = dist.get_process_group_ranks(group)
         self.host_group = self._record_host = None if group is None else own_group(group)
         self._record_group = group  # of the ranks whose losses add up
-        self._stages: dist.ProcessGroup | None = None
         self._take(sharing or [[rank] for rank in self._here], [[rank] for rank in range(self.num_ranks)])
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
@@ -77,7 +76,7 @@ class Peers:
         self._everyone = None if self.group is None else own_group(self.group, ranks)
 
     def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
-        """Says that only `data_ranks` have other samples than this rank; the rest have parts of the same."""
+        """Declares that only `data_ranks` have samples of their own; the other ranks have parts of the same samples."""
         by_rank = self.gather_objects(list(data_ranks))
         places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(self._here, by_rank, strict=True)]
         parts = [[rank for rank, place in enumerate(places) if place == one] for one in range(len(data_ranks))]
@@ -90,20 +89,16 @@ class Peers:
         self._take(self.sharing, parts)
 
     def add_stages(self, group: dist.ProcessGroup) -> None:
-        """Says that the ranks of `group` hold other stages of the model, for the same samples."""
+        """Declares that the ranks of `group` hold other stages of the model, for the same samples."""
         if self.group is None:
-            return
+            return  # a schedule on one rank alone
         column = dist.get_process_group_ranks(group)
         of_stages: list[Any] = [None] * len(column)
         dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=own_group(group))
         rows = self.gather_objects(({rank for ranks in of_stages for rank in ranks}, column))
         self._take([sorted(ranks) for ranks, _ in rows], self.parts)
         made = own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None)
-        self._stages, self._record_group, self._record_host = group, made, own_group(made)
-
-    def over_stages(self, norm: Tensor, kind: float) -> Tensor:
-        """The norm over all stages, from that of this rank's; `kind` is 2 or infinity."""
-        return norm if self._stages is None else norm_over([self._stages], norm, kind)
+        self._record_group, self._record_host = made, own_group(made)
 
     # Plans
 
@@ -214,18 +209,9 @@ class Peers:
                 "rank %d failed, and the other ranks hear of it when they plan or vote: %s", self.rank, in_short(error)
             )
 
-    def refuse_copy(self) -> None:
-        """Raises where a copy or a pickle of this has no meaning."""
-        if self.group is not None:
-            raise DistaccumError(
-                "an Accumulator of several ranks cannot be copied or pickled, since a process group cannot; make an "
-                "Accumulator of the copied model and optimizer, and give it this one's state_dict() by "
-                "load_state_dict()"
-            )
-
 
 def norm_over(groups: Sequence[dist.ProcessGroup], norm: Tensor, kind: float) -> Tensor:
-    """The norm of what the ranks of `groups` have the parts of, from the norm of this rank's part."""
+    """The norm of a whole, from the norm of this rank's part of it; `groups` have the parts."""
     # The larger of a number and NaN is, in a reduction, either of them.
     whole = norm.nan_to_num(nan=math.inf, posinf=math.inf) if math.isinf(kind) else norm.pow(kind)
     for group in groups:
@@ -254,7 +240,7 @@ def _refuse_lost(error: RuntimeError) -> None:
 
 
 class _Sent:
-    """A collective under way. A kept update holds it: it holds no peers."""
+    """A collective under way. It holds no Peers, since a kept Update holds it."""
 
     def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
         self._work = _LAST[group] = work
@@ -277,7 +263,7 @@ def _end() -> None:
             work.wait(PATIENCE)
 
 
-# What the ranks of a group for plans owe each other, or a rank alone itself.
+# The debt that stands on each group for plans, or on a Peers without a group.
 _OWED: weakref.WeakKeyDictionary[Any, Owed] = weakref.WeakKeyDictionary()
 
 # By process group, so that no Accumulator makes one that another has made; each keeps sockets and threads.

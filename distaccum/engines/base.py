@@ -216,7 +216,7 @@ class Engine:
         if self.pipeline is None:
             return norm
         # One dtype and one device for all stages: one without a gradient has a norm in float32, on the host.
-        return self.peers.over_stages(norm.to(self.pipeline.device, torch.float64), kind)
+        return norm_over([self.pipeline.group], norm.to(self.pipeline.device, torch.float64), kind)
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         """Steps the optimizers that `adopt` left; returns why not, if the wrapper decided against it."""

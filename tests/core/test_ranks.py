@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator
 from tests.support.problems import (
     error,
     gradient,
@@ -52,7 +52,7 @@ def test_accumulators_leave_no_files_and_refuse_to_be_copied():
     assert left == 0
     for copied in (copy.deepcopy, pickle.dumps):
         copied((ddp, SGD(ddp.parameters(), lr=0.1)))  # which torch can
-        with pytest.raises(DistaccumError, match=r"cannot be copied or pickled.*load_state_dict"):
+        with pytest.raises(TypeError, match=r"cannot pickle .*ProcessGroup"):
             copied((ddp, last))
 
 
