@@ -385,10 +385,7 @@ def test_share_that_float16_cannot_hold_is_refused(count):
 
 @pytest.mark.parametrize(
     "scale",
-    [
-        lambda scaler, loss: scaler.scale(loss),
-        lambda scaler, loss: scaler.scale(loss.half()),
-    ],
+    [lambda scaler, loss: scaler.scale(loss), lambda scaler, loss: scaler.scale(loss.half())],
     ids=["scaled", "half"],
 )
 def test_loss_scaled_by_the_caller_is_refused(scale):

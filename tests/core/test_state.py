@@ -14,10 +14,8 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.amp import GradScaler
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
@@ -104,14 +102,14 @@ EVERYWHERE = [
 SOMEWHERE = [(0, 0, DRAWN), (1, 0, BACKWARD), (1, 3, BACKWARD), (2, 2, DRAWN), (2, 3, LOOP), (1, 3, STEP)]
 
 
-def run(made: Any, loader: Any, points: Any = (), files: Any = None) -> tuple[list[float], dict[Any, Any]]:
+def run(made: Any, loader: Any, points: Any = ()) -> tuple[list[float], dict[Any, Any]]:
     """The losses of the updates that are left, and what was saved at these points."""
     model, _, accumulator = made
     losses, saved = [], {}
 
     def pass_by(*point: Any) -> None:
         if point in points:
-            saved[point] = (files or Files()).save(made)
+            saved[point] = save(made)
 
     for window in accumulator.windows(loader):
         for i, batch in enumerate(window):
@@ -126,53 +124,32 @@ def run(made: Any, loader: Any, points: Any = (), files: Any = None) -> tuple[li
     return losses, saved
 
 
-class Files:
-    """What a job writes at a point and reads again: one file by rank, DeepSpeed's folder, or torch's of all ranks."""
+def save(made: Any) -> Any:
+    """One file by rank, or DeepSpeed's folder."""
+    model, optimizer, accumulator = made
+    if hasattr(model, "save_checkpoint"):
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        model.save_checkpoint(folder[0], tag="kept")
+        return folder[0], copy.deepcopy(accumulator.state_dict())
+    box = io.BytesIO()
+    torch.save([[one.clone() for one in local(model)], optimizer.state_dict(), accumulator.state_dict()], box)
+    return box.getvalue()
 
-    def __init__(self, distributed: bool = False) -> None:
-        self.distributed = distributed
 
-    def folder(self) -> str:
-        found = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(found)
-        return found[0]
-
-    def everything(self, made: Any) -> dict[str, Any]:
-        model, optimizer = get_state_dict(made[0], made[1])
-        return {"model": model, "optimizer": optimizer, "accumulator": made[2]}
-
-    def save(self, made: Any) -> Any:
-        model, optimizer, accumulator = made
-        if hasattr(model, "save_checkpoint"):
-            model.save_checkpoint(folder := self.folder(), tag="kept")
-            return folder, copy.deepcopy(accumulator.state_dict())
-        if self.distributed:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dcp.save(self.everything(made), checkpoint_id=(folder := self.folder()))
-            return folder
-        box = io.BytesIO()
-        torch.save([[one.clone() for one in local(model)], optimizer.state_dict(), accumulator.state_dict()], box)
-        return box.getvalue()
-
-    def load(self, made: Any, saved: Any) -> int:
-        """The index of the update that comes next."""
-        model, optimizer, accumulator = made
-        if hasattr(model, "load_checkpoint"):
-            model.load_checkpoint(saved[0], tag="kept")
-            accumulator.load_state_dict(saved[1])
-        elif self.distributed:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                dcp.load(state := self.everything(made), checkpoint_id=saved)
-                set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        else:
-            values, of_optimizer, state = torch.load(io.BytesIO(saved), weights_only=False)
-            for mine, value in zip(local(model), values, strict=True):
-                mine.copy_(value)
-            optimizer.load_state_dict(of_optimizer)
-            accumulator.load_state_dict(state)
-        return int(accumulator.index)
+def load(made: Any, saved: Any) -> int:
+    """The index of the update that comes next."""
+    model, optimizer, accumulator = made
+    if hasattr(model, "load_checkpoint"):
+        model.load_checkpoint(saved[0], tag="kept")
+        accumulator.load_state_dict(saved[1])
+    else:
+        values, of_optimizer, state = torch.load(io.BytesIO(saved), weights_only=False)
+        for mine, value in zip(local(model), values, strict=True):
+            mine.copy_(value)
+        optimizer.load_state_dict(of_optimizer)
+        accumulator.load_state_dict(state)
+    return int(accumulator.index)
 
 
 def local(model: nn.Module) -> list[torch.Tensor]:
@@ -189,7 +166,7 @@ def seed(number: int) -> None:
     numpy.random.seed(number)
 
 
-def killed(name: str, sync: str, points: Any, files: Files) -> list[Any]:
+def killed(name: str, sync: str, points: Any) -> list[Any]:
     """The points from which a new job ends with other weights or losses."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     ends = []
@@ -197,12 +174,12 @@ def killed(name: str, sync: str, points: Any, files: Files) -> list[Any]:
         seed(11 + rank)
         made = make(name, sync)
         seed(11 + rank)
-        ends.append((made, *run(made, micro_batches(0, rank), watched, files)))
+        ends.append((made, *run(made, micro_batches(0, rank), watched)))
     (whole, expected, _), (_, losses, saved) = ends
     wrong: list[Any] = [] if losses == expected else ["a state that was taken"]
     for point, state in saved.items():
         again = make(name, sync)
-        index = files.load(again, state)
+        index = load(again, state)
         seed(99)
         losses, _ = run(again, micro_batches(index, rank))
         same = all(map(torch.equal, local(whole[0]), local(again[0])))
@@ -214,14 +191,9 @@ def killed(name: str, sync: str, points: Any, files: Files) -> list[Any]:
 @pytest.mark.parametrize(("name", "sync"), CASES)
 def test_job_that_is_killed_anywhere_ends_with_the_same_bits(ranks, name, sync):
     if name == "plain":
-        assert killed(name, sync, EVERYWHERE, Files()) == []
+        assert killed(name, sync, EVERYWHERE) == []
     else:
-        assert ranks(2).run(killed, name, sync, SOMEWHERE, Files()) == [[]] * 2
-
-
-@pytest.mark.parametrize("name", ["DDP", "FSDP2"])
-def test_distributed_checkpoint_holds_the_start_of_a_window(ranks, name):
-    assert ranks(2).run(killed, name, "last", [(1, 1, BACKWARD)], Files(distributed=True)) == [[]] * 2
+        assert ranks(2).run(killed, name, sync, SOMEWHERE) == [[]] * 2
 
 
 @pytest.mark.parametrize("copies", [False, True])
@@ -268,7 +240,7 @@ def on_others(saved: Any) -> Any:
     made = make("DDP" if world > 1 else "plain", rate=0.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        index = Files().load(made, saved) if saved is not None else 0
+        index = load(made, saved) if saved is not None else 0
     kept = []
     for update in range(index, 3):
         every = [batch for r in range(2) for batch in micro_batches(update, r)[:4]]
@@ -276,7 +248,7 @@ def on_others(saved: Any) -> Any:
         for i, batch in enumerate(window):
             window.backward(loss_of(made[0], batch))
             if saved is None and (window.index, i) == (1, 2):
-                kept.append(Files().save(made))
+                kept.append(save(made))
         window.step()
     return local(made[0]), kept, [str(one.message) for one in caught]
 
@@ -441,7 +413,7 @@ def test_stateful_loader_begins_again_where_the_window_did(workers):
     expected, saved = run(whole, Rows(workers), points)
     for point, state in saved.items():
         again = make()
-        index = Files().load(again, state)
+        index = load(again, state)
         seed(99)
         assert run(again, Rows(workers))[0] == expected[index:], point
         assert all(map(torch.equal, local(whole[0]), local(again[0]))), point

@@ -158,8 +158,9 @@ def assert_reduced_once(seen):
             assert {kind for kind, _ in forward} <= {"broadcast_"}, "DDP's buffers"
 
 
-def a_loader_that_ends_early(lengths):
-    rank = dist.get_rank()
+@on_ranks(2)
+def test_epoch_ends_when_all_ranks_have_run_out():
+    rank, lengths = dist.get_rank(), [7, 3]
     ddp = DistributedDataParallel(trunk())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
     loaders = [[make_batch(2 + i, seed=10 * r + i) for i in range(length)] for r, length in enumerate(lengths)]
@@ -171,30 +172,20 @@ def a_loader_that_ends_early(lengths):
             loss_of(plain, join([b for loader in loaders for b in loader[3 * index : 3 * index + 3]])).backward()
             wrong = error(gradient(ddp), gradient(plain))
             seen.append((len(window), window.step().counts["samples"], wrong <= 1e-12))
-    return seen
+    mine = [(3, 3, 1), (3, 0, 0)][rank]
+    assert seen == [(mine[0], 18, True), (mine[1], 18, True), (mine[2], 8, True)] * 2
 
 
-def test_epoch_ends_when_all_ranks_have_run_out(ranks):
-    zero, one = ranks(2).run(a_loader_that_ends_early, [7, 3])
-    assert zero == [(3, 18, True), (3, 18, True), (1, 8, True)] * 2
-    assert one == [(3, 18, True), (0, 18, True), (0, 8, True)] * 2
-
-
-def record_of_a_step():
+@on_ranks(2)
+def test_record_of_a_step_is_one_small_collective():
     ddp = DistributedDataParallel(trunk())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
     for window in accumulator.windows([make_batch(2, seed=i) for i in range(8)]):
         run_window(window, ddp)
         with Counting() as count:
-            loss = window.step().loss
-    return count.collectives, count.host_reads, loss
-
-
-def test_record_of_a_step_is_one_small_collective(ranks):
-    (zero, reads, loss), (one, _, same) = ranks(2).run(record_of_a_step)
-    assert zero == one == [("allreduce_", 1)]
-    assert loss == same
-    assert not reads, "the flag of on_nonfinite is on the host"
+            window.step().loss  # noqa: B018
+        assert count.collectives == [("allreduce_", 1)]
+        assert not count.host_reads, "the flag of on_nonfinite is on the host"
 
 
 @on_ranks(2)

@@ -56,28 +56,20 @@ class Program:
 def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
     """Waits for all. After a failure the others may wait for the failed one, so they get only a few seconds more."""
     until = time.monotonic() + seconds
-    statuses: dict[int, int] = {}
-    while len(statuses) < len(programs):
-        for i, one in enumerate(programs):
-            if i not in statuses and (status := one.poll()) is not None:
-                statuses[i] = status
-                until = min(until, time.monotonic() + 10) if status else until
+    while None in (statuses := [one.poll() for one in programs]):
+        if any(statuses):
+            until = min(until, time.monotonic() + 10)
         if time.monotonic() > until:
-            left = [one for i, one in enumerate(programs) if i not in statuses]
-            for one in left:
-                one.send(signal.SIGABRT)  # SIGABRT prints its stack
-            patience = time.monotonic() + 5
-            while any(one.poll() is None for one in left) and time.monotonic() < patience:
-                time.sleep(0.02)
-            for one in left:
-                one.send(signal.SIGKILL)
+            for one in programs:
+                one.send(signal.SIGABRT)  # prints its stack
+            time.sleep(1)
             texts = [
-                f"rank {i}, status {statuses.get(i, 'none, hangs')}:\n{p.text}{p.errors}"
-                for i, p in enumerate(programs)
+                f"rank {i}, status {'none, hangs' if statuses[i] is None else statuses[i]}:\n{one.text}{one.errors}"
+                for i, one in enumerate(programs)
             ]
             raise AssertionError("\n".join(texts))
         time.sleep(0.02)
-    return [Done(statuses[i], one.text, one.errors) for i, one in enumerate(programs)]
+    return [Done(status or 0, one.text, one.errors) for status, one in zip(statuses, programs, strict=True)]
 
 
 def wait_until(seen: Callable[[], object], program: Program, seconds: float = SECONDS) -> bool:
