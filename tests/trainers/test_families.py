@@ -1,7 +1,4 @@
-"""AccumulatingTrainer with families of models: each is exact, or refused with the count that makes it exact.
-
-`python -m tests.trainers.test_families` prints the table of docs/transformers.md.
-"""
+"""AccumulatingTrainer with families of models: each is exact, or refused with the count that makes it exact."""
 
 from __future__ import annotations
 
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 
 from distaccum import count_samples, count_tokens
 from tests.support.problems import error
+from tests.support.ranks import on_ranks
 from tests.wrappers.test_accelerate import accelerators
 
 IGNORED = -100
@@ -62,7 +60,7 @@ def whole(**columns: Tensor) -> Rows:
     return [{name: column[row] for name, column in columns.items()} for row in range(len(LENGTHS))]
 
 
-def texts(**more: Any) -> Rows:
+def texts() -> Rows:
     """Texts of several lengths; labels on some tokens or all."""
     return [{"input_ids": torch.randint(3, 40, (n,)), "attention_mask": torch.ones(n).long()} for n in LENGTHS]
 
@@ -99,12 +97,12 @@ def prepared() -> Rows:
     return [{**row, "decoder_input_ids": row["labels"].roll(1)} for row in pairs()]
 
 
-def audio(**more: Any) -> Rows:
+def audio() -> Rows:
     sounds = torch.randn(len(LENGTHS), 400)
     return [{"input_values": s, "labels": torch.randint(3, 20, (n,))} for s, n in zip(sounds, LENGTHS, strict=True)]
 
 
-def images(**labels: Any) -> Rows:
+def images() -> Rows:
     return whole(pixel_values=torch.randn(len(LENGTHS), 3, 16, 16))
 
 
@@ -203,7 +201,16 @@ def wav2vec(reduction: str) -> Callable[[], nn.Module]:
         "pad_token_id": 0,
         "vocab_size": 20,
     }
-    return of("Wav2Vec2ForCTC", "Wav2Vec2Config", **SMALL, **sizes, **norm, **more, ctc_loss_reduction=reduction)
+    return of(
+        "Wav2Vec2ForCTC",
+        "Wav2Vec2Config",
+        **SMALL,
+        **sizes,
+        **norm,
+        **more,
+        pad_token_id=0,
+        ctc_loss_reduction=reduction,
+    )
 
 
 VISION = {**SMALL, "image_size": 16, "patch_size": 8}
@@ -211,17 +218,8 @@ BERT = ("BertConfig", {**TEXT, **SMALL, "max_position_embeddings": 32})
 gpt2 = of("GPT2LMHeadModel", "GPT2Config", **TEXT, n_positions=32, n_embd=16, n_layer=1, n_head=2)
 llama = of("LlamaForCausalLM", "LlamaConfig", **LLAMA)
 mixtral = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-t5 = of(
-    "T5ForConditionalGeneration",
-    "T5Config",
-    vocab_size=40,
-    d_model=16,
-    d_kv=8,
-    d_ff=16,
-    num_layers=1,
-    num_heads=2,
-    decoder_start_token_id=0,
-)
+sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+t5 = of("T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0)
 text_and_vision = {"text_config": {**TEXT, **SMALL, "max_position_embeddings": 32}, "vision_config": VISION}
 
 
@@ -343,41 +341,13 @@ def measure(name: str) -> tuple[str, float | None]:
     return refusal, error(moved, torch.cat([p.grad.flatten() for p, _ in pairs_]))
 
 
-def measure_all() -> dict[str, tuple[str, float | None]]:
-    return {name: measure(name) for name in FAMILIES}
-
-
-def judge(name: str, refusal: str, wrong: float | None) -> None:
+@pytest.mark.parametrize("name", FAMILIES)
+@on_ranks(2)
+def test_family_is_exact_or_asks_for_the_count_that_makes_it_exact(name):
+    refusal, wrong = measure(name)
     family = FAMILIES[name]
     assert bool(refusal) == (family.cure is not None), refusal or wrong
     assert "count=" in refusal or not refusal
     assert family.words.split(".*")[0] in refusal
     assert (wrong is None) == (family.cure == {})
     assert wrong is None or wrong <= EXACT
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_family_is_exact_or_asks_for_the_count_that_makes_it_exact(name):
-    judge(name, *measure(name))
-
-
-def test_families_are_as_exact_on_two_ranks(ranks):
-    for found in ranks(2).run(measure_all, seconds=300):
-        for name, (refusal, wrong) in found.items():
-            judge(name, refusal, wrong)
-
-
-def table() -> None:
-    print("| model | by default | with | error |\n| --- | --- | --- | --- |")
-    for name in FAMILIES:
-        refusal, wrong = measure(name)
-        judge(name, refusal, wrong)
-        cure = FAMILIES[name].cure or {}
-        given = ", ".join(f"`{key}={getattr(value, '__name__', value)}`" for key, value in cure.items()) or "-"
-        print(
-            f"| {name} | {'refused' if refusal else 'exact'} | {given} | {'-' if wrong is None else f'{wrong:.1e}'} |"
-        )
-
-
-if __name__ == "__main__":
-    table()
