@@ -13,25 +13,33 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
+import shlex
+import shutil
+import signal
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import redirect_stdout
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from contenders import Contender, Loop, Task, be_quiet, full_weights, one_of, some_of, versions
 from kit import CPU, Options, circumstances, header, ratios, relative_difference, spelled, table, write
-from nodes import PAYLOAD, SENT, on_each, two_nodes
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 from torchvision.models import resnet18
 
+DEVICE = "veth0"
+PAYLOAD = 1448 / 1514  # of a full Ethernet frame with IPv4, TCP and its timestamps
+SENT = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")
 IMAGES, PIXELS = 4, 64  # of a micro-batch
 COMPUTE = "compute alone"
 UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
@@ -80,6 +88,92 @@ def micro_batches(rank: int, steps: int) -> list[Batch]:
     images = torch.randn(steps * IMAGES, 3, PIXELS, PIXELS, generator=generator)
     labels = torch.randint(0, 1000, (steps * IMAGES,), generator=generator)
     return list(zip(images.split(IMAGES), labels.split(IMAGES), strict=True))
+
+
+# Two nodes
+
+
+@contextmanager
+def two_nodes(rate: str) -> Iterator[tuple[str, str]]:
+    """Names of two namespaces joined by a link of `rate` (as tc takes it) each way; both are gone at the end.
+
+    Needs root and iproute2. What still runs in them at the end is killed.
+    """
+    for tool in ("ip", "tc"):
+        if shutil.which(tool) is None:
+            raise RuntimeError(f"{tool} is not here; install iproute2")
+    if os.geteuid():
+        raise RuntimeError("network namespaces need root; run it with sudo")
+    number = os.getpid()  # several of these programs do not meet
+    nodes, ends = (f"distaccum{number}-0", f"distaccum{number}-1"), (f"da{number}", f"db{number}")
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what is below still happens
+    try:
+        for node in nodes:
+            run(f"ip netns add {node}", cure="in a container it needs --privileged")
+        run(f"ip link add {ends[0]} type veth peer name {ends[1]}")
+        for i, (node, end) in enumerate(zip(nodes, ends, strict=True)):
+            run(f"ip link set {end} netns {node} name {DEVICE}")
+            run(f"ip -n {node} addr add {address(i)}/24 dev {DEVICE}")
+            run(f"ip -n {node} link set lo up")
+            run(f"ip -n {node} link set {DEVICE} up")
+            shape = f"tc -n {node} qdisc add dev {DEVICE} root tbf rate {rate} burst 128k latency 50ms"
+            run(shape, cure="expected a rate such as 1gbit, and a kernel that has sch_tbf")
+        yield nodes
+    finally:
+        for node in nodes:
+            left = subprocess.run(["ip", "netns", "pids", node], capture_output=True, text=True).stdout.split()
+            for process in left:
+                os.kill(int(process), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "del", node], capture_output=True)
+        subprocess.run(["ip", "link", "del", ends[0]], capture_output=True)  # had it not been moved yet
+        signal.signal(signal.SIGTERM, before)
+
+
+def address(node: int) -> str:
+    return f"10.77.1.{node + 1}"
+
+
+def run(command: str, cure: str = "") -> None:
+    done = subprocess.run(shlex.split(command), capture_output=True, text=True)
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or ["no reason given"]
+        raise RuntimeError(f"'{command}' failed: {said[-1]}{'; ' + cure if cure else ''}")
+
+
+def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
+    """What rank 0 of this program prints with these options (some lines), a rank on each node."""
+    started = []
+    try:
+        for rank, node in enumerate(nodes):
+            variables = {
+                "MASTER_ADDR": address(0),
+                "MASTER_PORT": "29577",
+                "WORLD_SIZE": str(len(nodes)),
+                "RANK": str(rank),
+                "NODE_RANK": str(rank),
+                "LOCAL_RANK": "0",
+                "LOCAL_WORLD_SIZE": "1",
+                "GLOO_SOCKET_IFNAME": DEVICE,
+                "OMP_NUM_THREADS": "1",
+            }
+            command = ["ip", "netns", "exec", node, sys.executable, sys.argv[0], *options]
+            out = subprocess.PIPE if rank == 0 else sys.stderr
+            started.append(subprocess.Popen(command, env={**os.environ, **variables}, stdout=out, text=True))
+        until = time.monotonic() + seconds
+        while any(process.poll() is None for process in started):
+            if any(process.poll() for process in started):
+                break  # and leaves the others waiting for it
+            if time.monotonic() > until:
+                raise RuntimeError(f"the ranks did not end within {seconds:.0f} seconds")
+            time.sleep(0.2)
+        if any(process.poll() for process in started):
+            raise RuntimeError("a rank failed; its own error stands above")
+        assert started[0].stdout is not None
+        return started[0].stdout.read()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
 
 
 # On a node

@@ -68,23 +68,13 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention, and two layers on each token: `nn.TransformerEncoderLayer` without dropout, norms first.
-
-    That has query, key and value in one weight, which cannot be cut by heads. Its weights are drawn alike here.
-    """
+    """Causal attention and two layers on each token, norms first; query, key and value apart, to be cut by heads."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.head = width // num_heads(width)
         self.mesh: Any = None  # of the ranks that have the other parts of each row
-        self.leave = nn.Linear(width, width)
-        packed = nn.init.xavier_uniform_(torch.empty(3 * width, width))
-        self.query, self.key, self.value = (_without_values(width) for _ in range(3))
-        with torch.no_grad():
-            for linear, weight in zip((self.query, self.key, self.value), packed.chunk(3), strict=True):
-                linear.weight.copy_(weight)
-            for linear in (self.query, self.key, self.value, self.leave):
-                linear.bias.zero_()
+        self.query, self.key, self.value, self.leave = (nn.Linear(width, width) for _ in range(4))
         self.widen, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
 
@@ -108,11 +98,6 @@ class Block(nn.Module):
         part, length = self.mesh.get_local_rank(), query.shape[2]
         own = torch.arange(part * length, (part + 1) * length, device=query.device)
         return own[:, None] >= torch.arange(key.shape[2], device=query.device)
-
-
-def _without_values(width: int) -> nn.Linear:
-    """Draws no random number."""
-    return nn.Linear(width, width, device="meta").to_empty(device="cpu")
 
 
 def num_heads(width: int) -> int:

@@ -122,31 +122,6 @@ def test_srun_may_start_the_ranks_itself(programs, tmp_path):
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
 
 
-def makes_namespaces() -> bool:
-    """Whether nodes on this machine can have networks of their own, with a bounded rate."""
-    if os.geteuid() or not (shutil.which("ip") and shutil.which("tc")):
-        return False
-    name = f"distaccum-test{os.getpid()}"
-    shape = f"tc qdisc add dev lo root tbf rate 1gbit burst 256kb latency 50ms; status=$?; ip netns del {name}"
-    words = ["bash", "-c", f"ip netns add {name} && ip netns exec {name} {shape}; exit $status"]
-    return not subprocess.run(words, capture_output=True).returncode
-
-
-def test_nodes_reduce_once_per_update_over_the_link(big_batch, tmp_path):
-    if not makes_namespaces():
-        pytest.skip("needs root, network namespaces and tc with tbf")
-    script = 'echo $$ >"$0/process"; exec bash launch/two_nodes.sh --rate 1gbit --out "$0" -- --updates 3'
-    text, sent = run("bash", "-c", script, tmp_path), {}
-    for sync in ("last", "every"):
-        assert error(tmp_path / sync, big_batch("--updates", 3)) <= 1e-5
-        sent[sync] = int((tmp_path / sync / "sent").read_text()) / 3 / 44.7e6
-    assert 1 <= sent["last"] < 1.1, "the gradients once, and little else"
-    assert 4 <= sent["every"] < 4.4, "in each of 4 micro-steps"
-    assert re.search(r"once per update +4\d\.\d", text) and re.search(r"in each micro-step +1[78]\d\.\d", text)
-    own = f"distaccum{(tmp_path / 'process').read_text().strip()}-"  # other tests may have nodes at this time
-    assert own not in subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
-
-
 def test_demo_trains_and_proves_itself(tmp_path):
     text = run("bash", "launch/demo.sh", VENV=sys.prefix, OUT=str(tmp_path / "run"))
     *_, accuracy = re.findall(r"accuracy (\d+\.\d)%", text)  # printed after each evaluation and at the end
@@ -226,7 +201,6 @@ WRONG = {
     ("launch/slurm.sh",): "no Slurm job here; submit it: sbatch launch/slurm.sh",
     ("launch/torchrun.sh", "two"): "two is no number of ranks",
     ("launch/accelerate.sh",): "which config file?",
-    ("launch/two_nodes.sh", "--only", "first"): "--only first, expected last or every",
 }
 
 
