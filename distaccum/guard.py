@@ -11,10 +11,9 @@ from typing import Any, NoReturn, final
 
 from torch import Tensor, nn
 
-from .engines import Engine
+from .engines.base import Engine, is_zero
 from .job import Job
 from .law import DistaccumError, Once
-from .norms import is_zero
 from .private import is_view, version_of
 from .scaling import has_unscaled
 

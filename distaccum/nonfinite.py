@@ -12,28 +12,10 @@ from torch import Tensor, nn
 from .engines import Engine
 from .law import DistaccumError
 from .losses import Losses, Record
-from .norms import local, names_of, number_of
+from .norms import local, names_of
 from .options import OnNonfinite
 
 SHOWN = 3  # parameters by name; of the others the number
-
-
-class Look(NamedTuple):
-    finite: bool  # every element
-    norm: Tensor
-    read: float = math.inf  # the norm, where it was read
-
-
-def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
-    """Takes the norm, and tells whether every element is finite; reads one number, usually after one pass."""
-    # On a CPU the largest element takes eighteen times as long as the norm.
-    norm = engine.norm(parameters) if norm is None else norm
-    read: float = number_of(norm)
-    if math.isfinite(read):
-        return Look(True, norm, read)
-    largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
-    is_finite = math.isfinite(number_of(largest))
-    return Look(is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm)
 
 
 class NonfiniteError(DistaccumError):

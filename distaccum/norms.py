@@ -1,16 +1,13 @@
-"""The norm of gradients, clipping, and names of parameters."""
+"""Clipping, and what is asked of tensors and parameters."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-from .private import norms_of
 
 EPSILON = 1e-6  # beside the norm in clipping, as torch has it
 HALF = (torch.float16, torch.bfloat16)
@@ -36,32 +33,6 @@ def local(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, as a view; any other tensor itself."""
     to_local: Callable[[], Tensor] | None = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
-
-
-def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-    """The norm of all gradients, divided by `over`; in float32 at least."""
-    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # one kernel takes no others together
-    for gradient in gradients:
-        if gradient.is_sparse:
-            gradient = gradient.coalesce().values()
-        if over is not None:
-            gradient = gradient / over.to(gradient.device)
-        if kind != math.inf or gradient.numel():  # an empty tensor has no largest element
-            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    norms: list[Tensor] = []
-    for (_, dtype), alike in by_kind.items():
-        norms += norms_of(alike, kind, dtype=torch.float32 if dtype in HALF else None)
-    if not norms:
-        return torch.zeros((), device="cpu")
-    if len(by_kind) > 1:
-        norms = [norm.to(norms[0].device) for norm in norms]
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
-    return norm
-
-
-def is_zero(gradients: Sequence[Tensor]) -> bool:
-    """Tells whether this rank's parts of all gradients are zeros; waits for the device."""
-    return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
 
 
 def clip(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:

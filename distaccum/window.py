@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from .engines.base import look_at
 from .guard import (
     DONE,
     FAILED,
@@ -27,7 +28,7 @@ from .guard import (
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Trace
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
-from .nonfinite import judge, judge_loss, look_at
+from .nonfinite import judge, judge_loss
 from .norms import EPSILON, clip
 from .parts import each_head, each_part, weigh_chunks
 from .scaling import forget, note_overflow, refuse_another_scale, unscale

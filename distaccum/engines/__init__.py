@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from typing import Any, TypeVar
 
@@ -23,14 +23,11 @@ DOORS = {
 }
 # Unsupported wrappers that would be taken for a plain module, by the name of a class and of its package.
 UNKNOWN = {
-    ("DDP", "torch"): "DistributedDataParallel(module) in the place of composable replicate()",
-    ("DataParallel", "torch"): "DistributedDataParallel, also for one process per GPU on one machine",
-    ("PipelineEngine", "deepspeed"): "DeepSpeed without pipeline stages",
-    ("DistributedDataParallel", "megatron"): "torch's DistributedDataParallel",
-    ("DistributedDataParallel", "apex"): "torch's DistributedDataParallel",
-    ("FullyShardedDataParallel", "fairscale"): "torch's fully_shard",
-    ("ShardedDataParallel", "fairscale"): "torch's fully_shard",
-    ("XlaFullyShardedDataParallel", "torch_xla"): "torch's fully_shard",
+    *((name, "torch") for name in ("DDP", "DataParallel")),  # replicate() is the first
+    *((name, "fairscale") for name in ("FullyShardedDataParallel", "ShardedDataParallel")),
+    *(("DistributedDataParallel", package) for package in ("megatron", "apex")),
+    ("PipelineEngine", "deepspeed"),
+    ("XlaFullyShardedDataParallel", "torch_xla"),
 }
 Kind = TypeVar("Kind", bound=type[Engine])
 
@@ -63,18 +60,17 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     modules = [module for model in models for module in model.modules()]
     kinds = {kind for module in modules for kind in type(module).__mro__}
     for kind in kinds:
-        if cure := UNKNOWN.get((kind.__name__, kind.__module__.partition(".")[0])):
+        if (kind.__name__, kind.__module__.partition(".")[0]) in UNKNOWN:
             raise ValueError(
-                f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use {cure}. "
-                f"There are engines for {_names_of(known_engines())}"
+                f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use torch's "
+                f"DistributedDataParallel(module) or fully_shard. There are engines for {_names_of(known_engines())}"
             )
     names = {kind.__name__ for kind in kinds}
     engines = [*_ENGINES, *(_opened(door) for door in DOORS if door in names)]
     found = {engine for engine in engines for module in modules if engine.wraps(module)}
     if len(found) > 1:
         raise ValueError(
-            f"the models are wrapped by {_names_of(sorted(found, key=lambda engine: engine.name))}, expected one kind; "
-            "give each kind an Accumulator of its own"
+            f"the models are wrapped by {_names_of(found)}, expected one kind; give each an Accumulator of its own"
         )
     if found:
         return found.pop()(models, sync)
@@ -85,17 +81,18 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
     if ranks == num_stages * max((mesh.size() for mesh in meshes), default=1):
         return UnwrappedEngine(models, sync)
-    what = "a tensor-parallel module alone" if meshes else "a plain module"
+    what, cure = "a plain module", "wrap it in DistributedDataParallel, and give the wrapper and not the module in it"
     if "LightningModule" in names:
-        cure = "Lightning keeps its wrapper beside the LightningModule: give the Accumulator trainer.strategy.model"
+        cure = "give the Accumulator trainer.strategy.model, where Lightning keeps its wrapper"
     elif meshes:
-        cure = (
-            "its parameters do not lie over all ranks, so say which ranks have which data: make one mesh of all with "
-            "init_device_mesh(device, (data, tensor), mesh_dim_names=('data', 'tensor')), parallelize over "
-            "mesh['tensor'], and wrap with fully_shard(module, mesh=mesh['data'])"
+        what, cure = (
+            "a tensor-parallel module alone",
+            (
+                "say which ranks have which data: make one mesh of all with init_device_mesh(device, (data, tensor), "
+                "mesh_dim_names=('data', 'tensor')), parallelize over mesh['tensor'], and wrap with "
+                "fully_shard(module, mesh=mesh['data'])"
+            ),
         )
-    else:
-        cure = "wrap it in DistributedDataParallel, and give the Accumulator the wrapper and not the module in it"
     raise ValueError(
         f"{what} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would drift apart; "
         f"{cure}. There are engines for {_names_of(known_engines())}"
@@ -112,6 +109,5 @@ def _opened(door: str) -> type[Engine]:
     return engine
 
 
-def _names_of(engines: Sequence[type[Engine]]) -> str:
-    *names, last = [engine.name for engine in engines]
-    return f"{', '.join(names)} and {last}" if names else last
+def _names_of(engines: Iterable[type[Engine]]) -> str:
+    return " and ".join(sorted(engine.name for engine in engines))

@@ -6,10 +6,10 @@ It postpones the reduction of gradients, runs the backward that reduces, clears,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
-from typing import Any, ClassVar, Literal, final
+from typing import Any, ClassVar, Literal, NamedTuple, final
 
 import torch
 import torch.distributed as dist
@@ -17,17 +17,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..law import DistaccumError, Plan, ranks_where, shorten
-from ..norms import local, names_of, total_norm
-from ..private import run_backward
+from ..law import DistaccumError, Plan, ranks_where
+from ..norms import HALF, local, number_of
+from ..private import norms_of, run_backward
 from ..ranks import Peers, norm_over, own_group
 from .shards import why_tensor_parallel
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "clip", "norm", "finite", "scale", "sums", "stages", "dtype", "parameters"]
 Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each rank has the whole
-BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
-UNUSED, DENSE, SPARSE = range(3)
 STANDING: Callable[[Any], Tensor | None] = attrgetter("grad")
 
 
@@ -260,10 +258,36 @@ class UnwrappedEngine(Engine):
 
     def finish(self) -> None:
         for parameter in self._parameters:
-            _settle_placements(parameter)
+            settle_placements(parameter)
         self._parameters = ()
 
     hides_own = staticmethod(why_tensor_parallel)
+
+
+def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
+    """The norm of all gradients, divided by `over`; in float32 at least."""
+    by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # one kernel takes no others together
+    for gradient in gradients:
+        if gradient.is_sparse:
+            gradient = gradient.coalesce().values()
+        if over is not None:
+            gradient = gradient / over.to(gradient.device)
+        if kind != math.inf or gradient.numel():  # an empty tensor has no largest element
+            by_kind.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    norms: list[Tensor] = []
+    for (_, dtype), alike in by_kind.items():
+        norms += norms_of(alike, kind, dtype=torch.float32 if dtype in HALF else None)
+    if not norms:
+        return torch.zeros((), device="cpu")
+    if len(by_kind) > 1:
+        norms = [norm.to(norms[0].device) for norm in norms]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(norms), kind)
+    return norm
+
+
+def is_zero(gradients: Sequence[Tensor]) -> bool:
+    """Tells whether this rank's parts of all gradients are zeros; waits for the device."""
+    return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
 
 
 def norm_over_shards(
@@ -280,6 +304,24 @@ def norm_over_shards(
     return norms[0] if len(norms) == 1 else total_norm(norms, kind)
 
 
+class Look(NamedTuple):
+    finite: bool  # every element
+    norm: Tensor
+    read: float = math.inf  # the norm, where it was read
+
+
+def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
+    """Takes the norm, and tells whether every element is finite; reads one number, usually after one pass."""
+    # On a CPU the largest element takes eighteen times as long as the norm.
+    norm = engine.norm(parameters) if norm is None else norm
+    read: float = number_of(norm)
+    if math.isfinite(read):
+        return Look(True, norm, read)
+    largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
+    is_finite = math.isfinite(number_of(largest))
+    return Look(is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm)
+
+
 def refuse_left_out_terms(plan: Plan, cure: str) -> None:
     """Where modules communicate in backward, each loss must take part in each backward."""
     if not plan.all_terms:
@@ -290,111 +332,7 @@ def refuse_left_out_terms(plan: Plan, cure: str) -> None:
         )
 
 
-# Gradients averaged by the library, where no wrapper does it
-
-
-def average(
-    engine: Engine,
-    parameters: Sequence[nn.Parameter],
-    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
-    copies_of: Callable[[nn.Parameter], dist.ProcessGroup | None] | None = None,
-) -> None:
-    """Sums gradients over the ranks and divides by the divisor; call it on all ranks, with the same parameters.
-
-    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
-    Those that no rank has stay None, and zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
-    that holds this rank's part of a parameter too, by default all ranks: over the others backward has summed its
-    gradient already; None: over all.
-    """
-    if not parameters:
-        return
-    everyone: Any = engine.peers.group
-    groups = [everyone if copies_of is None else copies_of(one) for one in parameters]
-    if len(parameters) > engine.num_compared:  # values are looked at once
-        # Parts that equal each other (biases of zeros) cannot be told from copies.
-        several = zip(parameters, groups, strict=True)
-        _refuse_other_values(
-            engine, [one for one, group in several if id(one) not in engine.alike and group is everyone]
-        )
-        engine.num_compared = len(parameters)
-    used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
-    kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
-    dense: dict[tuple[Any, ...], list[Tensor]] = {}
-    one: Any
-    for one, group, kind in zip(parameters, groups, kinds, strict=True):
-        if kind == UNUSED:
-            one.grad = None
-        elif kind == SPARSE:
-            assert group is not None  # DTensors have none
-            one.grad = ((no_rows(one) if one.grad is None else one.grad) / engine.divisor).coalesce()
-            dist.all_reduce(one.grad, group=group)
-        else:
-            if one.grad is None:
-                one.grad = torch.zeros_like(one)
-            _settle_placements(one)
-            gradient = local(one.grad)
-            if group is None:
-                gradient.div_(engine.divisor)
-            else:
-                dense.setdefault((group, gradient.device, gradient.dtype), []).append(gradient)
-    for (group, *_), gradients in dense.items():
-        for bucket in _in_buckets(gradients):  # no copy of the whole gradient
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
-            dist.all_reduce(flat, group=group)
-            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
-                gradient.copy_(piece.view(gradient.shape))
-
-
-def largest(values: Iterable[int], engine: Engine) -> list[int]:
-    """The largest of each of these small numbers on any rank; through the host."""
-    found = torch.tensor(list(values), dtype=torch.uint8, device="cpu")
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
-    numbers: list[int] = found.tolist()
-    return numbers
-
-
-def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
-    """Raises if the values of one that is trained differ over ranks by more than rounding.
-
-    Sums of other parameters differ by about their norm; copies may be off by the order of a sum (of sparse rows).
-    Costs one read of the device, and one small collective on the host.
-    """
-    if not parameters:
-        return
-    values: list[Any] = [local(one.detach()) for one in parameters]
-    values = [torch.view_as_real(one) if one.is_complex() else one for one in values]
-    sums = [torch.sum(one, dtype=torch.float64).to(values[0].device) for one in values]
-    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).to(values[0].device) for one in values]
-    above, size = torch.stack([torch.stack(sums), torch.stack(norms)]).cpu()
-    frozen = torch.tensor([not one.requires_grad for one in parameters])  # on this rank
-    found = torch.stack([above.masked_fill(frozen, -torch.inf), (-above).masked_fill(frozen, -torch.inf), size])
-    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
-    above, below, size = found
-    names = names_of(engine.models)
-    differ = zip(parameters, (above + below > 1e-3 * size).tolist(), strict=True)
-    if unlike := [names.get(id(one), f"a parameter of shape {list(one.shape)}") for one, is_so in differ if is_so]:
-        raise DistaccumError(
-            f"{shorten(unlike)} differs between the data-parallel ranks, and {engine.name} does not reduce it, so that "
-            "its gradient would be averaged over different parameters; if each rank has its own (experts), cut it over "
-            "the ranks under fully_shard: distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it "
-            "the same values on all ranks"
-        )
-
-
-def _in_buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    bucket, size = list[Tensor](), 0
-    for gradient in gradients:
-        bucket.append(gradient)
-        size += gradient.numel() * gradient.element_size()
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
-
-
-def _settle_placements(parameter: Any) -> None:
+def settle_placements(parameter: Any) -> None:
     """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
     gradient = parameter.grad
     if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
@@ -405,10 +343,3 @@ def sparse_embeddings(models: Iterable[nn.Module]) -> dict[str, Tensor]:
     """The tables whose gradients hold only the rows that were looked up, by the names of their modules."""
     named = [(name, one) for model in models for name, one in model.named_modules()]
     return {name: one.weight for name, one in named if isinstance(one, nn.Embedding | nn.EmbeddingBag) and one.sparse}
-
-
-def no_rows(parameter: Tensor) -> Tensor:
-    """An embedding's gradient where nothing was looked up."""
-    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
-    values = parameter.new_empty((0, *parameter.shape[1:]))
-    return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)

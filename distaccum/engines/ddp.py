@@ -26,7 +26,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ..law import DistaccumError, Plan, shorten
 from ..norms import leaves, names_of
 from ..private import version_of, zero_all
-from .base import STANDING, Engine, Sync, average, sparse_embeddings
+from .averaging import average
+from .base import STANDING, Engine, Sync, sparse_embeddings
 from .private import ddp as private
 from .shards import lies_over, why_tensor_parallel
 
@@ -231,7 +232,8 @@ class DDPEngine(Engine):
         return any(one is not now or version != last for (one, version), (now, last) in zip(before, after, strict=True))
 
     def finish(self) -> None:
-        average(self, self._by_hand, self._is_zeroed)
+        if self._by_hand:
+            average(self, self._by_hand, self._is_zeroed)
         self._release()
 
     def _release(self) -> None:
@@ -263,9 +265,10 @@ class DDPEngine(Engine):
         return gradient is not None and gradient is parameter.grad and version == version_of(gradient)
 
     def stale(self, parameters: Sequence[nn.Parameter]) -> bool:
-        if not self._zeroed:
-            return super().stale(parameters)
-        return any(p.grad is not None and not self._is_zeroed(p) for p in parameters)
+        for p in parameters:  # noqa: SIM110  # as in Engine
+            if p.grad is not None and not self._is_zeroed(p):
+                return True
+        return False
 
 
 @dataclass
@@ -309,12 +312,6 @@ def _stamp(parameter: nn.Parameter) -> Stamp:
 
 def _refuse_changes(wrapper: DistributedDataParallel, reduced: dict[str, nn.Parameter]) -> None:
     """Refuses what changed in the wrapper, or in the model in it, since DDP wrapped it."""
-    if private.is_joining(wrapper):
-        raise DistaccumError(
-            "a window inside DDP's join(), whose collectives would meet the window's; remove join(): ranks may "
-            "have different numbers of micro-batches without it. It stays on after its block: "
-            "`with model.join(enable=False): pass` turns it off"
-        )
     frozen = [name for name, parameter in reduced.items() if not parameter.requires_grad]
     if frozen and not wrapper.find_unused_parameters:
         raise DistaccumError(

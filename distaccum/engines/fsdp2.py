@@ -25,7 +25,8 @@ from torch import Tensor, nn
 from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF, names_of
 from ..ranks import own_group
-from .base import STANDING, Engine, Sync, average, largest, refuse_left_out_terms, sparse_embeddings
+from .averaging import average, largest
+from .base import STANDING, Engine, Sync, refuse_left_out_terms, sparse_embeddings
 from .private import fsdp2 as private
 from .shards import ranks_along, why_tensor_parallel
 

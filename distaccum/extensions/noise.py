@@ -19,11 +19,11 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ..engines import Engine
+from ..engines.base import Engine, total_norm
 from ..extension import Extension
 from ..job import Job
 from ..law import share_of
-from ..norms import total_norm, widest
+from ..norms import widest
 from ..update import Update
 from ..window import Window
 

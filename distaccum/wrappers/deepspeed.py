@@ -27,9 +27,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ..adapter import Prepared
-from ..engines.base import Engine, Owned, Sync, refuse_left_out_terms, sparse_embeddings
+from ..engines.base import Engine, Owned, Sync, refuse_left_out_terms, sparse_embeddings, total_norm
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
-from ..norms import total_norm
 from ..private import is_reached
 from .private import deepspeed as private
 

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..engines.base import Engine, Groups, Sync, average, norm_over_shards, refuse_left_out_terms
+from ..engines.averaging import average
+from ..engines.base import Engine, Groups, Sync, norm_over_shards, refuse_left_out_terms
 from ..law import Plan, shorten, warn
 from ..norms import HALF, names_of
 from .private import fsdp1 as private

@@ -51,7 +51,7 @@ class LightningModule(nn.Linear):
 
 
 CURES = [
-    "replicate.DDP, which has no engine here; use DistributedDataParallel(module)",
+    "replicate.DDP, which has no engine here; use torch's DistributedDataParallel(module)",
     "give the Accumulator trainer.strategy.model",
     "a tensor-parallel module alone in a job of 2 ranks",
     "TypeError: model is a pipeline's PipelineStage, expected its schedule",

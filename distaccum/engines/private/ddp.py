@@ -5,13 +5,14 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ...law import DistaccumError
 from ...private import require
 
 
 def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
     """Without the optional names, nobody can know whether DDP reduces some parameters, or steps, by itself."""
     require("torch", wrapper, "_check_sync_bufs_pre_fwd", "_check_sync_bufs_post_fwd", "_sync_buffers")
-    require("torch", wrapper, "_check_reducer_finalized", "_has_rebuilt_buckets")
+    require("torch", wrapper, "_check_reducer_finalized", "_has_rebuilt_buckets", "_join_config")
     require("torch", wrapper.reducer, "_rebuild_buckets", "_reset_state", "_get_zeros_like_grad_buckets")
     if getattr(wrapper, "_delay_all_reduce_params", ()):
         raise ValueError(
@@ -26,11 +27,6 @@ def refuse_what_cannot_accumulate(wrapper: DistributedDataParallel) -> None:
             "an optimizer that steps inside backward (_apply_optimizer_in_backward, _register_fused_optim) would "
             "step on each micro-step; give the Accumulator an ordinary optimizer"
         )
-
-
-def is_joining(wrapper: DistributedDataParallel) -> bool:
-    """Returns whether DDP's join() is on, which has no getter; without the name a window inside it is not refused."""
-    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
 
 
 def was_tensor_parallel(parameter: nn.Parameter) -> bool:
@@ -55,6 +51,12 @@ def ids_in_buckets(wrapper: DistributedDataParallel) -> set[int]:
 
 def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
     """Does now what DDP's forward would send, as Join does; returns whether a forward sends buffers at its end."""
+    if wrapper._join_config.enable:
+        raise DistaccumError(
+            "a window inside DDP's join(), whose collectives would meet the window's; remove join(): ranks may "
+            "have different numbers of micro-batches without it. It stays on after its block: "
+            "`with model.join(enable=False): pass` turns it off"
+        )
     _rebuild_buckets(wrapper)
     if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]

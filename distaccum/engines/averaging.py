@@ -1,0 +1,125 @@
+"""Gradients averaged by the library, where no wrapper does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..law import DistaccumError, shorten
+from ..norms import local, names_of
+from .base import Engine, settle_placements
+
+BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
+UNUSED, DENSE, SPARSE = range(3)
+
+
+def average(
+    engine: Engine,
+    parameters: Sequence[nn.Parameter],
+    is_zeroed: Callable[[nn.Parameter], bool] = lambda _: False,
+    copies_of: Callable[[nn.Parameter], dist.ProcessGroup | None] | None = None,
+) -> None:
+    """Sums gradients over the ranks and divides by the divisor; call it on all ranks, with the same parameters.
+
+    Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
+    Those that no rank has stay None, and zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
+    that holds this rank's part of a parameter too, by default all ranks: over the others backward has summed its
+    gradient already; None: over all.
+    """
+    if not parameters:
+        return
+    everyone: Any = engine.peers.group
+    groups = [everyone if copies_of is None else copies_of(one) for one in parameters]
+    if len(parameters) > engine.num_compared:  # values are looked at once
+        # Parts that equal each other (biases of zeros) cannot be told from copies.
+        several = zip(parameters, groups, strict=True)
+        _refuse_other_values(
+            engine, [one for one, group in several if id(one) not in engine.alike and group is everyone]
+        )
+        engine.num_compared = len(parameters)
+    used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
+    kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
+    dense: dict[tuple[Any, ...], list[Tensor]] = {}
+    one: Any
+    for one, group, kind in zip(parameters, groups, kinds, strict=True):
+        if kind == UNUSED:
+            one.grad = None
+        elif kind == SPARSE:
+            assert group is not None  # DTensors have none
+            one.grad = ((_no_rows(one) if one.grad is None else one.grad) / engine.divisor).coalesce()
+            dist.all_reduce(one.grad, group=group)
+        else:
+            if one.grad is None:
+                one.grad = torch.zeros_like(one)
+            settle_placements(one)
+            gradient = local(one.grad)
+            if group is None:
+                gradient.div_(engine.divisor)
+            else:
+                dense.setdefault((group, gradient.device, gradient.dtype), []).append(gradient)
+    for (group, *_), gradients in dense.items():
+        for bucket in _in_buckets(gradients):  # no copy of the whole gradient
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
+            dist.all_reduce(flat, group=group)
+            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+            for gradient, piece in zip(bucket, pieces, strict=True):
+                gradient.copy_(piece.view(gradient.shape))
+
+
+def largest(values: Iterable[int], engine: Engine) -> list[int]:
+    """The largest of each of these small numbers on any rank; through the host."""
+    found = torch.tensor(list(values), dtype=torch.uint8, device="cpu")
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
+    numbers: list[int] = found.tolist()
+    return numbers
+
+
+def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> None:
+    """Raises if the values of one that is trained differ over ranks by more than rounding.
+
+    Sums of other parameters differ by about their norm; copies may be off by the order of a sum (of sparse rows).
+    Costs one read of the device, and one small collective on the host.
+    """
+    if not parameters:
+        return
+    values: list[Any] = [local(one.detach()) for one in parameters]
+    values = [torch.view_as_real(one) if one.is_complex() else one for one in values]
+    sums = [torch.sum(one, dtype=torch.float64).to(values[0].device) for one in values]
+    norms = [torch.linalg.vector_norm(one, dtype=torch.float64).to(values[0].device) for one in values]
+    above, size = torch.stack([torch.stack(sums), torch.stack(norms)]).cpu()
+    frozen = torch.tensor([not one.requires_grad for one in parameters])  # on this rank
+    found = torch.stack([above.masked_fill(frozen, -torch.inf), (-above).masked_fill(frozen, -torch.inf), size])
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=engine.peers.host_group)
+    above, below, size = found
+    names = names_of(engine.models)
+    differ = zip(parameters, (above + below > 1e-3 * size).tolist(), strict=True)
+    if unlike := [names.get(id(one), f"a parameter of shape {list(one.shape)}") for one, is_so in differ if is_so]:
+        raise DistaccumError(
+            f"{shorten(unlike)} differs between the data-parallel ranks, and {engine.name} does not reduce it, so that "
+            "its gradient would be averaged over different parameters; if each rank has its own (experts), cut it over "
+            "the ranks under fully_shard: distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it "
+            "the same values on all ranks"
+        )
+
+
+def _in_buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    bucket, size = list[Tensor](), 0
+    for gradient in gradients:
+        bucket.append(gradient)
+        size += gradient.numel() * gradient.element_size()
+        if size >= BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+    if bucket:
+        yield bucket
+
+
+def _no_rows(parameter: Tensor) -> Tensor:
+    """An embedding's gradient where nothing was looked up."""
+    rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+    values = parameter.new_empty((0, *parameter.shape[1:]))
+    return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)
