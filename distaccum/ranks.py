@@ -152,14 +152,7 @@ class Peers:
             return lambda: [list(row)]
         mine = torch.tensor(row, dtype=torch.float64, device="cpu")
         rows = torch.empty(dist.get_world_size(group), len(row), dtype=torch.float64, device="cpu")
-        sent = _Sent(dist.all_gather(list(rows), mine, group=group, async_op=True), group)
-
-        def wait() -> Rows:
-            sent.wait()
-            found: Rows = rows.tolist()
-            return found
-
-        return wait
+        return _Sent(dist.all_gather(list(rows), mine, group=group, async_op=True), group, rows).wait
 
     def gather(self, row: Sequence[float], *, everyone: bool = False) -> Rows:
         """The rows of all ranks, in their order, or of all that take part in updates; through the host."""
@@ -242,12 +235,15 @@ def _refuse_lost(error: RuntimeError) -> None:
 class _Sent:
     """A collective under way. It holds no Peers, since a kept Update holds it."""
 
-    def __init__(self, work: Any, group: dist.ProcessGroup) -> None:
-        self._work = _LAST[group] = work
+    def __init__(self, work: Any, group: dist.ProcessGroup, rows: Tensor | None = None) -> None:
+        self._work, self._rows = work, rows
+        _LAST[group] = work
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
+        """Returns the gathered rows, if it gathers any."""
         with in_contact():
             self._work.wait()
+        return None if self._rows is None else self._rows.tolist()
 
 
 # The last collective of each group. Whoever drops one last frees its tensors, for which it needs the interpreter; a

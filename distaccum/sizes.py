@@ -9,11 +9,9 @@ from typing import Any
 from .law import whole_number
 
 FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
-PROOFS, MOST_PROOFS = (
-    2,
-    64,
-)  # windows: the optimizer makes its state after the first, which takes memory from the second
-LEAST = {"good": 0, "since": 0, "wait": 1, "size": 1, "too_large": 1}  # of the numbers of a state
+PROOFS = 2  # windows: the optimizer makes its state after the first, which takes memory from the second
+MOST_PROOFS = 64
+LEAST = {"good": 0, "since": 0, "wait": 1, "size": 1, "too_large": 1}  # of the numbers of a state; two may be None
 
 
 @dataclass
@@ -75,18 +73,15 @@ class MicroBatchSize:
         """The learned sizes only: a requested or proven size holds only for this process and device."""
         return {name: value for name, value in asdict(self).items() if name in LEAST}
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes up what `state` gave."""
-        self.proofs = []
-        self.good, self.too_large = state["good"], state["too_large"]
-        self.since, self.wait = state["since"], state["wait"]
-        if self.too_large is not None:  # else the size is the size that was requested then
-            self.size = state["size"]
-        if self.most is not None:
-            self.size = self.most if self.size is None else min(self.size, self.most)
-
-
-def learned_sizes(state: Mapping[str, Any], cure: str) -> dict[str, int | None]:
-    """The numbers of a `MicroBatchSize`'s state; raises where one is missing or wrong."""
-    may_be_none = {name for name in ("size", "too_large") if state.get(name, 0) is None}
-    return {n: None if n in may_be_none else whole_number(n, state.get(n), cure, least) for n, least in LEAST.items()}
+    def loaded(self, state: Mapping[str, Any], cure: str) -> MicroBatchSize:
+        """One that goes on from what `state()` gave; raises where a number is missing or wrong."""
+        found: dict[str, Any] = {
+            name: whole_number(name, state.get(name), cure, least)
+            for name, least in LEAST.items()
+            if name not in ("size", "too_large") or state.get(name, 0) is not None
+        }
+        if "too_large" not in found:
+            found.pop("size", None)  # the size that was requested then
+        if self.most is not None and "size" in found:
+            found["size"] = min(found["size"], self.most)
+        return MicroBatchSize(self.most, **found)

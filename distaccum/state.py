@@ -16,7 +16,6 @@ from .law import DistaccumError, warn, whole_number
 from .planner import Own, Planner
 from .randomness import check_random_state
 from .scaling import refuse_broken_scaler
-from .sizes import learned_sizes
 
 OF_STATE = "; give what state_dict() gave, of this version"
 
@@ -52,7 +51,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
     for name in ("fit", "scaler"):
         if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
             raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
-    learned = learned_sizes(state["fit"], OF_STATE)
+    learned = job.size.loaded(state["fit"], OF_STATE)
     if job.scaler is not None:
         refuse_broken_scaler(state["scaler"], job.scaler)
     own = _own_part(state, ranks, job)
@@ -62,7 +61,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
 
     planner.resume(own)
     job.index, job.skipped = index, skipped
-    job.size.load(learned)
+    job.size = learned
     if job.scaler is not None:
         job.scaler.load_state_dict(state["scaler"])
 
