@@ -88,27 +88,16 @@ def test_nested_batch_is_cut_along_the_batch_dimension():
         "user": UserDict(x=x),
     }
     first, second = split(batch, steps=2)
-    assert first["x"].tolist() == [0, 1]
-    assert second["x"].tolist() == [2, 3, 4]
-    assert isinstance(second["pair"], Pair)
-    assert second["pair"].label.tolist() == [2, 3, 4]
-    assert second["tuple"][0].tolist() == [2, 3, 4]
-    assert second["tuple"][1] is None
-    assert second["list"][0].tolist() == [2, 3, 4]
-    assert second["list"][1].shape == (1, 7)
-    assert (second["data"].image.tolist(), second["data"].name) == ([2, 3, 4], ["c", "d", "e"])
-    assert second["data"].scale == 1.0
-    assert second["array"].tolist() == [2, 3, 4]
-    assert second["texts"] == ["c", "d", "e"]
-    assert second["collated texts"] == ("c", "d", "e")
-    assert (second["other list"], second["size"], second["number"]) == ([1, 2], (224, 224), 5)
-    assert second["positions"].shape == (1, 3)
-    assert second["scalar"] == 3
-    assert second["text"] == "hello"
-    for kind in ("ordered", "default", "user"):
-        assert type(second[kind]) is type(batch[kind])
-        assert second[kind]["x"].tolist() == [2, 3, 4]
-    assert batch["x"].tolist() == [0, 1, 2, 3, 4]
+    assert first["x"].tolist() == [0, 1] and batch["x"].tolist() == [0, 1, 2, 3, 4]
+    rows = [second["pair"].label, second["tuple"][0], second["list"][0], second["data"].image, second["array"]]
+    rows += [second[kind]["x"] for kind in ("ordered", "default", "user")]
+    assert [row.tolist() for row in (second["x"], *rows)] == [[2, 3, 4]] * 9
+    assert second["texts"] == second["data"].name == ["c", "d", "e"] and second["collated texts"] == ("c", "d", "e")
+    assert second["list"][1].shape == (1, 7) and second["positions"].shape == (1, 3)
+    for name in ("other list", "size", "scalar", "number", "text"):
+        assert second[name] == batch[name]
+    assert second["tuple"][1] is None and second["data"].scale == 1.0
+    assert all(type(second[name]) is type(batch[name]) for name in batch)
 
 
 @dataclasses.dataclass

@@ -32,34 +32,11 @@ class Restarting:
         return next(self.rest)
 
 
-class OneShot:
-    """Is its own iterator, and exhausted after one epoch."""
-
-    def __init__(self):
-        self.rest = iter(batches())
-
-    def __iter__(self):
-        return self
-
-    def __next__(self):
-        return next(self.rest)
-
-
 class Indexed:
     """Has only `__getitem__`."""
 
     def __getitem__(self, i):
         return batches()[i]
-
-
-class Wrapping:
-    """Returns another loader's iterator, as many wrappers do."""
-
-    def __init__(self, loader):
-        self.loader = loader
-
-    def __iter__(self):
-        return iter(self.loader)
 
 
 class Samples(Dataset):
@@ -87,8 +64,6 @@ def with_workers(dataset):
 LOADERS = {
     "list": (batches, True),
     "restarting, returns itself": (Restarting, True),
-    "around one that restarts": (lambda: Wrapping(Restarting()), True),
-    "one-shot": (OneShot, False),
     "generator": (generator, False),
     "__getitem__ alone": (Indexed, True),
     "DataLoader": (lambda: DataLoader(Samples(), batch_size=1), True),

@@ -68,21 +68,17 @@ def test_sub_group_divides_by_its_own_size():
         window.step()
 
 
-def plan_group_of_a_sub_group():
-    """A group whose collectives run only on a device, as NCCL's do."""
+@on_ranks(3)
+def test_plan_of_a_sub_group_goes_through_the_host():
+    """Where the collectives of the group run only on a device, as NCCL's do."""
     group = dist.new_group([0, 2], backend="cuda:gloo")
     if dist.get_rank() == 1:
-        return None
+        return
     made = own_group(group)
-    assert made is not group
+    assert made is not group and own_group(group) is made
     mine = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(mine, group=made)
-    assert own_group(group) is made
-    return mine.item(), dist.get_process_group_ranks(made)
-
-
-def test_plan_of_a_sub_group_goes_through_the_host(ranks):
-    assert ranks(3).run(plan_group_of_a_sub_group) == [(2.0, [0, 2]), None, (2.0, [0, 2])]
+    assert (mine.item(), dist.get_process_group_ranks(made)) == (2.0, [0, 2])
 
 
 @on_ranks(1)
@@ -170,18 +166,14 @@ def test_impossible_models_and_windows_are_refused_on_all_ranks():
     assert {what: said for what, said in seen.items() if IMPOSSIBLE[what] not in said} == {}
 
 
-def warnings_of_batchnorm():
+@on_ranks(2)
+def test_batchnorm_is_named_once_on_rank_0():
     ddp = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(6).double(), make_net().body))
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         for index in range(2):
             run_window(accumulator.window(own(LAYOUT, index)), ddp).step()
-    return [str(warning.message) for warning in seen]
-
-
-def test_batchnorm_is_named_once_on_rank_0(ranks):
-    zero, one = ranks(2).run(warnings_of_batchnorm)
-    assert len(zero) == 1
-    assert "module.0 normalise each micro-batch by its own statistics" in zero[0]
-    assert one == []
+    said = [str(warning.message) for warning in seen]
+    assert len(said) == (dist.get_rank() == 0)
+    assert all("module.0 normalise each micro-batch by its own statistics" in one for one in said)

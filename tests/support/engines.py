@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, Extension
-from tests.support.problems import CASES, Batch, Net, error, join, make_net, micro_batches_of
+from tests.support.problems import CASES, Batch, Net, big_batch, error, make_net, micro_batches_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 import wrappers
@@ -182,27 +182,12 @@ KINDS: dict[str, Kind] = {
 }
 
 
-def big_batch_at(case: str, at: Tensor, micro_batches: list[Batch]) -> tuple[float, Tensor]:
-    """Loss and gradient of the criterion on all samples at these weights, in float64."""
-    loss_fn, how, reduction, _ = CASES[case]
-    net = Net()
-    nn.utils.vector_to_parameters(at.double(), net.parameters())
-    batch = join(micro_batches)
-    batch["x"] = batch["x"].double()
-    loss = loss_fn(net, batch, "mean" if reduction == "sum_to_mean" else how)
-    loss.backward()
-    gradient = [torch.zeros_like(p) if p.grad is None else p.grad for p in net.parameters()]
-    return loss.item(), torch.cat([g.flatten() for g in gradient])
-
-
 @dataclass
 class Seen:
     """The errors of one window on one rank."""
 
     gradient: float  # error of the change of the weights, which equals the gradient's
     loss: float
-    length: int
-    turns: int
     norm: float | None = None
 
 
@@ -226,17 +211,15 @@ class Run:
 
     def exact(self, at: Tensor, layout: Any, index: int) -> tuple[float, Tensor]:
         batches = [b for r in range(self.world) for b in micro_batches_of(layout, index, r, self.kind.dtype)]
-        return big_batch_at(self.case, at, batches)
+        return big_batch(self.case, batches, at)
 
     def window(self, layout: Any, index: int, max_norm: float = math.inf) -> Seen:
         loss_fn, how, *_ = CASES[self.case]
         before = self.weights()
         window = self.accumulator.window(self.micro_batches(layout, index))
-        turns = 0
-        for micro_batch in window:
-            assert window.stand_in == (turns >= len(window))
+        for turn, micro_batch in enumerate(window):
+            assert window.stand_in == (turn >= len(window))
             window.backward(loss_fn(self.model, micro_batch, how))
-            turns += 1
         update = window.step()
         assert update.stepped
         loss, exact = self.exact(before, layout, index)
@@ -244,7 +227,7 @@ class Run:
         moved = (before.double() - self.weights().double()) / self.lr
         wrong = error(moved, exact * min(1.0, max_norm / norm))
         off = None if update.grad_norm is None else abs(update.grad_norm - norm) / norm
-        return Seen(wrong, abs(update.loss - loss) / abs(loss), len(window), turns, off)
+        return Seen(wrong, abs(update.loss - loss) / abs(loss), off)
 
 
 # A window lists the micro-batch sizes of each rank, for up to four ranks.
@@ -259,13 +242,8 @@ LAYOUTS = [
 FOR_ONE_RANK = LAYOUTS[:4]
 
 
-def law(name: str, case: str, layouts: Sequence[Any], **options: Any) -> list[Seen]:
-    """Consecutive windows on this rank, each compared with the one big batch."""
-    run = Run(name, case, **options)
-    return [run.window(layout, index) for index, layout in enumerate(layouts)]
-
-
 def laws(name: str, sync: str, cases: Sequence[str] = tuple(CASES)) -> dict[str, list[Seen]]:
-    """All windows of these losses on this rank."""
-    layouts = LAYOUTS if KINDS[name].world > 1 else FOR_ONE_RANK
-    return {case: law(name, case, layouts, sync=sync) for case in cases}
+    """Consecutive windows of each of these losses on this rank, each compared with the one big batch."""
+    layouts = list(enumerate(LAYOUTS if KINDS[name].world > 1 else FOR_ONE_RANK))
+    runs = {case: Run(name, case, sync=sync) for case in cases}
+    return {case: [run.window(layout, index) for index, layout in layouts] for case, run in runs.items()}

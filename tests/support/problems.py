@@ -70,10 +70,12 @@ CASES: dict[str, tuple[Callable[..., Tensor], str, str, Any]] = {
 }
 
 
-def big_batch(case: str, micro_batches: Sequence[Batch]) -> tuple[float, Tensor]:
-    """Loss and gradient of one call of the criterion on all samples, in float64: the oracle."""
+def big_batch(case: str, micro_batches: Sequence[Batch], at: Tensor | None = None) -> tuple[float, Tensor]:
+    """Loss and gradient of one call of the criterion on all samples, in float64 and at these weights: the oracle."""
     loss_fn, how, reduction, _ = CASES[case]
     net = make_net(micro_batches[0]["x"].dtype).double()  # the same rounded weights
+    if at is not None:
+        nn.utils.vector_to_parameters(at.double(), net.parameters())
     batch = join(micro_batches)
     batch["x"] = batch["x"].double()
     loss = loss_fn(net, batch, "mean" if reduction == "sum_to_mean" else how)
