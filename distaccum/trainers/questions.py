@@ -90,8 +90,8 @@ class Questions:
         try:
             self._ask(micro_batches if index == 0 else micro_batches[:2], sum(numbers))
         except _UnseenError as error:
-            if index == 0:
-                self._object(self._unseen(str(error)), error.__cause__)
+            if index == 0 and self.count is None:  # which is believed
+                raise ValueError(self._unseen(str(error))) from error.__cause__
 
     def _ask(self, micro_batches: Sequence[Any], number: int) -> None:
         uses = self._of_all(lambda: map(self._use, micro_batches[:1]))
@@ -184,10 +184,10 @@ class Questions:
             raise _UnseenError(why) from failed
         return [one for some, _ in every for one in some]
 
-    def _object(self, message: str, cause: BaseException | None = None) -> None:
+    def _object(self, message: str) -> None:
         self.is_open = False
         if self.count is None:
-            raise ValueError(message) from cause
+            raise ValueError(message)
         self._warn(message)
 
     def _warn(self, message: str) -> None:
