@@ -18,7 +18,6 @@ from .engines import Engine, choose_engine
 from .law import DistaccumError, Once
 from .options import Config, as_list
 from .randomness import RandomNumbers
-from .scaling import refuse_mixed
 from .sizes import MicroBatchSize
 
 MOST_SKIPS = 50  # in a row
@@ -175,8 +174,6 @@ class Job:
                 "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
                 "schedule yourself, or pass the optimizer"
             )
-        if self.scaler is not None:
-            refuse_mixed(self.optimizers)
         if not self._models_parameters:
             raise ValueError("the model has no parameters, so there is no gradient to accumulate")
         if self.optimizers and not {*map(id, self._models_parameters)} & {*(self._owned or ())}:

@@ -172,7 +172,7 @@ class FullyShardEngine(Engine):
         self._unused = [p for p in self._unused if id(p) not in seen]
 
     def _note_used(self) -> None:
-        self._unused = [p for p in self._unused if private.unsharded_gradient(p) is None]
+        self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
 
     def stand_in(self) -> None:
         # The micro-batch may be of an earlier window, and use parameters that nobody uses in this one.

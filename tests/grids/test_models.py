@@ -276,11 +276,6 @@ def test_complex_and_real_parameters_in_one_group_are_refused_by_fsdp2(ranks):
         ranks(2).run(follow, "complex", "FSDP2", "")
 
 
-def test_scaler_with_complex_parameters_is_refused():
-    with pytest.raises(ValueError, match="complex"):
-        follow("complex", "plain", "scaled")
-
-
 def criticise(generator: nn.Module, critic: nn.Module, batch: Batch) -> Tensor:
     with torch.no_grad():
         fake = generator(batch)

@@ -136,17 +136,10 @@ def shown_for(parameter: Any) -> list[Any]:
     return [gathered_of(parameter), getattr(parameter, "_sharded_post_forward_param", None)]
 
 
-def unsharded_gradient(parameter: Any) -> Tensor | None:
-    kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)  # up to torch 2.13
-    if kept is None and (gathered := gathered_of(parameter)) is not None:
-        kept = gathered.grad
-    return kept
-
-
 def standing_gradient(parameter: Any) -> Tensor | None:
     """The unsharded sum; torch, up to 2.13, adds a new gradient to one of another dtype only after backward."""
     kept: Tensor | None = getattr(parameter, "unsharded_accumulated_grad", None)
-    new: Tensor | None = parameter._unsharded_param.grad
+    new: Tensor | None = getattr(gathered_of(parameter), "grad", None)
     if kept is None or new is None or kept is new:
         return new if kept is None else kept
     return kept + new
@@ -155,7 +148,7 @@ def standing_gradient(parameter: Any) -> Tensor | None:
 def holds_gradients(group: Any) -> bool:
     """Returns whether any of its gradients is not fully reduced."""
     return group._partial_reduce_output is not None or any(
-        unsharded_gradient(parameter) is not None for parameter in group.fsdp_params
+        standing_gradient(parameter) is not None for parameter in group.fsdp_params
     )
 
 
