@@ -132,9 +132,6 @@ class Accumulator:
         self._extensions = join_all(extensions, job)
         job.hooks = hooks_of(self._extensions)
         self._planner = Planner(job)
-        for one in job.adapters:
-            if warning := one.warning():
-                job.once(type(one).__name__, warning)
 
     def __getstate__(self) -> dict[str, Any]:
         self._planner.__getstate__()  # which a shallow copy would not ask

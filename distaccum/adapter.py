@@ -56,10 +56,6 @@ class Adapter:
         """Returns whether a loader's `state_dict()` works."""
         return True
 
-    def warning(self) -> str | None:
-        """Returns what the library does otherwise, for a warning."""
-        return None
-
 
 def _is_there(module: str) -> bool:
     """Returns False for a room that was taken away."""

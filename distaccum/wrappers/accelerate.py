@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..adapter import Adapter, Prepared, RunBackward
-from ..law import DistaccumError
+from ..law import DistaccumError, warn
 from .private.accelerate import note_step
 
 
@@ -28,7 +28,6 @@ class Accelerated(Adapter):
     def __init__(self, accelerator: Any) -> None:
         self._accelerator = accelerator
         self._wrappers: list[Any] = []
-        self._steps_by_process = False
 
     def unwrap(self, given: Prepared) -> None:
         accelerator = self._accelerator
@@ -36,11 +35,7 @@ class Accelerated(Adapter):
         given.optimizers = [one.optimizer if one in self._wrappers else one for one in given.optimizers]
         prepared = [one for one in given.schedulers if _is_of("scheduler", "AcceleratedScheduler", one)]
         given.schedulers = [one.scheduler if one in prepared else one for one in given.schedulers]
-        self._steps_by_process = any(
-            one.step_with_optimizer and not one.split_batches
-            for one in prepared
-            if not _is_of("utils.deepspeed", "DeepSpeedSchedulerWrapper", one)  # whose engine steps once per update
-        )
+        _warn_of_steps_by_process(prepared)
         theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
         if accelerator is not None:
             theirs += [accelerator.scaler] if accelerator.scaler is not None else []
@@ -66,16 +61,6 @@ class Accelerated(Adapter):
                 "divide the loss a second time; leave it at 1, and do not enter accelerator.accumulate()"
             )
 
-    def warning(self) -> str | None:
-        processes = dist.get_world_size() if dist.is_initialized() else 1
-        if not self._steps_by_process or processes == 1:
-            return None
-        return (
-            f"Accelerate steps a prepared schedule {processes} times per update, once per process, and window.step() "
-            f"steps it once: divide the lengths that were meant for Accelerate (warm-up, total) by {processes}, or, if "
-            "they are in updates already, leave the schedule out of prepare"
-        )
-
     def after_step(self, stepped: bool) -> None:
         for wrapper in self._wrappers:
             note_step(wrapper, stepped)
@@ -92,6 +77,22 @@ class Accelerated(Adapter):
             loss = torch.stack([one * weight for one, weight in zip(losses, seeds, strict=True)]).sum()
             seed = torch.ones_like(loss)
         self._accelerator.backward(loss, gradient=seed)
+
+
+def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:
+    """Says that a schedule which was made for Accelerate is too long here."""
+    processes = dist.get_world_size() if dist.is_initialized() else 1
+    by_process = any(
+        one.step_with_optimizer and not one.split_batches
+        for one in prepared
+        if not _is_of("utils.deepspeed", "DeepSpeedSchedulerWrapper", one)  # whose engine steps once per update
+    )
+    if by_process and processes > 1 and dist.get_rank() == 0:
+        warn(
+            f"Accelerate steps a prepared schedule {processes} times per update, once per process, and window.step() "
+            f"steps it once: divide the lengths that were meant for Accelerate (warm-up, total) by {processes}, or, if "
+            "they are in updates already, leave the schedule out of prepare"
+        )
 
 
 def _is_of(module: str, name: str, value: object) -> bool:

@@ -59,11 +59,8 @@ class DeepSpeedEngine(Engine):
         self._form = _choose_form(engine, sync, self._is_managed)
         # Optimizer states, and the gradients of their step, are on the host.
         self._offloads = any(getattr(self._optimizer, name, False) for name in ("cpu_offload", "offload_optimizer"))
-        if (
-            self._form == "each"
-            and self._offloads
-            and not hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
-        ):
+        finalizes = hasattr(self._optimizer, "finalize_gradient_accumulation_boundary")
+        if self._form == "each" and self._offloads and not finalizes:
             raise ValueError(
                 f"ZeRO stage {self._stage} offloads its optimizer and reduces in each micro-step, in which DeepSpeed "
                 "before 0.19.4 forgets gradients; use sync='last', or leave offload_optimizer out"
@@ -168,13 +165,8 @@ class DeepSpeedEngine(Engine):
         return self.parameters() if stay else ()
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        if self._form == "each":
-            return "which reduces in each micro-step here; use sync='last' with DeepSpeed 0.19.2"
-        if "scale" in self.owns:
-            return "which scales the loss by itself (fp16); train in bf16"
-        if hasattr(self._optimizer, "get_grads_for_norm"):
-            return f"whose {type(self._optimizer).__name__} keeps gradients elsewhere; use ZeRO stage 2 or 3"
-        return None
+        shows = self._form != "each" and "scale" not in self.owns and not hasattr(self._optimizer, "get_grads_for_norm")
+        return None if shows else "which reduces in each micro-step here, trains in fp16, or with a BF16_Optimizer"
 
     def _refuse_another_use(self, _: Tensor) -> None:
         """Each rank fills a bucket with the gradients of its own backward, and takes other ranks' for the same."""

@@ -41,9 +41,8 @@ class FSDPEngine(Engine):
         low = [name for name, module in named if self.wraps(module) and _adds_up_in(module) in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
-                f"FSDP1 adds gradients up in half precision between micro-steps (in {shorten(low)}), whatever its "
-                "reduce_dtype; sync='every' adds them up in the dtype of the parameters, and so does fully_shard with "
-                "MixedPrecisionPolicy(reduce_dtype=torch.float32)",
+                f"FSDP1 adds gradients up in half precision between micro-steps (in {shorten(low)}); use sync='every', "
+                "or fully_shard with MixedPrecisionPolicy(reduce_dtype=torch.float32)",
             )
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
