@@ -208,7 +208,6 @@ def wav2vec(reduction: str) -> Callable[[], nn.Module]:
         **sizes,
         **norm,
         **more,
-        pad_token_id=0,
         ctc_loss_reduction=reduction,
     )
 
