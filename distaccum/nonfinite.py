@@ -10,12 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from .engines import Engine
-from .law import DistaccumError
+from .law import DistaccumError, shorten
 from .losses import Losses, Record
 from .norms import local, names_of
 from .options import OnNonfinite
-
-SHOWN = 3  # parameters by name; of the others the number
 
 
 class NonfiniteError(DistaccumError):
@@ -48,12 +46,14 @@ def judge(
     seen: list[_View] = engine.peers.gather_objects(own, everyone=True)
     cure = "Look for it in the data or lower the learning rate"
     # Nothing was stepped since, so weights were not finite before the first backward.
-    if weights := _first([one.weights for one in seen]):
-        message = f"before its first backward there were weights that are not finite already, first in {weights}"
+    if weights := list(dict.fromkeys(name for one in seen for name in one.weights)):
+        message = (
+            f"before its first backward there were weights that are not finite already, first in {shorten(weights)}"
+        )
         cure = "Go back to a checkpoint, or look at how they were initialised or loaded"
     else:
-        gradients = _first([one.gradients for one in seen])
-        message = _origin(engine, losses, seen) + (f"; first in {gradients}" if gradients else "")
+        gradients = list(dict.fromkeys(name for one in seen for name in one.gradients))
+        message = _origin(engine, losses, seen) + (f"; first in {shorten(gradients)}" if gradients else "")
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({message})"
     raise NonfiniteError(
@@ -74,13 +74,6 @@ def _origin(engine: Engine, losses: Losses, seen: Sequence[_View]) -> str:
     if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
         places = [f"the loss over all pairs is {float(losses.of_pairs[0])}, of representations that are all finite"]
     return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
-
-
-def _first(names: Sequence[Sequence[str]]) -> str:
-    """The first names of all ranks' lists, and how many more the longest has."""
-    first = list(dict.fromkeys(name for one in names for name in one[:SHOWN]))[:SHOWN]
-    more = max(map(len, names)) - len(first)
-    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def judge_loss(
