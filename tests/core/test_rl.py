@@ -1,4 +1,4 @@
-"""Losses of reinforcement learning and preference tuning, over uneven micro-batches, against their formulas.
+"""Losses of reinforcement learning, over uneven micro-batches, against their formulas.
 
 The formulas are written out with loops over rows and tokens of the whole batch, in float64.
 """
@@ -12,15 +12,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.functional import logsigmoid
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.problems import error, gradient
+from tests.support.ranks import on_ranks
 
 WORDS, COLUMNS, LONGEST = 7, 6, 10  # LONGEST: the constant of Dr. GRPO
-EPSILON, BETA = 0.2, 0.5
+EPSILON = 0.2
 Batch = dict[str, Tensor]
 
 
@@ -129,36 +129,26 @@ def run(model: nn.Module, micro_batches: list[Batch], loss: Callable[..., Any], 
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), **options)
     window = accumulator.window(micro_batches)
     for batch in window:
-        found = loss(model, batch)
-        window.backward(**found) if isinstance(found, dict) else window.backward(found)
+        window.backward(loss(model, batch))
     taken = gradient(model)
     return taken, window.step().loss
 
 
-def mode_on_ranks(mode: str, layout: list[list[int]]) -> tuple[float, float]:
+@pytest.mark.parametrize("mode", MODES)
+@on_ranks(2)
+def test_each_mode_is_its_formula_on_the_whole_batch(mode):
     """Groups of 4 responses, which the ranks share: rewards are normalized over a group wherever its rows are."""
     loss, count, aggregate = MODES[mode]
-    rank, batch, model = 0, make_batch(), make_policy()
-    if len(layout) > 1:
-        rank, model = dist.get_rank(), DistributedDataParallel(model)
-    before = sum(sum(sizes) for sizes in layout[:rank])
-    mine = {name: value[before : before + sum(layout[rank])] for name, value in batch.items()}
-    if len(layout) > 1:
-        rewards: list[Any] = [None] * len(layout)
-        dist.all_gather_object(rewards, mine["rewards"])  # small, and once per update
-        mine["advantages"] = normalized(torch.cat(rewards), group=4)[before : before + sum(layout[rank])]
-    whole = make_policy()
+    rank, layout, batch = dist.get_rank(), [[3, 2], [1, 6]], make_batch()
+    mine = parts_of(batch, [sum(sizes) for sizes in layout])[rank]
+    rewards: list[Any] = [None] * 2
+    dist.all_gather_object(rewards, mine["rewards"])  # small, and once per update
+    mine["advantages"] = normalized(torch.cat(rewards), group=4).split([5, 7])[rank]
+    whole, model = make_policy(), DistributedDataParallel(make_policy())
     exact = by_formula(whole, batch, aggregate)
     exact.backward()
     found, value = run(model, parts_of(mine, layout[rank]), loss, reduction="sum_to_mean", count=count)
-    return error(found, gradient(whole)), abs(value - exact.item())
-
-
-@pytest.mark.parametrize("layout", [[[1, 5, 2, 4]], [[3, 2], [1, 6]], [[5, 4, 3], []]])
-@pytest.mark.parametrize("mode", MODES)
-def test_each_mode_is_its_formula_on_the_whole_batch(ranks, mode, layout):
-    for numbers in ranks(len(layout)).run(mode_on_ranks, mode, layout):
-        assert max(numbers) <= 1e-12
+    assert max(error(found, gradient(whole)), abs(value - exact.item())) <= 1e-12
 
 
 def test_mean_of_micro_batch_means_is_another_loss():
@@ -170,48 +160,3 @@ def test_mean_of_micro_batch_means_is_another_loss():
         (token_mean(naive, part) / part["mask"].sum() / len(parts)).backward()
     off = error(gradient(naive), gradient(whole))
     assert f"{off:.0%}" == "38%", off
-
-
-# Terms with denominators of their own
-
-
-# Preferences
-
-
-def make_pairs(number: int) -> Batch:
-    chosen, rejected = make_rows(number, seed=2), make_rows(number, seed=5)
-    named = (("chosen", chosen), ("rejected", rejected))
-    return {f"{side}_{name}": rows[name] for side, rows in named for name in ("tokens", "mask", "reference")}
-
-
-def dpo(policy: nn.Module, batch: Batch) -> Tensor:
-    """Two forwards of the policy; the reference's were taken before."""
-    ratios = {}
-    for side in ("chosen", "rejected"):
-        now, _ = policy(batch[f"{side}_tokens"])
-        ratios[side] = ((now - batch[f"{side}_reference"]) * batch[f"{side}_mask"]).sum(-1)
-    return -logsigmoid(BETA * (ratios["chosen"] - ratios["rejected"])).mean()
-
-
-def dpo_by_formula(policy: nn.Module, batch: Batch) -> Tensor:
-    losses = []
-    for i in range(len(batch["chosen_tokens"])):
-        log_ratio = {}
-        for side in ("chosen", "rejected"):
-            now, _ = policy(batch[f"{side}_tokens"][i : i + 1])
-            length = int(batch[f"{side}_mask"][i].sum())
-            log_ratio[side] = sum(now[0, t] - batch[f"{side}_reference"][i, t] for t in range(length))
-        margin = BETA * (log_ratio["chosen"] - log_ratio["rejected"])
-        losses.append(-torch.log(1 / (1 + torch.exp(-margin))))
-    return sum(losses) / len(losses)
-
-
-def test_dpo_with_two_forwards_is_its_formula():
-    batch, whole = make_pairs(9), make_policy()
-    exact = dpo_by_formula(whole, batch)
-    exact.backward()
-    found, value = run(make_policy(), parts_of(batch, [2, 1, 4, 2]), dpo)
-    assert error(found, gradient(whole)) <= 1e-12 and abs(value - exact.item()) <= 1e-12
-
-
-# Packed sequences

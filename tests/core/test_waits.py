@@ -15,26 +15,17 @@ from distaccum.extensions import NoiseScale, WideSums
 from tests.support.counting import Counting
 
 
-def test_window_reads_no_value_on_the_host():
+@pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
+def test_window_reads_no_value_on_the_host(on_nonfinite):
     model = nn.Linear(3, 2)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4)
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, on_nonfinite=on_nonfinite)
     for window in accumulator.windows([torch.randn(n, 3) for n in (1, 2, 3, 4)]):
         with Counting() as count:
             for inputs in window:
                 window.backward(model(inputs).square().mean())
-        assert not count.host_reads
-        with Counting() as count:
             update = window.step()
         assert not count.host_reads, "the flag of on_nonfinite is on the host"
-        with Counting() as count:
-            assert update.loss > 0
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4, on_nonfinite="ignore")
-    for window in accumulator.windows([torch.randn(n, 3) for n in (1, 2, 3, 4)]):
-        with Counting() as count:
-            for inputs in window:
-                window.backward(model(inputs).square().mean())
-            window.step()
-        assert not count.host_reads
+        assert update.loss > 0
 
 
 def heads_of(window: Window, model: nn.Module, inputs: Tensor) -> None:

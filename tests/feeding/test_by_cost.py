@@ -2,52 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.optim import SGD
 
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
-from distaccum.feeding.by_cost import cost_of_group, group_by_cost
 from tests.support.problems import IGNORED, error, gradient, make_net_without_router
 
-COSTS = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 COST = count_tokens("mask", ignore_index=0)
 WIDTH = 12
-
-
-def partitions(rows: Sequence[int]) -> Iterator[list[list[int]]]:
-    if not rows:
-        yield []
-        return
-    for others in partitions(rows[1:]):
-        yield [[rows[0]], *others]
-        for i in range(len(others)):
-            yield [*others[:i], [rows[0], *others[i]], *others[i + 1 :]]
-
-
-@settings(deadline=None, max_examples=60)
-@given(COSTS, st.integers(1, 30))
-def test_rows_are_in_the_fewest_groups_that_cost_at_most_the_limit(costs, limit):
-    groups = group_by_cost(costs, limit)
-    assert sorted(itertools.chain(*groups)) == list(range(len(costs)))
-    of_groups = [cost_of_group(costs, rows) for rows in groups]
-    assert of_groups == sorted(of_groups)
-    assert all(cost <= limit or len(rows) == 1 for cost, rows in zip(of_groups, groups, strict=True))
-
-    def fits(rows: list[int]) -> bool:
-        return len(rows) == 1 or cost_of_group(costs, rows) <= limit
-
-    assert len(groups) == min(len(one) for one in partitions(range(len(costs))) if all(map(fits, one)))
 
 
 def make_text(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:

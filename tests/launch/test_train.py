@@ -53,10 +53,8 @@ ENGINES = {
     "ddp": (2, ("--engine", "ddp")),
     "ddp, 3 ranks": (3, ("--batch-size", 60)),
     "fsdp2": (2, ("--engine", "fsdp2")),
-    "fsdp2, gathered": (2, ("--engine", "fsdp2", "--sync", "gathered")),
     "fsdp2, replicas": (2, ("--engine", "fsdp2", "--sync", "replicas", "--replicas", 2)),
     "accelerate": (2, ("--engine", "accelerate")),
-    "zero 1": (2, ("--engine", "deepspeed", "--stage", 1)),
     "zero 3": (2, ("--engine", "deepspeed", "--stage", 3)),
 }
 
@@ -75,7 +73,7 @@ def test_engines_end_with_the_weights_of_the_big_batch(programs, tmp_path, ranks
         assert [update["counts"]["samples"] for update in log[21:24]] == [64, 30, 64]
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ()), (2, ("--engine", "fsdp2"))])
+@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2"))])
 def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options):
     small = ("--task", "language", "--width", 32, "--layers", 1, "--context", 48, "--updates", 4)
     text = trained(programs, tmp_path / "run", *small, *options, "--precision", "float64", ranks=ranks)
@@ -152,7 +150,7 @@ def test_batchnorm_prints_that_updates_cannot_be_exact(programs, tmp_path):
     assert "NOT EQUAL" in done.text and "--norm group is exact" in done.text
 
 
-PRECISIONS = [("plain", "fp16"), ("ddp", "bf16"), ("fsdp2", "fp16"), ("accelerate", "fp16"), ("deepspeed", "bf16")]
+PRECISIONS = [("plain", "fp16"), ("ddp", "bf16"), ("fsdp2", "fp16"), ("deepspeed", "bf16")]
 
 
 @pytest.mark.parametrize(("engine", "precision"), PRECISIONS)
@@ -181,23 +179,16 @@ def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
 
 MISTAKES = {
     ("--batchsize", "3"): "'--batchsize' is not known (did you mean --batch-size?)",
-    ("--batch-size", "many"): "argument --batch-size: invalid int value: 'many'",
-    ("--config", "not/there.toml"): "not/there.toml cannot be read (No such file or directory), expected a TOML file",
     ("--config", "unknown.toml"): "unknown.toml: '--batch' is not known (did you mean",
     ("--config", "both.toml"): "both.toml: both epochs and updates are given, expected one of them",
-    ("--batch-size", "0"): "batch_size = 0, expected a number above 0",
     ("--batch-size", "3", "--micro-batch-size", "1", "--plan", "2"): "give a batch_size that 2 divides, such as 4",
     ("--replicas", "2", "--engine", "fsdp2", "--plan", "3"): "replicas = 2 on 3 ranks, expected a number that divides",
-    ("--stage", "3"): "stage does nothing unless engine is 'deepspeed'",
     ("--model", "resnet17"): "model = 'resnet17' is no torchvision model; there are resnet",
     ("--model", "alexnet"): "alexnet on digits: the model does not take a sample of this data (Given input size",
-    ("--data", "CIFAR11"): "no folder here and no torchvision dataset",
     ("--data", "one"): "is no folder of images by class, nor one with train and val",
-    ("--task", "language", "--data", "not/there.txt"): "cannot be read as text",
     ("--task", "language", "--model", "./not-there"): "no language model that transformers finds",
     ("--device", "cuda"): "torch sees no GPU here",
     ("--sync", "gathered"): "sync='gathered'",
-    ("--engine", "deepspeed", "--precision", "float64"): "float32 at most",
     ("--engine", "deepspeed", "--deepspeed-config", "bf16.json"): "precision is 'float32'; leave it out",
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
@@ -251,21 +242,11 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     assert printed == ["10", "20", "30", "40", "46"]
 
 
-def test_progress_is_printed_unless_quiet(programs, tmp_path):
-    options = (*SMALL, "--updates", 3, "--micro-batch-size", 32, "--progress-every", 1e-9)
-    text = trained(programs, tmp_path / "often", *options)
-    lines = re.findall(r"^(\d) of 3 updates and (\d) micro-batch.*0:\d\d:\d\d left$", text, re.MULTILINE)
-    assert ("1", "1") in lines and ("2", "1") in lines
-    assert trained(programs, tmp_path / "quiet", *options, "--quiet") == ""
-    assert same(tmp_path / "often", tmp_path / "quiet")
-
-
 # Stopping and resuming
 
 
 WITH_DROPOUT = ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 8, "--micro-batch-size", 2)
 KEPT = {
-    "plain": (1, WITH_DROPOUT),
     "adamw on ddp": (2, (*WITH_DROPOUT, "--optimizer", "adamw", "--lr", 0.001)),
     "fsdp2": (2, (*WITH_DROPOUT, "--engine", "fsdp2")),
     "fp16": (1, (*SMALL, "--precision", "fp16")),
@@ -366,8 +347,8 @@ def newest_update(run: Path) -> int:
     return max((int(path.name[7:]) for path in run.glob("checkpoints/update-*")), default=0)
 
 
-@pytest.mark.parametrize(("ranks", "kills"), [(1, 8), (2, 5)])
-def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path, ranks, kills):
+def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path):
+    ranks, kills = 2, 5
     options = ("--model", "cnn", "--epochs", 1, "--checkpoint-every", 1)
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
     seed = random.SystemRandom().randrange(10**6)
@@ -395,12 +376,9 @@ def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path
 LONG = (*WITH_DROPOUT[:4], "--batch-size", 64, "--micro-batch-size", 1, "--updates", 2, "--checkpoint-every", 0)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "number", "options"), [(1, signal.SIGINT, ()), (2, signal.SIGTERM, ("--engine", "fsdp2"))], ids=str
-)
-def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path, ranks, number, options):
+def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path):
     """The last rank alone gets it; the resumed run ends with the same bits, also with dropout."""
-    options = (*LONG, *options)
+    ranks, number, options = 2, signal.SIGTERM, (*LONG, "--engine", "fsdp2")
     trained(programs, tmp_path / "whole", *options, ranks=ranks)
     run, stops = tmp_path / "run", []
     config = run / "config.json"  # written once signals are handled, right before the first micro-step
@@ -420,8 +398,8 @@ def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path, ranks, number, 
     assert [one["loss"] for one in log_of(run)] == [one["loss"] for one in log_of(tmp_path / "whole")]
 
 
-@pytest.mark.parametrize(("ranks", "options"), [(1, ()), (2, ("--engine", "fsdp2", "--sync", "gathered"))], ids=str)
-def test_checkpoints_by_the_clock_change_nothing_in_mid_window(programs, tmp_path, ranks, options):
+def test_checkpoints_by_the_clock_change_nothing_in_mid_window(programs, tmp_path):
+    ranks, options = 2, ("--engine", "fsdp2", "--sync", "gathered")
     shorter = (*LONG[:5], 24, *LONG[6:], *options)
     trained(programs, tmp_path / "whole", *shorter, ranks=ranks)
     options = (*shorter, "--checkpoint-minutes", 0.0005, "--keep", 99)

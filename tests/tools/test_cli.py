@@ -74,7 +74,6 @@ COUNT = ("--count", "tokens:labels")
     [
         (("factories:good", *COUNT), 0, "accumulated in 3 micro-batches, one batch of 12: equivalent"),
         (("factories:with_options",), 0, "in 5 micro-batches"),
-        (("factories:with_options", "--micro-batch-size", "3"), 0, "in 4 micro-batches"),
         (("more/of_mine.py:good", *COUNT), 0, "in 3 micro-batches"),
         (("factories:good",), 1, "count_tokens('labels')"),
         (("factories:normalised", *COUNT, "--micro-batch-size", "5"), 1, "batchnorm: "),

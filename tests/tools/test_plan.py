@@ -147,17 +147,6 @@ def test_mistakes_raise_one_clear_sentence(options, message):
         plan(**options)
 
 
-@pytest.mark.parametrize("columns", [60, 120, 300])
-def test_report_fits_the_terminal(monkeypatch, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    known = {"batch_size": 1000, "micro_batch_size": 32, "base_batch_size": 256, "ranks": 8}
-    text = str(plan(**known, nodes=2, parameters="11.7M"))
-    assert max(map(len, text.splitlines())) <= min(columns, 120)
-    assert text.count("FSDP2 hybrid, replicas") == 1
-    for header in ("each micro-step", "once", "per update"):
-        assert header in " ".join(text.split())
-
-
 # A model
 
 
