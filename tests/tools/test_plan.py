@@ -16,7 +16,6 @@ from distaccum import Accumulator, plan
 from distaccum.law import cut_evenly, steps_for
 from distaccum.tools.cli import main
 from distaccum.tools.plan.fitting import fit
-from distaccum.tools.plan.forecast import amount
 from distaccum.tools.plan.rules import scaled_learning_rate
 from tests.support.counting import Counting
 
@@ -126,11 +125,6 @@ def test_missing_arguments_leave_parts_out_and_are_requested():
     for flag in ("--batch-size", "--base-batch-size"):
         assert flag in asked
     assert "--parameters" not in asked and "--batch-size and --micro-batch-size for the steps" in str(forecast)
-
-
-def test_amounts_are_read_with_their_units():
-    for text, number in {"7e9": 7e9, "350M": 350e6, "1_281_167": 1281167, "7b": 7e9, "1.3B": 13e8, "4k": 4000}.items():
-        assert amount("parameters", text) == number
 
 
 @pytest.mark.parametrize(

@@ -261,17 +261,6 @@ def test_backward_and_step_of_fabric_within_a_window_are_refused():
     assert window.step().stepped
 
 
-def test_update_and_check_run_on_a_model_of_fabric():
-    _, model, optimizer = in_mixed()
-    accumulator = Accumulator(model, optimizer, micro_batch_size=2)
-    batch = {"x": join(BATCHES)["x"]}
-    before = weights(model)
-    update = accumulator.update(batch, lambda part: sample_loss(model, part))
-    assert (update.counts, update.micro_batches) == ({"samples": 6}, 3)
-    assert error(before - weights(model), exact_gradient()) <= 3e-2
-    assert accumulator.check(batch, lambda part: sample_loss(model, part)).equivalent
-
-
 def test_second_owner_of_backward_step_or_scale_is_refused():
     from lightning_fabric.plugins.precision import Precision
     from lightning_fabric.strategies import SingleDeviceStrategy
