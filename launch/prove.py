@@ -102,7 +102,7 @@ def compare(config: Config, log: list[dict[str, Any]], weights: dict[str, Tensor
 
 
 def is_random(task: Task) -> bool:
-    """Whether the loss of a batch depends on the random numbers."""
+    """True if the loss of a batch depends on random numbers."""
     batch = task.collate([task.train[0]] * 2)
     losses = []
     for seed in (0, 1):

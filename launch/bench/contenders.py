@@ -42,7 +42,7 @@ Unreduced = Callable[[Any], AbstractContextManager[None]]
 
 @dataclass(frozen=True)
 class Task:
-    """What a contender trains. It wraps `module`, so each gets one of its own."""
+    """The work of a contender, which wraps `module`: each gets its own."""
 
     module: nn.Module
     loss_of: Callable[[nn.Module, Any], Tensor]  # of the wrapped module and a micro-batch: the mean over its samples
@@ -325,7 +325,7 @@ _distaccum_variants: dict[str, dict[str, Any]] = {
 
 
 def _alike(engine: str, hand: Callable[..., Loop], library: Callable[..., Loop]) -> list[Contender]:
-    """Those that a plain module and DDP have alike."""
+    """The contenders that exist for a plain module and for DDP alike."""
     return [
         Contender(engine, "by hand", hand),
         Contender(engine, "by hand, again", hand),
@@ -378,7 +378,7 @@ def some_of(engine: str, *names: str) -> list[Contender]:
 
 
 def versions() -> dict[str, str]:
-    """Of the other libraries, all of which must be there."""
+    """Versions of the other libraries, all of which must be installed."""
     try:
         return {name: metadata.version(name) for name in OTHERS}
     except metadata.PackageNotFoundError as missing:
@@ -386,7 +386,7 @@ def versions() -> dict[str, str]:
 
 
 def num_ranks(*, local: bool = False) -> int:
-    """Of this job, or of it on this node."""
+    """The ranks of this job, or those on this node."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if local else ranks
 
@@ -398,7 +398,7 @@ def as_torchrun() -> None:
 
 
 def be_quiet() -> None:
-    """Of what others warn of, and say of themselves, when they are made."""
+    """Silences what other libraries print when they are set up."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else Accelerate says that it set it
     torch.set_num_threads(1)

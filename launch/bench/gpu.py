@@ -1,4 +1,4 @@
-"""On a GPU: what a window costs beside the others' loops, in time and in memory.
+"""The cost of a window on a GPU beside the other loops, in time and in memory.
 
     python launch/bench/gpu.py --out launch/results/gpu                    # some ten minutes
     python launch/bench/gpu.py --device cpu --small --rounds 1             # shows that it runs

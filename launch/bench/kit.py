@@ -1,4 +1,4 @@
-"""What the programs of this folder share: loops in turns, peak memory, ranks, options, tables, pictures and headers."""
+"""Shared parts of the benchmarks: loops in turns, peak memory, ranks, options, tables, pictures and headers."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def resident(name: str) -> int:
 
 
 def in_fresh_process(*options: str, environment: Mapping[str, str] | None = None) -> Any:
-    """What this program prints with these options, read as JSON."""
+    """Runs this program with these options and reads its output as JSON."""
     command = [sys.executable, sys.argv[0], *options]
     done = subprocess.run(command, env={**os.environ, **(environment or {})}, stdout=subprocess.PIPE, text=True)
     if done.returncode:
@@ -240,7 +240,7 @@ def header(title: str, about: Mapping[str, str], *notes: str) -> list[str]:
 
 
 def write(out: Path | None, text: str, result: Mapping[str, Any]) -> None:
-    """To the terminal, and as OUT.md and OUT.json."""
+    """Prints the page, and writes OUT.md and OUT.json."""
     print(text)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -270,7 +270,7 @@ class Options(argparse.ArgumentParser):
         self.add_argument("--device", choices=["cuda", "cpu"], default=default, help="(%(default)s)")
 
     def hidden(self, *names: str, **more: Any) -> None:
-        """For the processes that a program starts of itself."""
+        """Adds an option that a program passes to processes of its own."""
         self.add_argument(*names, help=argparse.SUPPRESS, **more)
 
 

@@ -49,7 +49,7 @@ def import_packages(name: str, port: int) -> None:
 
 
 def run_cell(name: str, key: str) -> Outcome:
-    """On a rank."""
+    """Runs a cell on this rank."""
     warnings.simplefilter("ignore")
     task = Task(CASES[key], dist.get_rank())
     return LIBRARIES[name].cells[key](task)

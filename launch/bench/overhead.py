@@ -36,7 +36,7 @@ ABOUT = (
 
 
 def measure(keys: Sequence[Key], rounds: int) -> dict[Key, list[float]]:
-    """On this rank."""
+    """Measures on this rank."""
     be_quiet()
     shared = num_ranks() > 1
     if shared:
@@ -61,7 +61,7 @@ def repeat(window: Callable[[], object], times: int) -> None:
 
 
 def num_windows(key: Key) -> int:
-    """In a turn."""
+    """Windows per turn."""
     return max(1, TURN // key[2])
 
 

@@ -1,4 +1,4 @@
-"""What reading a loader costs: windows(loader) beside the loop by hand, Accelerate and Fabric, on the same loaders.
+"""The cost of reading a loader: windows(loader) beside the loop by hand, Accelerate and Fabric, on the same loaders.
 
 The dataset and the compute sleep, so that any machine shows who waits for whom. One process, and two ranks of DDP.
 """
@@ -174,7 +174,7 @@ ON_RANKS: dict[str, Way] = {"distaccum": windows, "distaccum, ahead=False": not_
 
 
 def seconds_of(way: Way, case: tuple[int, int, int, int]) -> float:
-    """Of a window, after the first."""
+    """Seconds per window, without the first."""
     ends = [time.perf_counter() if end is None else end for end in way(Job(*case))]
     return (ends[-1] - ends[0]) / (len(ends) - 1)
 

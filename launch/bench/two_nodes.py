@@ -141,7 +141,7 @@ def run(command: str, cure: str = "") -> None:
 
 
 def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
-    """What rank 0 of this program prints with these options (some lines), a rank on each node."""
+    """Runs this program with these options, a rank on each node; the output of rank 0, which is short."""
     started = []
     try:
         for rank, node in enumerate(nodes):
@@ -180,7 +180,7 @@ def on_each(nodes: Sequence[str], options: list[str], seconds: float) -> str:
 
 
 def measure_here(names: Sequence[str], steps: int, rounds: int) -> dict[str, Any] | None:
-    """On rank 0 what was measured on both; None on the other."""
+    """Measures on both ranks; the result on rank 0, None on the other."""
     be_quiet()
     dist.init_process_group("gloo")
     batches = micro_batches(dist.get_rank(), steps)
@@ -205,7 +205,7 @@ def measure_here(names: Sequence[str], steps: int, rounds: int) -> dict[str, Any
 
 
 def big_batch_gradient(steps: int) -> Tensor:
-    """Of one call of the criterion on all samples of both ranks."""
+    """The gradient of one call of the criterion on all samples of both ranks."""
     images, labels = zip(*(batch for rank in range(2) for batch in micro_batches(rank, steps)), strict=True)
     net = network()
     loss_of(net, (torch.cat(images), torch.cat(labels))).backward()
@@ -213,7 +213,7 @@ def big_batch_gradient(steps: int) -> Tensor:
 
 
 def first_gradient(loop: Loop, batches: list[Batch]) -> Tensor:
-    """As an update has moved the weights by it."""
+    """The gradient of one update, from the change of the weights."""
     before = loop.weights()
     loop.run(batches)
     return (before - loop.weights()) / LR
@@ -347,7 +347,7 @@ def notes(options: argparse.Namespace) -> list[str]:
 
 
 def chosen_by(parts: Sequence[str]) -> list[Contender]:
-    """Those whose name has one of the parts, and the loops that they are compared with."""
+    """The contenders whose name has one of the parts, and the loops that they are compared with."""
     every = CHOSEN
     for part in parts:
         if not any(part in str(one) for one in every):

@@ -1,1 +1,1 @@
-"""What `train.py` needs around its loop: options, ranks, tasks, wrappers, checkpoints, reports."""
+"""The parts around the loop of `train.py`: options, ranks, tasks, wrappers, checkpoints, reports."""

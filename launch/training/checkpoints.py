@@ -47,11 +47,11 @@ class Checkpoints:
         self._lasting |= {"samples to train on": num_samples, "DeepSpeed's stage and ranks": zero}
 
     def due(self) -> bool:
-        """Whether the number of updates asks for a checkpoint between two windows."""
+        """True if the number of updates asks for a checkpoint between two windows."""
         return self._config.checkpoint_every > 0 and self._accumulator.index % self._config.checkpoint_every == 0
 
     def overdue(self) -> bool:
-        """Whether the first rank's clock asks for a checkpoint, which may be inside a window."""
+        """True if the first rank's clock asks for a checkpoint, possibly inside a window."""
         seconds = 60 * self._config.checkpoint_minutes
         return self._job.is_first and 0 < seconds <= time.monotonic() - self._time
 
@@ -134,7 +134,7 @@ class Checkpoints:
         return state, ""
 
     def _kinds(self) -> list[str]:
-        """Of what the optimizer keeps of a parameter."""
+        """The names of the tensors that the optimizer keeps for each parameter."""
         if self._config.optimizer == "adamw":
             return ["step", "exp_avg", "exp_avg_sq"]
         return ["momentum_buffer"] if self._config.momentum else []
@@ -154,7 +154,7 @@ class Checkpoints:
         return {name: value for one in every for name, value in one.items()}
 
     def is_finished(self, updates: int) -> bool:
-        """Whether nothing is left to do: all updates are done, and the weights are written."""
+        """True if all updates are done and the weights are written."""
         written = self._job.is_first and (Path(self._config.out) / "weights.pt").exists()
         return self._accumulator.index >= updates and self._job.largest(written)[0] > 0
 
@@ -182,7 +182,7 @@ def save_weights(config: Config, job: Job, wrapped: Wrapped) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Where that cannot be written to its end, what is there of it goes, and one error says why."""
+    """Removes what was written if writing fails, and raises one error that says why."""
     try:
         yield
     except (OSError, RuntimeError) as error:

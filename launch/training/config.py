@@ -181,7 +181,7 @@ def _words_of(path: Path) -> list[str]:
 
 
 def read_text(path: Path) -> str:
-    """In UTF-8 whatever the locale, without the byte-order mark that editors on Windows put before it."""
+    """Reads UTF-8 whatever the locale, without the byte-order mark that editors on Windows write."""
     return path.read_text(encoding="utf-8-sig")
 
 

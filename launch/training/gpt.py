@@ -101,7 +101,7 @@ class Block(nn.Module):
 
 
 def num_heads(width: int) -> int:
-    """Of 32 numbers each where that divides the width."""
+    """The number of heads, of 32 dimensions each where that divides the width."""
     return math.gcd(width, max(1, width // 32))
 
 

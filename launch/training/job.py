@@ -38,7 +38,7 @@ class Job:
 
     @classmethod
     def find(cls, config: Config, plan: int | None = None) -> Job:
-        """With `plan`, rank 0 of that number of ranks; the machine need not have the devices."""
+        """Reads the environment. With `plan`, rank 0 of that many ranks, whose devices this machine need not have."""
         if "RANK" not in os.environ and "SLURM_STEP_NUM_TASKS" in os.environ:  # srun python launch/train.py
             named = {"RANK": "PROCID", "LOCAL_RANK": "LOCALID", "WORLD_SIZE": "STEP_NUM_TASKS"}
             os.environ.update({name: os.environ[f"SLURM_{slurm}"] for name, slurm in named.items()})
@@ -112,22 +112,22 @@ class Job:
 
     @property
     def is_first_here(self) -> bool:
-        """Of this machine."""
+        """The first rank on this machine."""
         return self.local_rank == 0
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Where the engine does not lower the precision by itself."""
+        """Autocast, unless the engine lowers the precision by itself."""
         precision = self.config.precision
         if precision in ("float32", "float64") or self.engine in ("fsdp2", "deepspeed", "accelerate"):
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[precision])
 
     def sum(self, numbers: Tensor) -> Tensor:
-        """Over the ranks, on the host."""
+        """Sums a tensor on the host over ranks."""
         return self._reduce(numbers, dist.ReduceOp.SUM)
 
     def largest(self, *numbers: int) -> list[int]:
-        """Of the ranks' numbers, each."""
+        """The largest value of each number over ranks."""
         return [int(number) for number in self._reduce(torch.tensor(numbers), dist.ReduceOp.MAX)]
 
     def _reduce(self, numbers: Tensor, how: Any) -> Tensor:
@@ -174,7 +174,7 @@ class Signals:
         self._number = number
 
     def asked(self, is_due: bool, *, in_window: bool = False) -> int:
-        """What all ranks do here: 0, go on; 1, save, which is due on one of them; else stop by this signal.
+        """Agrees on what all ranks do here: go on (0), save, which is due on one of them (1), or stop by this signal.
 
         All ranks call it at the same places. Most calls on several ranks exchange nothing; where there is an exchange,
         it is one small reduction on the host, and inside a window it never follows two micro-batches in a row.

@@ -110,7 +110,7 @@ def cut_batches(collate: Collate, config: Config, mesh: Any) -> Collate:
         return {key: _padded(one, 0, missing, key).chunk(number, dim=1)[part] for key, one in batch.items()}
 
     def of_one_shape(rows: list[Tensor]) -> Batch:
-        """What stages send each other has the same shape in each micro-batch."""
+        """Pads every micro-batch to one shape, since stages exchange tensors of one shape."""
         batch = collate(rows)
         missing = config.micro_batch_size - len(rows), config.context - batch["inputs"].shape[1]
         return {key: _padded(one, *missing, key) for key, one in batch.items()}

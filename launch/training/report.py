@@ -179,7 +179,7 @@ class Report:
 
 
 def _count(update: Update) -> float:
-    """In the unit of the task: its only count."""
+    """The size of an update, in the unit of the task."""
     return float(sum(update.counts.values()))
 
 
@@ -230,7 +230,7 @@ def _cut(path: Path, start: int) -> None:
 
 
 def _json(value: Any, indent: int | None = None) -> str:
-    """With null for NaN and the infinities, which JSON has no word for."""
+    """JSON, with null for NaN and the infinities."""
 
     def finite(value: Any) -> Any:
         if isinstance(value, dict):

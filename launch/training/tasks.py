@@ -1,4 +1,4 @@
-"""What is trained: data, a model, and the loss of a batch. A task knows nothing of ranks and windows."""
+"""Tasks: data, a model, and the loss of a batch. A task knows nothing of ranks and windows."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _deepspeed(model: nn.Module, config: Config, job: Job, updates: int) -> Wrap
 
 
 def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
-    """As `accelerate launch` and its config file say: DDP, FSDP or DeepSpeed."""
+    """Wraps in DDP, FSDP or DeepSpeed, whichever `accelerate launch` and its config file choose."""
     is_cpu, is_deepspeed = job.device.type == "cpu", os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if is_cpu and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         stop("Accelerate's config asks for FSDP, and on CPU it would make DDP of it; use --engine fsdp2, or GPUs")

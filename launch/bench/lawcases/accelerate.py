@@ -15,7 +15,7 @@ RECIPE = Library("Accelerate, its token recipe", ("accelerate",))
 
 
 def accelerator_of(task: Task, **options: Any) -> Any:
-    """As in a fresh process: its state is kept for the process's life."""
+    """Makes an Accelerator as in a fresh process: its state lives as long as the process."""
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 

@@ -145,7 +145,7 @@ class Net(nn.Module):
 
 
 class Routed(Net):
-    """With a router, whose loss is a number for each sample."""
+    """A net with a router, whose loss is a number for each sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ def clip_loss(queries: Tensor, documents: Tensor, scale: Tensor) -> Tensor:
 
 
 def inputs(kind: str, batch: Batch) -> Any:
-    """Of the net."""
+    """The inputs of the net."""
     return batch if kind == "clip" else batch["x"]
 
 

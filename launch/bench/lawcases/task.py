@@ -1,4 +1,4 @@
-"""What a library is given on a rank, what it gives back, and its cells: the documented way through each case."""
+"""Tasks, outcomes, and a library's cells: its documented way through each case."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Listed(BatchSampler):
 
 
 class Task:
-    """What a library is given on a rank."""
+    """The net and the data that a library gets on a rank."""
 
     def __init__(self, case: Case, rank: int) -> None:
         self.case, self.rank, self.world = case, rank, case.world
@@ -41,7 +41,7 @@ class Task:
         self.mine = [batch for batch, (_, owner) in zip(self._all, case.owners(), strict=True) if owner == rank]
 
     def loader(self) -> DataLoader[Batch]:
-        """For all ranks together; the library gives each rank its part."""
+        """A loader for all ranks together; the library gives each rank its part."""
         rows = [{name: batch[name][i] for name in batch} for batch in self._all for i in range(len(batch["x"]))]
         return DataLoader(rows, batch_sampler=Listed([len(batch["x"]) for batch in self._all]))
 

@@ -15,7 +15,7 @@ TRANSFORMERS = Library("transformers Trainer", ("transformers", "accelerate"), l
 
 
 class Model(nn.Module):
-    """As its models are called: the inputs by name."""
+    """A model as transformers calls it: inputs by name."""
 
     def __init__(self, task: Task) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Model(nn.Module):
 
 
 class ModelWithRouter(Model):
-    """With a loss of its own, as its models with experts have: the router's is added as it is."""
+    """A model with its own loss, like those with experts: the router's is added as it is."""
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, **kwargs: Any) -> dict[str, Any]:
         logits, router = self.net(x)
