@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from .base import Engine, PlainEngine, Sync, UnwrappedEngine
+from .base import Engine, PlainEngine, Sync
 from .ddp import DDPEngine
 from .fsdp2 import FullyShardEngine
 
@@ -80,7 +80,8 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]
     meshes = [p.device_mesh for p in parameters if hasattr(p, "to_local")]
     if ranks == num_stages * max((mesh.size() for mesh in meshes), default=1):
-        return UnwrappedEngine(models, sync)
+        engine: Engine = import_module("distaccum.meshes.sharing").UnwrappedEngine(models, sync)
+        return engine
     what, cure = "a plain module", "wrap it in DistributedDataParallel, and give the wrapper and not the module in it"
     if "LightningModule" in names:
         cure = "give the Accumulator trainer.strategy.model, where Lightning keeps its wrapper"

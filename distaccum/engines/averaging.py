@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..law import DistaccumError, shorten
 from ..norms import local, names_of
-from .base import Engine, settle_placements
+from .base import Engine
 
 BUCKET_BYTES = 25 * 2**20  # as DDP's own buckets
 UNUSED, DENSE, SPARSE = range(3)
@@ -123,3 +123,10 @@ def _no_rows(parameter: Tensor) -> Tensor:
     rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
     values = parameter.new_empty((0, *parameter.shape[1:]))
     return torch.sparse_coo_tensor(rows, values, parameter.shape, device=values.device, check_invariants=False)
+
+
+def settle_placements(parameter: Any) -> None:
+    """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
+    gradient = parameter.grad
+    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
+        parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
@@ -20,7 +19,7 @@ from ..adapter import Prepared
 from ..law import DistaccumError, Plan, ranks_where
 from ..norms import HALF, local, number_of
 from ..private import norms_of, run_backward
-from ..ranks import Peers, norm_over, own_group
+from ..ranks import Peers, norm_over
 from .shards import why_tensor_parallel
 
 Sync = Literal["last", "every", "replicas", "gathered"]
@@ -233,37 +232,6 @@ class PlainEngine(Engine):
     hides_own = staticmethod(why_tensor_parallel)
 
 
-@final
-class UnwrappedEngine(Engine):
-    """Modules without a wrapper in a job whose ranks all compute on the same samples: tensor-parallel ones, or stages.
-
-    DTensor sums over the parts by itself in forward and backward; a gradient that it leaves as partial sums adds up
-    so, and is summed once, after the last backward.
-    """
-
-    name = "modules without a wrapper"
-    owns = frozenset(("sums", "dtype"))
-    policies = ("last",)
-
-    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        assert dist.group.WORLD is not None
-        alone = own_group(dist.group.WORLD, [dist.get_rank()], backend=None)
-        parameters = [p for model in models for p in model.parameters()]
-        ranks_sharing = import_module("distaccum.meshes.sharing").ranks_sharing
-        super().__init__(models, sync, alone, ranks_sharing(parameters, alone))
-        self._parameters: Sequence[nn.Parameter] = ()
-
-    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = parameters
-
-    def finish(self) -> None:
-        for parameter in self._parameters:
-            settle_placements(parameter)
-        self._parameters = ()
-
-    hides_own = staticmethod(why_tensor_parallel)
-
-
 def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
     """The norm of all gradients, divided by `over`; in float32 at least."""
     by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}  # one kernel takes no others together
@@ -330,13 +298,6 @@ def refuse_left_out_terms(plan: Plan, cure: str) -> None:
             "would modules in this backward for which the other ranks wait; give each micro-batch a count above 0 "
             f"for each name{cure}"
         )
-
-
-def settle_placements(parameter: Any) -> None:
-    """Sums a DTensor's gradient over tensor-parallel ranks if it is still partial, as zeros on another rank are not."""
-    gradient = parameter.grad
-    if any(placement.is_partial() for placement in getattr(gradient, "placements", ())):
-        parameter.grad = gradient.redistribute(placements=parameter.placements)
 
 
 def sparse_embeddings(models: Iterable[nn.Module]) -> dict[str, Tensor]:

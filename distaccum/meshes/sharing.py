@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, cast, final
 
 import torch.distributed as dist
 from torch import nn
 
-from ..engines.base import Engine
-from ..engines.shards import lies_over
+from ..engines.averaging import settle_placements
+from ..engines.base import Engine, Sync
+from ..engines.shards import lies_over, why_tensor_parallel
+from ..law import Plan
 from ..norms import names_of
 from ..ranks import own_group
 
@@ -89,3 +91,33 @@ class Experts:
                 f"hold the same part, expected meshes of one size that divide the data-parallel ranks {self._ranks}"
             )
         return own_group(self._group, copies, backend=None)
+
+
+@final
+class UnwrappedEngine(Engine):
+    """Modules without a wrapper in a job whose ranks all compute on the same samples: tensor-parallel ones, or stages.
+
+    DTensor sums over the parts by itself in forward and backward; a gradient that it leaves as partial sums adds up
+    so, and is summed once, after the last backward.
+    """
+
+    name = "modules without a wrapper"
+    owns = frozenset(("sums", "dtype"))
+    policies = ("last",)
+
+    def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
+        assert dist.group.WORLD is not None
+        alone = own_group(dist.group.WORLD, [dist.get_rank()], backend=None)
+        parameters = [p for model in models for p in model.parameters()]
+        super().__init__(models, sync, alone, ranks_sharing(parameters, alone))
+        self._parameters: Sequence[nn.Parameter] = ()
+
+    def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
+        self._parameters = parameters
+
+    def finish(self) -> None:
+        for parameter in self._parameters:
+            settle_placements(parameter)
+        self._parameters = ()
+
+    hides_own = staticmethod(why_tensor_parallel)
