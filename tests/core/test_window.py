@@ -28,6 +28,7 @@ import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, Update, Window, count_samples, count_tokens
 from distaccum.extensions import Spans
 from tests.support.problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
+from tests.support.ranks import on_ranks
 
 ROOT = str(Path(distaccum.__file__).parent)
 
@@ -450,13 +451,9 @@ def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
 # Ranks
 
 
-PLANS = {
-    "loader": ("OSError: the disk is gone", "rank 1 could not plan this window (OSError: the disk is gone)"),
-    "count": ("KeyError: 'gone'", "rank 1 could not plan this window (KeyError: 'gone')"),
-}
-
-
-def planning_fails(what):
+@pytest.mark.parametrize(("what", "said"), [("loader", "OSError: the disk is gone"), ("count", "KeyError: 'gone'")])
+@on_ranks(2)
+def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(what, said):
     is_bad = dist.get_rank() == 1
     ddp = DistributedDataParallel(trunk())
 
@@ -473,54 +470,40 @@ def planning_fails(what):
     logged, handler = [], logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())
     logging.getLogger("distaccum").addHandler(handler)
-    try:
+    with pytest.raises((OSError, KeyError, DistaccumError)) as caught:
         next(accumulator.windows(loader()))
-    except Exception as caught:
-        message = f"{type(caught).__name__}: {caught}"
+    message = f"{type(caught.value).__name__}: {caught.value}"
+    assert message.startswith(said if is_bad else f"DistaccumError: rank 1 could not plan this window ({said})")
+    assert [said in text for text in logged] == [True] * is_bad
     next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
-    return message, logged
-
-
-@pytest.mark.parametrize("what", PLANS)
-def test_failure_of_one_ranks_plan_is_raised_on_all_ranks(ranks, what):
-    (zero, _), (one, logged) = ranks(2).run(planning_fails, what)
-    mine, others = PLANS[what]
-    assert one.startswith(mine) and zero.startswith("DistaccumError: " + others)
-    assert len(logged) == 1 and mine in logged[0]
 
 
 DISAGREEMENTS = {
-    "steps": (1, "steps (rank 0: 2, rank 1: 3)"),
-    "index": (0, "the update's index (rank 0: 0, rank 1: 3)"),
-    "kind": (0, "who runs the window (rank 0: a loop, rank 1: update())"),
+    "steps": "steps (rank 0: 2, rank 1: 3)",
+    "index": "the update's index (rank 0: 0, rank 1: 3)",
+    "kind": "who runs the window (rank 0: a loop, rank 1: update())",
 }
 
 
-def ranks_disagree(what):
-    """One rank's ramp differs from some update on; the updates before are unaffected."""
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+@on_ranks(2)
+def test_ranks_that_disagree_are_named_before_the_window(what):
+    """One rank's ramp differs from its second update on; the update before is unaffected."""
     rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk())
     steps = (lambda index: 2 + rank * index) if what == "steps" else 2
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=steps)
-    batches = [make_batch(1, seed=i) for i in range(20)]
     if what == "index" and rank:
         accumulator.load_state_dict({**accumulator.state_dict(), "index": 3})
+    first = accumulator.index
     with pytest.raises(DistaccumError) as caught:
         if what == "kind" and rank:
             accumulator.update(make_batch(4, seed=0), lambda batch: loss_of(ddp, batch))
-        for window in accumulator.windows(batches):
+        for window in accumulator.windows([make_batch(1, seed=i) for i in range(20)]):
             run_window(window, ddp).step()
-    assert all(p.grad is None for p in ddp.parameters())
+    assert str(caught.value).startswith(f"ranks disagree on {DISAGREEMENTS[what]}")
+    assert accumulator.index - first == (what == "steps")
     next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
-    return str(caught.value), accumulator.index
-
-
-@pytest.mark.parametrize("what", DISAGREEMENTS)
-def test_ranks_that_disagree_are_named_before_the_window(ranks, what):
-    index, expected = DISAGREEMENTS[what]
-    for rank, (message, seen) in enumerate(ranks(2).run(ranks_disagree, what)):
-        assert message.startswith(f"ranks disagree on {expected}")
-        assert seen == (3 if what == "index" and rank else index)
 
 
 # The end of a window
