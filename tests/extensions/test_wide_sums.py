@@ -144,13 +144,6 @@ def test_dtype_other_than_float32_or_float64_is_refused(value):
         Accumulator(model, steps=1, extensions=[WideSums(value)])
 
 
-def test_float32_parameters_can_add_up_in_float64():
-    model = Linear(torch.float32, alone=True)
-    batches = [torch.full((1, SIZE), value) for value in (1.0, 2.0**-24, 2.0**-24, 2.0**-24)]
-    run(accumulate(model, batches, extensions=[WideSums(torch.float64)])[1], model)
-    assert_rounded_once(model, batches)
-
-
 def test_overflow_of_the_rounded_sum_skips_the_update():
     model = Linear(torch.float16, alone=True)
     _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip", max_norm=1.0)

@@ -318,17 +318,6 @@ def test_checkpoint_that_cannot_be_read_is_named(programs, tmp_path):
     assert f"{state.parent} cannot be read (" in "".join(done.text for done in ended)
 
 
-def test_full_disk_prints_one_line_and_checkpoints_stay(programs, tmp_path):
-    run = tmp_path / "run"
-    options = (*SMALL[:2], "--updates", 3, "--checkpoint-every", 1, "--schedule", "constant", "--out", run)
-    done = programs.run("train", *options, LARGEST_FILE="50000")
-    assert done.status == 1
-    line = only_line(done.text)
-    assert ".update-00000001 cannot be written: " in line and "File too large" in line and "--resume goes on" in line
-    assert not list((run / "checkpoints").iterdir()), "no partial checkpoint is left"
-    assert programs.run("train", *options, "--resume").status == 0
-
-
 def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
     options = (*SMALL, "--updates", 4)
     trained(programs, tmp_path / "run", *options[:-1], 2, "--schedule", "constant")

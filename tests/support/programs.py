@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import resource
 import runpy
 import signal
 import socket
@@ -150,8 +149,6 @@ def run(program: str, arguments: list[str], logs: list[str], cwd: Path, environm
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     sys.argv[0] = program if program == "distaccum" else f"{program}.py"
     os.chdir(cwd)
-    if limit := os.environ.get("LARGEST_FILE"):  # in bytes; simulates a full disk
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
     sys.exit(_main_of(program)(arguments))
 
 
