@@ -76,11 +76,8 @@ class DeepSpeedEngine(Engine):
         self._context = ExitStack()
         self._holds = False  # gradients of a window that was not stepped
         self._step_id: int | None = None
-        # The objects with a step() of their own; a hook guards that of a torch optimizer.
-        own = [] if isinstance(self._optimizer, Optimizer) else [self._optimizer]
-        self._stepped_by_caller: list[Any] = [engine, *own]
-        self._hooks: list[Any] = []  # on torch optimizers
-        weakref.finalize(self, _allow_steps, self._stepped_by_caller, self._hooks)
+        self._guards = ExitStack()  # of steps that the caller may not take in a window
+        weakref.finalize(self, self._guards.close)
 
     def _own_optimizers(self) -> list[Any]:
         """The optimizers that deepspeed.initialize returned and got."""
@@ -127,11 +124,12 @@ class DeepSpeedEngine(Engine):
         return self._form == "each"
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        for one in self._stepped_by_caller:
-            one.step = _refuse_step  # on the instance, until the window is stepped or discarded
-        for one in self._own_optimizers():
+        for one in (self._deepspeed, *self._own_optimizers()):
             if isinstance(one, Optimizer):  # whose own step a scheduler may have replaced
-                self._hooks.append(one.register_step_pre_hook(_refuse_step))
+                self._guards.callback(one.register_step_pre_hook(_refuse_step).remove)
+            elif one is self._deepspeed or one is self._optimizer:
+                one.step = _refuse_step  # on the instance
+                self._guards.callback(one.__dict__.pop, "step", None)
         self._holds, self._step_id = True, None
         if self._stage == 3 or self._form == "each":
             for partition in private.kept_partitions(self._optimizer):
@@ -199,7 +197,7 @@ class DeepSpeedEngine(Engine):
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         private.set_boundary(self._deepspeed, None)
         super().clear(parameters)
-        self._allow_steps()
+        self._guards.close()
         if self._holds:
             # With nothing to reduce, leaving the context sends nothing.
             self._context.close()
@@ -212,12 +210,9 @@ class DeepSpeedEngine(Engine):
             return torch.as_tensor(float("nan") if norm is None else norm)
         return total_norm([p.grad for p in self.parameters() if p.grad is not None], kind, over)
 
-    def _allow_steps(self) -> None:
-        _allow_steps(self._stepped_by_caller, self._hooks)
-
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
-        self._allow_steps()
+        self._guards.close()
         found = engine.enable_backward_allreduce
         engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
         try:
@@ -235,13 +230,6 @@ def _refuse_step(*_: object, **__: object) -> None:
         "the DeepSpeed engine is stepped in the window, whose gradients belong together; leave engine.step() out (and "
         "accelerator.backward(), which calls it): window.step() steps the engine"
     )
-
-
-def _allow_steps(stepped_by_caller: Sequence[Any], hooks: list[Any]) -> None:
-    for one in stepped_by_caller:
-        one.__dict__.pop("step", None)
-    while hooks:
-        hooks.pop().remove()
 
 
 def _owned(engine: Any) -> frozenset[Owned]:
