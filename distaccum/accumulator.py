@@ -29,7 +29,7 @@ from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .feed import all_of
 from .job import Job
-from .law import Reduction, Schedule
+from .law import Batch, Reduction, Schedule
 from .options import BatchNorm, Config, OnNonfinite, by_name
 from .planner import Planner, Windows
 from .state import load_state, state_dict_of
@@ -137,6 +137,11 @@ class Accumulator:
         self._planner.__getstate__()  # which a shallow copy would not ask
         return self.__dict__
 
+    def __repr__(self) -> str:
+        job = self._planner.job
+        options = ", ".join(f"{one}={value!r}" for one, value in self._config.given().items())
+        return f"Accumulator({job.engine.name}, {job.engine.peers.num_ranks} ranks, update {job.index}; {options})"
+
     @property
     def index(self) -> int:
         """The index of the next update, which is the number of windows that were stepped or skipped."""
@@ -144,7 +149,7 @@ class Accumulator:
 
     # Windows
 
-    def windows(self, loader: Iterable[Any], *, ahead: bool = True) -> Windows:
+    def windows(self, loader: Iterable[Batch], *, ahead: bool = True) -> Windows[Batch]:
         """One window after the other from a loader, until no rank has any micro-batch left; call it once per epoch.
 
         Each micro-step of a window draws a part of the next one, at the pace of a loop by hand: a DataLoader's workers
@@ -168,7 +173,7 @@ class Accumulator:
         self._config.refuse_to_group()
         return Windows(self._planner, loader, ahead=ahead)
 
-    def split(self, batch: Any, length: int | None = None, whole: Names = ()) -> Window:
+    def split(self, batch: Batch, length: int | None = None, whole: Names = ()) -> Window[Batch]:
         """One window of the micro-batches that `batch` is cut into, in order, as even as can be, the larger ones last.
 
         Args:
@@ -186,7 +191,7 @@ class Accumulator:
         self._config.refuse_to_cut("split")
         return self._planner.plan(cut_up(batch, self._planner.job, Columns(length, whole)))
 
-    def window(self, micro_batches: Iterable[Any]) -> Window:
+    def window(self, micro_batches: Iterable[Batch]) -> Window[Batch]:
         """One window of micro-batches that you made.
 
         Args:
@@ -201,7 +206,7 @@ class Accumulator:
 
     # The window, and all that can go wrong in it
 
-    def update(self, batch: Any, loss_fn: LossFn, *, length: int | None = None, whole: Names = ()) -> Update:
+    def update(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Update:
         """The record of one update: cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to::
 
             window = accumulator.split(batch)
@@ -230,7 +235,7 @@ class Accumulator:
         return update(self._planner, self._extensions, batch, loss_fn, Columns(length, whole))
 
     def contrast(
-        self, batch: Any, encode: Encode, loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
+        self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
     ) -> Update:
         """The record of one update for a loss over all pairs: `loss_fn(*encode(batch))` over all ranks, in less memory.
 
@@ -255,7 +260,7 @@ class Accumulator:
         self._config.refuse_to_cut("contrast")
         return contrast(self._planner, self._extensions, batch, encode, loss_fn, Columns(length, whole))
 
-    def check(self, batch: Any, loss_fn: LossFn, *, length: int | None = None, whole: Names = ()) -> Report:
+    def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
         """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
 
         Runs both on the model itself, with the same random numbers, in float64 too where the module is plain.

@@ -81,6 +81,11 @@ class Config:
         """True if a count is of all labels that it is given; the caller's own may be of this rank's part of them."""
         return any(isinstance(one, TokenCount) for one in self.counts.values())
 
+    def given(self) -> dict[str, Any]:
+        """The options that say how large a window is, for a repr."""
+        sizes = {name: getattr(self, name) for name in ("steps", "batch_size", "micro_batch_size")}
+        return {name: value for name, value in sizes.items() if value is not None} | {"sync": self.sync}
+
     @cached_property
     def by_cost(self) -> Cutter | None:
         """The size that cuts by the cost of rows; None if rows are counted."""

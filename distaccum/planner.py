@@ -6,7 +6,7 @@ import copy
 import weakref
 from collections.abc import Generator, Iterator
 from dataclasses import replace
-from typing import Any, final
+from typing import Any, Generic, final
 
 from .drawing import Make
 from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
@@ -14,6 +14,7 @@ from .guard import OPEN, OVER, Stage, guard_steps, refuse_copy
 from .job import LOOP, Hooks, Job, Manner
 from .law import (
     FAILED,
+    Batch,
     DistaccumError,
     Plan,
     RankReport,
@@ -236,17 +237,17 @@ class Planner:
 
 
 @final
-class Windows(Iterator[Window]):
+class Windows(Iterator[Window[Batch]], Generic[Batch]):
     """The windows of a loader, until no rank has any micro-batch left; of a loader with a length, it has one too."""
 
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
         self._loader, self._job = loader, planner.job
         self._windows = planner.windows(loader, ahead=ahead)  # which does not hold this one
 
-    def __iter__(self) -> Windows:
+    def __iter__(self) -> Windows[Batch]:
         return self
 
-    def __next__(self) -> Window:
+    def __next__(self) -> Window[Batch]:
         return next(self._windows)
 
     def __len__(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar, final
+from typing import Any, Generic, NoReturn, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ from .guard import (
     untouched_statistics,
 )
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Trace
-from .law import DistaccumError, Plan, Reduction
+from .law import Batch, DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss
 from .norms import EPSILON, clip
@@ -40,7 +40,7 @@ SUM: Mapping[str, Reduction] = {"samples": "sum"}
 
 
 @final
-class Window:
+class Window(Generic[Batch]):
     """This rank's micro-batches of one update; an Accumulator makes it.
 
     Equivalent to, for the mean over all samples on all ranks::
@@ -105,6 +105,9 @@ class Window:
         refuse_copy(self)
         return self.__dict__
 
+    def __repr__(self) -> str:
+        return f"<Window of update {self.index}: {self._num_own} micro-batches, {self.counts}, {self.describe()}>"
+
     def __len__(self) -> int:
         """This rank's micro-batches; stand-ins are not among them."""
         return self._num_own
@@ -133,7 +136,7 @@ class Window:
 
     # The loop
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Batch]:
         """Yields this rank's micro-batches in order, once; only the last one's backward reduces (`sync="last"`).
 
         Left early, by `break` or an exception, the window is discarded. A micro-batch without `backward` is an error.

@@ -23,8 +23,8 @@ done
 echo "installing distaccum[$extras] into $venv (the first time fetches torch)" >&2
 # One resolution for torch and torchvision, so that their builds match; uv is several times faster than pip.
 if "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv; then
-    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --editable ".[$extras]" "${only[@]}"
+    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" --config-settings editable_mode=compat --editable ".[$extras]" "${only[@]}"
 else
-    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --editable ".[$extras]" "${only[@]}"
+    "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --config-settings editable_mode=compat --editable ".[$extras]" "${only[@]}"
 fi
 echo "$wanted" >"$stamp"

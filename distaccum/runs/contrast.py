@@ -15,7 +15,7 @@ from ..drawing import cut_up
 from ..engines import Engine
 from ..extension import Extension
 from ..job import Manner
-from ..law import DistaccumError, in_short, ranks_where
+from ..law import Batch, DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
@@ -28,7 +28,7 @@ from .memory import is_out_of_memory
 from .snapshot import Snapshot
 from .update import Agreement, refuse_closure, retry
 
-Encode = Callable[[Any], Tensor | Sequence[Tensor]]
+Encode = Callable[[Batch], Tensor | Sequence[Tensor]]
 PairsLoss = Callable[..., Tensor]
 # How far representations may be from those of the first time, in parts of the largest.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}

@@ -15,7 +15,7 @@ from ..engines import Engine
 from ..extension import Extension, hooks_of
 from ..guard import Stage
 from ..job import LOOP, Manner
-from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
+from ..law import Batch, DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
 from ..nonfinite import NonfiniteError
 from ..planner import Planner
 from ..update import Update
@@ -23,7 +23,7 @@ from ..window import Window
 from .memory import free, is_out_of_memory
 from .snapshot import Snapshot
 
-LossFn = Callable[[Any], Tensor | Mapping[str, Tensor]]
+LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
 
 
 class Vote(IntEnum):
