@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .cutting import map_tensors
+from .engines import Engine
 from .guard import WAITING, refuse_missing_backward
 from .law import DistaccumError
 
@@ -39,11 +40,14 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
 
 def each_head(
     window: Any,
+    engine: Engine,
     outputs: Outputs,
     items: Iterable[Item],
     run_trunk: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
 ) -> Iterator[tuple[Item, Outputs]]:
     """Yields each item with `outputs` cut off from their trunk; then `run_trunk` gets these and their gradients."""
+    if "step" in engine.owns:
+        raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
     cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
 
     def cut_off(output: Tensor) -> Tensor:

@@ -121,11 +121,6 @@ class Window(Generic[Batch]):
         """The micro-batches of this rank that went backward, stand-ins included."""
         return self._place + (self.turn is DONE and not self.has_more_parts)
 
-    def to_come(self) -> list[Any]:
-        """The micro-batches that the loop will yield, stand-ins too."""
-        spare = [] if self.spare is None else [self.spare.batch]
-        return [*(one.batch for one in self.micros), *spare * (self.num_micro_steps - self._num_own)]
-
     def where(self) -> str:
         """The place of the loop, in words."""
         return f"in micro-batch {self._place} of {self._num_own}" if self._place >= 0 else "outside the loop"
@@ -280,8 +275,7 @@ class Window(Generic[Batch]):
         reduce.
 
         Args:
-            items: At least one; names of tasks or slices, since they are drawn one ahead. Compute the losses in the
-                loop.
+            items: Names of tasks or slices, since they are drawn one ahead. Compute the losses in the loop.
 
         Raises:
             ValueError: `items` is empty.
@@ -303,9 +297,7 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        if "step" in self._engine.owns:
-            raise DistaccumError(f"heads() with {self._engine.name}, whose backward takes losses alone; add them up")
-        return each_head(self, outputs, items, self._run_trunk)
+        return each_head(self, self._engine, outputs, items, self._run_trunk)
 
     def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Runs the backward of what `heads` cut off."""

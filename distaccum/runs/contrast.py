@@ -138,8 +138,10 @@ class Contrast:
 
     def _encode_all(self, window: Window) -> list[list[Tensor]]:
         """This rank's representations, by micro-batch; all ranks know then that none has failed."""
+        stand_ins = [window.spare] * (window.num_micro_steps - len(window))
         with torch.no_grad():
-            encoded = [_tensors_of(self.encode(micro_batch)) for micro_batch in window.to_come()][: len(window)]
+            encoded = [_tensors_of(self.encode(one.batch)) for one in (*window.micros, *stand_ins) if one is not None]
+        del encoded[len(window) :]
         torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
         self.engine.show_parameters()
         _refuse_uneven(encoded, [length for one in window.micros for length in one.counts])
