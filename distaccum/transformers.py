@@ -5,6 +5,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("transformers", "accelerate"):
         raise
-    raise ImportError(f"no {error.name} is installed; pip install 'distaccum[transformers]'") from error
+    raise ImportError(f"no {error.name} is installed; pip install transformers accelerate") from error
 
 __all__ = ["AccumulatingTrainer"]

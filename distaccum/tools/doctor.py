@@ -86,7 +86,7 @@ def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
 
 
 def cure(package: str) -> str:
-    return f"pip install 'distaccum[{package}]'"
+    return f"pip install {package}"
 
 
 def _versions() -> dict[str, str]:

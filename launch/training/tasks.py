@@ -158,7 +158,7 @@ def _digits(config: Config) -> tuple[TensorDataset, TensorDataset]:
     # `load_digits` reads this file; its import takes each rank three seconds.
     found = importlib.util.find_spec("sklearn")
     if found is None:
-        stop("data = 'digits' needs scikit-learn; pip install 'distaccum[launch]', or give other data")
+        stop("data = 'digits' needs scikit-learn; pip install scikit-learn, or give other data")
     file = Path(found.origin or "").parent / "datasets" / "data" / "digits.csv.gz"
     rows = torch.from_numpy(numpy.loadtxt(file, delimiter=","))  # 64 pixels from 0 to 16, and the digit
     images = (rows[:, :-1] / 16).reshape(-1, 1, 8, 8)

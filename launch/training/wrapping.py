@@ -136,7 +136,7 @@ def _start_deepspeed(job: Job) -> None:
     try:
         wrappers.import_deepspeed(job.device.type)
     except ImportError:
-        stop("engine = 'deepspeed' and it is not installed; pip install 'distaccum[deepspeed]'")
+        stop("engine = 'deepspeed' and it is not installed; pip install deepspeed")
 
 
 def _deepspeed(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
@@ -162,7 +162,7 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
     try:
         from accelerate import Accelerator, InitProcessGroupKwargs
     except ImportError:
-        stop("engine = 'accelerate' and it is not installed; pip install 'distaccum[accelerate]'")
+        stop("engine = 'accelerate' and it is not installed; pip install accelerate")
     names = {"float32": "no", "float64": "no", "bf16": "bf16", "fp16": "fp16"}
     accelerator = Accelerator(
         # It must hear that this is the CPU, or it leaves the ranks apart; but then it would not hear of DeepSpeed.

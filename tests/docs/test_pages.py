@@ -115,6 +115,14 @@ def test_readme_is_read_in_two_minutes():
     assert next(num for num, line in enumerate(lines, start=1) if "pip install" in line) <= 25
 
 
+def test_version_is_the_same_wherever_it_stands():
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    newest, date = re.search(r"^## ([\d.]+) \((\d{4}-\d\d-\d\d)\)$", changes, re.MULTILINE).groups()
+    cited = (ROOT / "CITATION.cff").read_text()
+    assert newest == distaccum.__version__
+    assert f"\nversion: {newest}\ndate-released: {date}\n" in cited
+
+
 # The site
 
 
