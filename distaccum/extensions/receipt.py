@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from typing import Any
+import math
+from functools import lru_cache, partial
+from typing import Any, final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..extension import Extension
+from ..job import Job
+from ..law import DistaccumError, shorten
+from ..norms import names_of
+from ..update import Update
+from ..window import Window
 
 NUM = 8  # projections per gradient: as many equations to find out what was added up
 LONGEST = 1 << 17  # elements of a vector, whose projections would otherwise take more memory than it
@@ -43,6 +51,12 @@ def project(gradient: Any, whole: torch.Size | None = None, start: int = 0) -> T
     return torch.mv((matrix @ directions(shape[1:].numel(), NUM, *kind)).T, left)
 
 
+def num_copies(shard: Any) -> int:
+    """The number of ranks that have the same part of a DTensor."""
+    sizes = (shard.device_mesh.size(dim) for dim, placement in enumerate(shard.placements) if placement.is_replicate())
+    return math.prod(sizes)
+
+
 def first_row(shard: Any) -> int | None:
     """The first row that this rank has of a DTensor which one dimension of its mesh cuts by rows; None: otherwise."""
     cut = [dim for dim, placement in enumerate(shard.placements) if not placement.is_replicate()]
@@ -53,3 +67,95 @@ def first_row(shard: Any) -> int | None:
         return None
     rows = -(-shard.shape[0] // mesh.size(cut[0]))
     return min(int(shard.shape[0]), int(rows * mesh.get_coordinate()[cut[0]]))
+
+
+@final
+class Receipt(Extension):
+    """Proves every `every`-th update: each gradient is the sum of what autograd gave in the window's backwards.
+
+    An update whose gradient is another raises on all ranks, after its step. These windows cost some projections of each
+    gradient per backward, and a host read at their end. `update.notes["receipt"]` is the largest relative error.
+    """
+
+    key = "receipt"
+    in_contrast = False
+
+    def __init__(self, every: int = 100) -> None:
+        if every < 1:
+            raise ValueError(f"Receipt(every={every}), expected 1 or more")
+        self._every = every
+        self._received: dict[int, Tensor] | None = None  # by the parameter's place, in a window that is checked
+        self._sizes: dict[int, Tensor] = {}
+        self._hooks: dict[int, Any] = {}
+
+    def join(self, job: Job) -> None:
+        engine = self._engine = job.engine
+        self._stepped = job.stepped
+        why = engine.parts or engine.hides_own(job.stepped())
+        if why or "step" in engine.owns or engine.peers.has_parts or engine.pipeline is not None:
+            raise ValueError(
+                f"Receipt() with {engine.name}{'' if why is None else f', {why}'}: what autograd gives there, or the "
+                "gradient that is used, cannot be seen; leave it out, or use a plain module, DDP or fully_shard over "
+                "data-parallel ranks"
+            )
+
+    def begin(self, window: Window) -> None:
+        self._received = None if window.index % self._every else {}
+
+    def before_backward(self, window: Window, reduces: bool) -> None:
+        for place, parameter in enumerate(self._stepped() if self._received is not None else ()):
+            for leaf in self._engine.holders([parameter]):
+                if id(leaf) not in self._hooks and is_seen(leaf) and not hasattr(leaf, "to_local"):
+                    self._hooks[id(leaf)] = leaf.register_hook(partial(self._receive, place))
+        self._engine.holders(self._stepped())  # which it shows to other extensions
+
+    def _receive(self, place: int, gradient: Tensor) -> None:
+        if self._received is not None and not gradient.is_sparse:
+            receipt = project(gradient)
+            self._received[place] = self._received.get(place, 0) + receipt
+            self._sizes[place] = self._sizes.get(place, 0) + receipt.norm()
+
+    def numbers(self, window: Window) -> Tensor | None:
+        if self._received is None:
+            return None
+        rows = []
+        for place, parameter in enumerate(self._stepped()):
+            nothing = torch.zeros(NUM, dtype=torch.float64, device=parameter.device)
+            receipt = self._received.get(place, nothing).to(nothing)
+            size = self._sizes.get(place, nothing[0]).to(nothing)
+            rows.append(torch.cat([receipt, self._closed(parameter, nothing), size.reshape(1)]))
+        return torch.cat(rows)
+
+    def _closed(self, parameter: nn.Parameter, nothing: Tensor) -> Tensor:
+        """This rank's part of the receipts of a gradient as it is used."""
+        gradient: Any = parameter.grad
+        if gradient is None or gradient.is_sparse:
+            return nothing
+        if hasattr(gradient, "to_local"):
+            part = project(gradient.to_local(), gradient.shape, first_row(gradient) or 0) / num_copies(gradient)
+        else:
+            part = project(gradient) / self._engine.peers.num_ranks
+        return part.to(nothing)
+
+    def end(self, window: Window, update: Update | None) -> None:
+        while self._hooks:
+            self._hooks.popitem()[1].remove()
+        self._received, self._sizes = None, {}
+        sums = None if update is None or not update.stepped else update.summed(self.key)
+        if sums is None or update is None:
+            return
+        received, closed, size = torch.split(sums.reshape(-1, 2 * NUM + 1).cpu(), [NUM, NUM, 1], dim=1)
+        off = (closed * self._engine.divisor - received).norm(dim=1) / size[:, 0].clamp(min=1e-300)
+        off = off.where(size[:, 0] > 0, 0.0)
+        update.notes[self.key] = float(off.max()) if len(off) else 0.0
+        parameters = self._stepped()
+        bounds = [4e-4 if torch.finfo(one.dtype).eps < 1e-5 else 5e-2 for one in parameters]
+        wrong = [one for one, error, bound in zip(parameters, off.tolist(), bounds, strict=True) if error > bound]
+        if wrong:
+            worst, by_id = update.notes[self.key], names_of(self._engine.models)
+            names = shorten([by_id.get(id(one), "a parameter") for one in wrong])
+            raise DistaccumError(
+                f"the gradient of {names} in update {window.index} is not the sum of what its micro-batches gave (off "
+                f"by {worst:.3g}), and the step used it; look for what else changes or reduces gradients, and go "
+                "back to a checkpoint"
+            )
