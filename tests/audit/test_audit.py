@@ -8,6 +8,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.functional import cross_entropy
+
+import distaccum
+from tests.support.counting import Counting
 
 LOOPS = Path(__file__).parent / "loops"
 RIGHT = {
@@ -362,3 +369,87 @@ def test_mistake_is_named_with_its_line(audited, mutation):
     at = mutation.at or news[0].strip().splitlines()[0]
     lines = [f"{script.stem}.py:{i}" for i, line in enumerate(text.splitlines(), start=1) if at in line]
     assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, done.text)
+
+
+SEEN = """
+import sys, torch
+from data import language_model, texts
+from torch.nn.functional import cross_entropy
+model = language_model()
+adam = torch.optim.Adam(model.parameters())
+print(__name__, sys.argv[1:], sys.path[0] == __file__.rpartition("/")[0], flush=True)
+for rows, labels in texts(12):
+    cross_entropy(model(rows).flatten(0, 1), labels.flatten()).backward()
+    adam.step()
+    adam.zero_grad()
+torch.save([list(model.state_dict().values()), torch.get_rng_state()], "weights.pt")
+sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    shutil.copy(LOOPS / "data.py", tmp_path)
+    (tmp_path / "train.py").write_text(SEEN)
+    return tmp_path / "train.py"
+
+
+def test_script_runs_as_itself_with_the_same_weights(programs, script):
+    alone = programs.start(str(script), "3", cwd=script.parent).wait()
+    weights, numbers = torch.load(script.parent / "weights.pt")
+    audited = programs.start("distaccum", "audit", script, "3", cwd=script.parent, own_stderr=True).wait()
+    assert alone.status == audited.status == 3 and audited.text == alone.text == "__main__ ['3'] True\n"
+    again, drawn = torch.load(script.parent / "weights.pt")
+    assert all(map(torch.equal, weights, again)) and torch.equal(numbers, drawn)
+    assert audited.errors.startswith("audit: right in all that was seen of 6 updates")
+
+
+@pytest.mark.parametrize("name", [name for name, num in RIGHT.items() if num == 2 and "windows" not in name])
+def test_audit_sends_nothing_and_changes_no_weight(programs, tmp_path, name):
+    """Collectives and weights of the same script, with and without."""
+    shutil.copy(LOOPS / "data.py", tmp_path)
+    text = (LOOPS / f"{name}.py").read_text().replace("dist.destroy_process_group()\n", "")
+    begin = "from tests.support.counting import Counting\ncounting = Counting()\ncounting.__enter__()\n"
+    end = "counting.__exit__(None, None, None)\nprint(counting.collectives, [p.sum() for p in model.parameters()])\n"
+    counted = begin + text + end
+    (tmp_path / f"{name}.py").write_text(counted)
+    root = str(LOOPS.parents[2])
+    alone = programs.run(str(tmp_path / f"{name}.py"), ranks=2, PYTHONPATH=root)
+    audited = programs.run("distaccum", "audit", tmp_path / f"{name}.py", ranks=2, PYTHONPATH=root)
+    assert alone.status == audited.status == 0 and alone.text in audited.text and "allreduce" in alone.text
+
+
+def test_updates_end_a_script(programs, script):
+    done = programs.start("distaccum", "audit", "--updates", "2", script, "3", cwd=script.parent).wait()
+    assert done.status == 0 and "of 2 updates" in done.text
+
+
+def test_script_that_fails_and_one_that_trains_nothing_have_status_2(programs, tmp_path):
+    (tmp_path / "fails.py").write_text("raise KeyError('mine')\n")
+    (tmp_path / "nothing.py").write_text("print('hello')\n")
+    failed = programs.run("distaccum", "audit", tmp_path / "fails.py")
+    assert failed.status == 2 and "KeyError: 'mine'" in failed.text and "watch.py" not in failed.text
+    nothing = programs.run("distaccum", "audit", tmp_path / "nothing.py")
+    assert nothing.status == 2 and "nothing could be judged" in nothing.text
+    assert programs.run("distaccum", "audit", tmp_path / "missing.py").status == 2
+
+
+def test_micro_step_reads_nothing_on_the_host():
+    model = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distaccum.audit(model) as report, Counting() as counting:
+        for size in (2, 3):
+            loss = cross_entropy(model(torch.randn(size, 4)), torch.arange(size))
+            (loss / 2).backward()
+        assert not counting.host_reads
+        sgd.step()
+    assert [one.kind for one in report.findings] == ["weights"] and report.ranks == 1
+    with pytest.raises(AssertionError, match=r"tokens of different micro-batches weigh 0.167 to 0.25 \(1.5 to 1\)"):
+        report.assert_right()
+
+
+def test_audit_puts_everything_back():
+    before = [functional.cross_entropy, torch.autograd.backward, torch.optim.Optimizer.zero_grad]
+    with distaccum.audit():
+        assert functional.cross_entropy is not before[0]
+    assert before == [functional.cross_entropy, torch.autograd.backward, torch.optim.Optimizer.zero_grad]

@@ -25,7 +25,8 @@ EVENTS = {
 }
 
 
-def verdict(seen: Seen) -> tuple[list[Fault], list[str]]:
+def verdict(seen: Seen) -> tuple[list[Fault], list[str], str]:
+    """Faults, notes, and what was looked at."""
     by_key: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for one in seen:
         for update in one["updates"]:
@@ -49,7 +50,10 @@ def verdict(seen: Seen) -> tuple[list[Fault], list[str]]:
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
         faults = [one for one in faults if one.kind != "window"]
     once = {(one.kind, one.where): one for one in reversed(faults)}
-    return sorted(once.values(), key=lambda one: one.where), list(dict.fromkeys(filter(None, notes)))
+    about = f"weights in {len(terms)} criterions, receipts of {len(factors)} updates, order of calls"
+    if not factors:
+        notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
+    return sorted(once.values(), key=lambda one: one.where), list(dict.fromkeys(filter(None, notes))), about
 
 
 def _cleared(seen: Seen, updates: Updates) -> list[Fault]:

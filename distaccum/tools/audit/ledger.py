@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ...extensions.receipt import first_row, is_seen, project
+from ...extensions.receipt import first_row, is_seen, num_copies, project
 from .private import gathered_parameters
 
 Receipts = dict[int, Tensor]  # by the parameter's place
@@ -71,8 +71,10 @@ class Ledger:
                 if (place := self._places.get(id(parameter))) is not None:
                     self.names.setdefault(place, name.removeprefix("module."))
 
-    def sharded(self) -> set[int]:
-        return {place for place, one in enumerate(self.parameters) if hasattr(one, "to_local")}
+    def sharded(self) -> dict[int, int]:
+        """How many ranks hold the same shard, by place."""
+        parts = ((place, one) for place, one in enumerate(self.parameters) if hasattr(one, "to_local"))
+        return {place: num_copies(one) for place, one in parts}
 
     # Receipts
 

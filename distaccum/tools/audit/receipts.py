@@ -35,13 +35,14 @@ class Reckoning:
         self.index, self.line, self.where = first["index"], first["line"], first["backwards"][-1]["line"]
         self.names = [about["names"].get(place, f"parameter {place}") for place in first["places"]]
         sharded = torch.tensor([place in about["sharded"] for place in first["places"]])
+        copies = torch.tensor([about["sharded"].get(place, 1) for place in first["places"]])
         self.bound = torch.tensor([COARSE if place in about["coarse"] else FINE for place in first["places"]]).double()
         self.received = [one["received"] for one in updates]  # by rank: backwards, parameters, projections
         own = torch.stack([one.sum(0) for one in self.received])  # ranks, parameters, projections
         self.own, self.whole = own, own.mean(0)
         self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
         self.closed = torch.stack([one["closed"] for one in updates])
-        self.closed[:, sharded] = self.closed[:, sharded].sum(0)
+        self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
         values = torch.stack([one["values"] for one in updates])
         self.copies = ((values - values[:1]).abs().amax((0, 2)) == 0) | sharded  # others are no copies of each other
         self.before = before if before is not None and before.shape == self.closed.shape else None

@@ -32,6 +32,7 @@ class Audit:
         notes (list[str]): What is no mistake, and what was not seen.
         updates (int): Updates that were seen.
         ranks (int): Ranks that told what they saw.
+        about (str): What was looked at.
         status (int): 0 right, 1 something is wrong, 2 nothing could be judged.
     """
 
@@ -40,6 +41,7 @@ class Audit:
     updates: int = 0
     ranks: int = 1
     status: int = 2
+    about: str = ""
     rank: int = field(default=0, repr=False)
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -54,21 +56,22 @@ class Audit:
 
     def __str__(self) -> str:
         about = f"{self.updates} updates of {self.ranks} ranks" if self.ranks > 1 else f"{self.updates} updates"
-        lines = [f"audit: right in all that was seen of {about}: weights, receipts, traffic, order of calls"]
+        lines = [f"audit: right in all that was seen of {about}: {self.about}"]
         if self.status == 2:
             lines = ["audit: nothing could be judged: no optimizer stepped what a backward gave"]
         elif num := len(self.findings):
             lines = [f"audit: {num} {'thing is' if num == 1 else 'things are'} wrong in {about}"]
         for one in self.findings:
             lines += [f"  {one.where}: {one.text}", f"    by hand: {one.by_hand}", f"    window: {one.window}"]
-        return fitted([*lines, *(f"  note: {note}" for note in self.notes)]).replace(f"{Path.cwd()}{os.sep}", "")
+        lines += [f"  note: {note}" for note in self.notes]
+        return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
 
     def fill(self, watch: Watch, folder: str | None) -> None:
         self.rank, world = place_in_job()
         mine = {"rank": self.rank, "world": world, **watch.as_dict()}
         self.seen = exchange(mine, folder, next(_numbers))
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
-        self.findings, self.notes = verdict(self.seen)
+        self.findings, self.notes, self.about = verdict(self.seen)
         self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
         if self.ranks < world:
             self.notes.append(f"not seen: {world - self.ranks} of {world} ranks, which did not tell what they saw")

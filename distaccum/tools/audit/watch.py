@@ -13,7 +13,7 @@ import sysconfig
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
 from unittest.mock import patch
@@ -73,7 +73,7 @@ class Backward:
             for key in ("seed", "low", "count"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
-                term["divisors"] = [None if d is None or d.numel() > 1 else float(d) for d in term["divisors"]]
+                term["divisors"] = list(map(_number, term["divisors"]))
         return {"line": self.line, "drawn": self.drawn, "begun": self.begun, "terms": self.terms}
 
 
@@ -367,7 +367,7 @@ class Watch:
         """Returns plain numbers, for other ranks too."""
         ledger, trained = self.ledger, self.trained.values()
         owned = [ledger.parameters[place] for place in ledger.owners]
-        sharded, values = ledger.sharded(), set(ledger.owners) - ledger.sharded()
+        sharded, values = ledger.sharded(), set(ledger.owners) - set(ledger.sharded())
         return {
             "updates": self.updates,
             "found": self.found,
@@ -376,7 +376,7 @@ class Watch:
             "pending": {one.place: [] if self.most else [made.line for made in one.pending] for one in trained},
             "padded": sorted(self.padded),
             "names": ledger.names,
-            "sharded": sorted(sharded),
+            "sharded": sharded,
             "coarse": sorted(ledger.coarse),
             "bytes": sum(one.numel() * one.element_size() for one in owned),
             "final": {i: one.to("cpu", torch.float64) for i, one in ledger.receipts(values, of_values=True).items()},
@@ -384,6 +384,12 @@ class Watch:
 
 
 CLIPS = ("norm", "value")
+
+
+def _number(value: Any) -> float | None:
+    with suppress(RuntimeError, TypeError, ValueError):  # several numbers, or one that a dispatch mode cannot read
+        return float(value)
+    return None
 
 
 def _heard(original: Any, hear: Callable[..., Any]) -> Any:

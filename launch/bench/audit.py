@@ -1,0 +1,119 @@
+"""The time of a training under `distaccum.audit` beside the same training without, with micro-steps of about 5 ms.
+
+    python launch/bench/audit.py --out launch/results/audit
+    python launch/bench/audit.py --rounds 2 --updates 40 --ranks 1  # a quick look
+
+Alternately, on one process and on two ranks (DDP, gloo); the weights of both must be the same to the bit.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from kit import CPU, Options, circumstances, header, in_ranks, quartiles, spelled, table, write
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import distaccum
+
+STEPS, ROWS, TOKENS = 4, 8, 32  # micro-steps per update, rows of each, tokens per row
+FIRST = 16  # updates whose receipts are all taken
+SHAPES = {"8 tensors": (0, 192), "36 tensors": (2, 96)}  # layers of a transformer, width
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int, width: int) -> None:
+        super().__init__()
+        self.inputs = nn.Embedding(256, width)
+        blocks = [nn.TransformerEncoderLayer(width, 4, 2 * width, dropout=0.0) for _ in range(layers)]
+        self.blocks = nn.Sequential(*(blocks or [nn.Linear(width, 4 * width), nn.Tanh(), nn.Linear(4 * width, width)]))
+        self.outputs = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 256))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.outputs(self.blocks(self.inputs(rows)))
+
+
+def train(shape: str, updates: int, is_audited: bool) -> tuple[float, float, Tensor]:
+    """Seconds of the first updates and of the others, and the weights."""
+    torch.manual_seed(0)
+    net: nn.Module = Net(*SHAPES[shape])
+    model = DistributedDataParallel(net) if dist.is_initialized() else net
+    sgd = torch.optim.SGD(model.parameters(), lr=1e-3)
+    rows = torch.randint(0, 256, (STEPS, ROWS, TOKENS))
+    took = []
+    clock = time.perf_counter if dist.is_initialized() else time.process_time
+    with distaccum.audit(model) if is_audited else nullcontext():
+        for update in range(updates + 1):  # the first is not timed
+            began = clock()
+            for i, micro_batch in enumerate(rows):
+                is_last = i + 1 == STEPS
+                with nullcontext() if is_last or model is net else model.no_sync():
+                    loss = cross_entropy(model(micro_batch).flatten(0, 1), micro_batch.flatten()) / STEPS
+                    loss.backward()
+            sgd.step()
+            sgd.zero_grad()
+            if update:
+                took.append(clock() - began)
+    weights = torch.cat([one.detach().flatten() for one in net.parameters()])
+    return sum(took[: FIRST - 1]), sum(took[FIRST - 1 :]), weights
+
+
+def measure(updates: int, rounds: int) -> list[dict[str, Any]]:
+    torch.set_num_threads(1)
+    found = []
+    for shape in SHAPES:
+        pairs = []
+        for turn in range(rounds + 1):  # the first warms up
+            kinds = (False, True) if turn % 2 else (True, False)
+            taken = {kind: train(shape, updates, kind) for kind in kinds}
+            assert torch.equal(taken[True][2], taken[False][2]), "the audit changed the weights"
+            pairs += [(taken[False], taken[True])] if turn else []
+        micro_steps = STEPS * (updates - FIRST + 1)
+        milliseconds = quartiles([1e3 * plain[1] / micro_steps for plain, _ in pairs])["median"]
+        ratios = {
+            "first": quartiles([one[0] / plain[0] for plain, one in pairs]),
+            "others": quartiles([one[1] / plain[1] for plain, one in pairs]),
+            "all": quartiles([sum(one[:2]) / sum(plain[:2]) for plain, one in pairs]),
+        }
+        found.append({"shape": shape, "milliseconds": milliseconds, **ratios})
+    return found
+
+
+def main() -> None:
+    parser = Options(__doc__)
+    parser.counts("--ranks", [1, 2], "1 is one process")
+    parser.counts("--updates", 200, "per run")
+    parser.counts("--rounds", 8)
+    options = parser.parse_args()
+    if options.updates <= FIRST:
+        parser.error(f"--updates {options.updates}, expected more than {FIRST}")
+    torch.set_num_threads(1)
+    about = circumstances(CPU)
+    lines = header(
+        "What an audit costs",
+        about,
+        f"Ratio of the time of {options.updates} updates of {STEPS} micro-steps under `distaccum.audit` to that "
+        f"without, alternately, {options.rounds} rounds: the median, and how far the middle half reaches. "
+        f"Receipts are taken in each of the first {FIRST} updates, and in every 16th of the others. One process by its "
+        "own time, ranks (DDP on gloo) by the clock of rank 0. In every round the weights are the same to the bit.",
+    )
+    rows = []
+    for ranks in options.ranks:
+        for one in in_ranks(ranks, measure, options.updates, options.rounds, seconds=3000)[0]:
+            rows.append({"ranks": ranks, **one})
+    heads = ("parameters", "ranks", "ms per micro-step", f"first {FIRST} updates", "the others", "all")
+    kinds = ("first", "others", "all")
+    cells = [
+        (one["shape"], one["ranks"], f"{one['milliseconds']:.1f}", *(spelled(one[kind]) for kind in kinds))
+        for one in rows
+    ]
+    write(options.out, "\n".join([*lines, *table(heads, cells)]), {**about, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
