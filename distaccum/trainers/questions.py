@@ -1,14 +1,16 @@
 """Weights of micro-batches for the Trainer, and the questions that show whether a loss agrees with them.
 
-A loss that is halved by twice the number of items is a mean over them. Any other is compared with the losses of its
-first row and of its other rows, which is the law that accumulation relies on.
+A loss that is halved by twice the number of items is a mean over them. Any other is compared with the losses of parts
+of the same rows, which is the law that accumulation relies on.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple, final
 
 import torch
@@ -16,9 +18,10 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..cutting import Count, count_samples, count_tokens, cut_batch
+from ..cutting import Count, count_samples, count_tokens, cut_batch, join_batches, map_tensors
 from ..law import Reduction, in_short, warn
 
+MOST = 8  # first rows that are compared with each other
 SAME = 1e-5  # relative, of losses of the same logits
 KNOWN: dict[str, tuple[Reduction, Count]] = {
     "count=count_samples": ("mean", count_samples),
@@ -112,7 +115,7 @@ class Questions:
                 self._object(self._wrong(wrong))
             self.is_open = self.is_open and not any(one.tells_apart for one in found)
         elif number > 1:  # else each count is right
-            raise _UnseenError("micro-batches of one row cannot be cut")
+            raise _UnseenError("its micro-batches of one row cannot be put together")
 
     def _use(self, micro_batch: Any) -> str:
         """Returns how the loss uses the number of items: it is their "mean", "mixed", or "other"; "": it is told none.
@@ -129,10 +132,20 @@ class Questions:
         return "mixed" if min(abs(2 * twice - once), abs(2 * (once - twice))) > room else "other"
 
     def _compared(self, micro_batches: Sequence[Any]) -> list[Compared]:
-        """Compares each micro-batch with its first row and the others."""
+        """Compares each micro-batch with its first row and the others, and pairs of first rows put together with each.
+
+        Rows of one micro-batch may be alike where those of two are not, as where they are sorted by length.
+        """
+        some = micro_batches[: max(1, MOST // PartialState().num_processes)]
+        firsts = self._of_all(
+            lambda: [map_tensors(next(cut_batch(one, [1], count_samples(one))), Tensor.cpu) for one in some]
+        )
         own: list[tuple[Any, ...]] = []
 
         def cut() -> list[int]:
+            for one, other in pairwise(firsts[:MOST]):
+                with suppress(Exception):  # they do not go together
+                    own.append((join_batches([_padded(one, other), _padded(other, one)], [1, 1]), one, other))
             lengths = [(one, count_samples(one)) for one in micro_batches]
             own.extend((one, *cut_batch(one, [1, rows - 1], rows)) for one, rows in lengths if rows > 1)
             return [len(own)]
@@ -214,3 +227,15 @@ class Questions:
             "count=count_tokens('labels'), count=len for a list of samples or one of your own, and "
             "reduction='sum_to_mean' where it is a sum"
         )
+
+
+def _padded(row: Any, other: Any) -> Any:
+    """`row` as wide as `other` at least: a text with a mask, padded on the right."""
+
+    def pad(name: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() != 2 or value.is_floating_point():
+            return value
+        missing = max(0, other[name].shape[1] - value.shape[1])
+        return torch.nn.functional.pad(value, (0, missing), value=-100 if "labels" in name else 0)
+
+    return {name: pad(name, value) for name, value in row.items()} if "attention_mask" in row else row

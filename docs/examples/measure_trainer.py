@@ -99,7 +99,7 @@ def main() -> None:
         "Trainer, compute_loss without the count": (OwnLoss, None, {}),
         "AccumulatingTrainer": (AccumulatingTrainer, None, {}),
         "AccumulatingTrainer, forward without **kwargs": (AccumulatingTrainer, WithoutKeywords, count),
-        "AccumulatingTrainer, compute_loss without the count": (OwnLossAccumulating, None, count),
+        "AccumulatingTrainer, compute_loss without the count": (OwnLossAccumulating, None, {}),
     }
     for is_first_ignored in (True, False):
         print(f"the first label of each row is {'-100' if is_first_ignored else 'a token'}:")
