@@ -284,7 +284,7 @@ MUTATIONS = [
         "            dist.all_reduce(parameter.grad)\n",
         "",
         "apart",
-        "and not at the end",
+        "differ in update 4",
         "optimizer.step()",
     ),
     Mutation(

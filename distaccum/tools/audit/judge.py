@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .receipts import Fault, Reckoning
+from ...law import shorten
+from .receipts import Fault, Reckoning, same_on_all
 from .weights import Key, among_updates, terms_of, within_updates
 
 Seen = Sequence[dict[str, Any]]  # by rank
@@ -46,7 +47,7 @@ def verdict(seen: Seen) -> tuple[list[Fault], list[str], str]:
                 factors[place, index] = factor
     terms = terms_of(updates, notes)
     faults += _cleared(seen, updates) + within_updates(terms, len(seen)) + among_updates(terms, len(seen), factors)
-    faults += _traffic(seen, updates, notes) + _events(seen, updates) + _apart(seen)
+    faults += _traffic(seen, updates, notes) + _events(seen, updates) + _apart(seen, updates)
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
         faults = [one for one in faults if one.kind != "window"]
     once = {(one.kind, one.where): one for one in reversed(faults)}
@@ -133,21 +134,21 @@ def _alike(values: Tensor) -> bool:
     return float((values - values[:1]).abs().max()) <= 1e-6 * float(values.abs().max())
 
 
-def _apart(seen: Seen) -> list[Fault]:
-    """Parameters that were the same on all ranks at first, and are not at the end."""
-    first = [next((update for update in one["updates"] if "values" in update), None) for one in seen]
-    apart = []
-    for i, place in enumerate((first[0] or {}).get("places", ()) if len(seen) > 1 else ()):
-        if any(one is None or one["places"] != (first[0] or one)["places"] for one in first):
-            return []
-        begins, ends = [one["values"][i] for one in first], [one["final"].get(place) for one in seen]  # type: ignore[index]
-        if all(end is not None for end in ends) and all(torch.equal(one, begins[0]) for one in begins):
-            apart += [] if all(torch.equal(one, ends[0]) for one in ends) else [seen[0]["names"].get(place, str(place))]
-    text = (
-        f"{', '.join(apart[:3])}{' and others' * (len(apart) > 3)}: the same on all ranks at first, and not at the end"
+def _apart(seen: Seen, updates: Updates) -> list[Fault]:
+    """Parameters that were the same on all ranks at first, and are not any more."""
+    known = [ranks for ranks in updates.values() if all(one.get("places") for one in ranks)]
+    if len(seen) == 1 or not known:
+        return []
+    first, last = known[0], next(one for one in reversed(known) if one[0]["optimizer"] == known[0][0]["optimizer"])
+    places = first[0]["places"]
+    if any(one["places"] != places for one in (*first, *last)):
+        return []
+    begun, ended = (
+        same_on_all([one["values"] for one in ranks], places, seen[0]["vectors"]) for ranks in (first, last)
     )
-    hand = "reduce every gradient on every rank before each step"
-    return [Fault("apart", first[0]["line"], text, hand)] if apart and first[0] is not None else []
+    apart = [seen[0]["names"].get(places[i], "a parameter") for i in (begun & ~ended).nonzero().flatten().tolist()]
+    text = f"{shorten(apart)} were the same on all ranks, and differ in update {last[0]['index']}"
+    return [Fault("apart", first[0]["line"], text, "reduce every gradient on every rank")] if apart else []
 
 
 def _pace(seen: Seen) -> str:

@@ -52,11 +52,10 @@ class Ledger:
             self.parameters.append(parameter)
         return self._places[id(parameter)]
 
-    def owners_of(self, places: Iterable[int]) -> set[int]:
-        return set[int]().union(*(self.owners.get(place, ()) for place in places))
-
-    def owners_in(self, module: nn.Module) -> set[int]:
-        return self.owners_of(self._places[id(p)] for p in module.parameters() if id(p) in self._places)
+    def owners_of(self, parameters: Iterable[nn.Parameter], *, with_gradient: bool) -> set[int]:
+        """The optimizers that have any of these."""
+        places = (self._places.get(id(p)) for p in parameters if p.grad is not None or not with_gradient)
+        return set[int]().union(*(self.owners.get(place, ()) for place in places if place is not None))
 
     def add_root(self, module: nn.Module) -> None:
         if len(self._roots) < 32 and all(ref() is not module for ref in self._roots):

@@ -43,13 +43,12 @@ class Reckoning:
         self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
         self.closed = torch.stack([one["closed"] for one in updates])
         self.closed[:, sharded] = self.closed[:, sharded].sum(0) / copies[sharded][:, None]
-        values = torch.stack([one["values"] for one in updates])
-        self.copies = ((values - values[:1]).abs().amax((0, 2)) == 0) | sharded  # others are no copies of each other
+        self.copies = sharded | same_on_all([one["values"] for one in updates], first["places"], about["vectors"])
         self.before = before if before is not None and before.shape == self.closed.shape else None
 
     def judge(self) -> tuple[float | None, list[Fault], list[str]]:
         """The factor between gradient and average over ranks, where there is one; faults, and notes."""
-        judged, notes, faults = (self.size > 0) & self.copies, [], []
+        judged, notes, faults = (self.size > 0) & self.copies & self.closed.isfinite().all(-1).all(0), [], []
         gone = judged & (self.closed.norm(dim=-1).amax(0) == 0)
         if gone.any() and not gone[judged].all():
             notes.append(f"{self.line} steps without a gradient of {self._named(gone)}, although backward gave one")
@@ -110,6 +109,12 @@ class Reckoning:
                 text = f"{names}: {what} in update {self.index} on rank {rank} (their weights: {shown})"
                 found.append(Fault("lost" if lost else "uneven", self.where, text, hand))
         return found
+
+
+def same_on_all(values: Sequence[Tensor], places: Sequence[int], vectors: Sequence[int]) -> Tensor:
+    """Tells which parameters are copies; where some are not, vectors may be equal shards, as of zeros."""
+    same = (torch.stack([one - values[0] for one in values]).abs() == 0).all(0).all(-1)
+    return same if same.all() else same & ~torch.tensor([place in vectors for place in places])
 
 
 def _rest(closed: Tensor, given: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ import sys
 import sysconfig
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
@@ -204,7 +204,8 @@ class Watch:
         finally:
             self._current = self.ledger.receiving = None
         if made.received:
-            self._touches.setdefault(made.line, set()).update(self.ledger.owners_of(made.received))
+            owners = (self.ledger.owners.get(place, ()) for place in made.received)
+            self._touches.setdefault(made.line, set()).update(*owners)
             if num < AFTER_EACH:
                 made.left = self.ledger.receipts(range(len(self.ledger.parameters)))
         touched = self._touches.get(made.line)
@@ -303,19 +304,18 @@ class Watch:
         return batch
 
     def _clear(self, original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-        self._drop(self.trained.get(id(optimizer)))
+        self._drop(p for group in optimizer.param_groups for p in group["params"])
         return original(optimizer, *args, **options)
 
     def _clear_module(self, original: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
-        for one in self.trained.values():
-            if one.pending and one.place in self.ledger.owners_in(module):
-                self._drop(one)
+        self._drop(module.parameters())
         return original(module, *args, **options)
 
-    def _drop(self, one: Trained | None) -> None:
-        if one is None or not one.pending or self._stepping:
-            return
-        if any(p.grad is not None for group in one.optimizer.param_groups for p in group["params"]):
+    def _drop(self, parameters: Iterable[nn.Parameter]) -> None:
+        """These are cleared: what was pending for their optimizers is lost, unless nothing was there."""
+        waiting = [] if self._stepping else [one for one in self.trained.values() if one.pending]
+        owners = self.ledger.owners_of(parameters if waiting else (), with_gradient=True)
+        for one in (one for one in waiting if one.place in owners):
             lines, ended = [made.line for made in one.pending], any(kind == "ended" for kind, _, _ in one.events)
             self.cleared.append({"optimizer": one.place, "line": where()[0], "lines": lines, "ended": ended})
             one.forget()
@@ -329,7 +329,7 @@ class Watch:
             return original(scheduler, *args, **options)
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
-        if one is not None and one.num and "accelerate" not in inner:  # whose schedules step once per rank
+        if one is not None and one.num and not (args or options or "accelerate" in inner):  # which steps once per rank
             one.events.append(("schedule", line, len(one.pending)))
         self._scheduling = True
         try:
@@ -367,7 +367,6 @@ class Watch:
         """Returns plain numbers, for other ranks too."""
         ledger, trained = self.ledger, self.trained.values()
         owned = [ledger.parameters[place] for place in ledger.owners]
-        sharded, values = ledger.sharded(), set(ledger.owners) - set(ledger.sharded())
         return {
             "updates": self.updates,
             "found": self.found,
@@ -376,10 +375,10 @@ class Watch:
             "pending": {one.place: [] if self.most else [made.line for made in one.pending] for one in trained},
             "padded": sorted(self.padded),
             "names": ledger.names,
-            "sharded": sharded,
+            "sharded": ledger.sharded(),
             "coarse": sorted(ledger.coarse),
+            "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
             "bytes": sum(one.numel() * one.element_size() for one in owned),
-            "final": {i: one.to("cpu", torch.float64) for i, one in ledger.receipts(values, of_values=True).items()},
         }
 
 

@@ -82,6 +82,10 @@ def _ends(values: Any) -> tuple[float, float]:
 def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float]) -> list[Fault]:
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
     faults = []
+    sums: dict[Key, float] = defaultdict(float)
+    for (place, *_), by_update in terms.items():
+        for index, every in by_update.items():
+            sums[place, index] += sum(one["total"] for one in every) / ranks
     for (place, line, *_), by_update in terms.items():
         known = [factors[place, index] for index in by_update if (place, index) in factors]
         factor = statistics.median(known) if known else None
@@ -114,8 +118,11 @@ def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float]) -> lis
             hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
             faults.append(Fault("window", line, text, hand))
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
-        if factor is None or not paths or any(one["same"] for one in every[1:]):
-            continue
+        whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
+        if factor is None or not paths or whole or any(one["same"] for one in every[1:]):
+            continue  # terms that are one mean together, or tasks of the same samples
+        if len({one["rank"] for one in every}) < ranks:
+            continue  # stages of a pipeline
         if found := _why(level, common, ranks, is_sum, paths[0]):
             text = f"{found[0]}: the gradient is {level:.4g} times that of the mean"
             faults.append(Fault("divisor", line, text, found[1]))
