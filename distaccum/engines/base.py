@@ -274,20 +274,33 @@ def norm_over_shards(
 
 class Look(NamedTuple):
     finite: bool  # every element
-    norm: Tensor
+    norm: Tensor | None
     read: float = math.inf  # the norm, where it was read
 
 
 def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
     """Takes the norm, and tells whether every element is finite; reads one number, usually after one pass."""
     # On a CPU the largest element takes eighteen times as long as the norm.
-    norm = engine.norm(parameters) if norm is None else norm
-    read: float = number_of(norm)
+    read = _read_norm(engine, parameters) if norm is None else number_of(norm)
     if math.isfinite(read):
         return Look(True, norm, read)
     largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
     is_finite = math.isfinite(number_of(largest))
     return Look(is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm)
+
+
+def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
+    """The norm as a number: on the host, kernels that add norms up would cost more than the norms."""
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    kind, is_whole = type(engine), engine.pipeline is None
+    if is_whole and kind.norm is Engine.norm and kind.shards is Engine.shards and all(map(_is_plain, gradients)):
+        return math.hypot(*map(number_of, norms_of(gradients, 2.0)))
+    read: float = number_of(engine.norm(parameters))
+    return read
+
+
+def _is_plain(one: Tensor) -> bool:
+    return type(one) is Tensor and one.is_cpu and one.layout is torch.strided and one.dtype not in HALF
 
 
 def refuse_left_out_terms(plan: Plan, cure: str) -> None:
