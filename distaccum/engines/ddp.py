@@ -75,6 +75,7 @@ class DDPEngine(Engine):
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
         # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
         self._may_part = len(self.wrappers) > 1 and bool(self._searching)
+        self._reduced: list[DistributedDataParallel] = []  # in the window that is open
         self._unreduced: list[DistributedDataParallel] = []  # searching ones that saw a backward and did not reduce
         self.strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward outside windows
         for wrapper in self.wrappers:
@@ -208,7 +209,7 @@ class DDPEngine(Engine):
             forgets = is_absent or _shared(wrapper).keeps_buckets
             try:
                 # Otherwise a missing gradient lets ranks diverge silently until the next window.
-                private.end_reduction(wrapper, forgets)
+                private.refuse_unfinished_reduction(wrapper)
             except RuntimeError as error:
                 found = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
                 names = list(self._covered[wrapper])
@@ -219,6 +220,10 @@ class DDPEngine(Engine):
                     "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
                     "use all of them in each micro-batch"
                 ) from error
+            if forgets:
+                private.disarm(wrapper)
+            else:
+                self._reduced.append(wrapper)
             if is_absent:  # none of its parameters was in this backward (of another part, or model)
                 self._by_hand += self._covered[wrapper].values()
         self._armed, self._unreduced = [], []
@@ -253,6 +258,9 @@ class DDPEngine(Engine):
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
+        for wrapper in self._reduced:  # now, where all ranks come, and not when the next window begins
+            private.rebuild_buckets(wrapper, [p for p in self._covered[wrapper].values() if id(p) in self._views])
+        self._reduced = []
         zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
         if zeroed:
             zero_all([parameter.grad for parameter in zeroed if parameter.grad is not None])

@@ -184,8 +184,8 @@ def test_record_of_a_step_is_one_small_collective():
         run_window(window, ddp)
         with Counting() as count:
             window.step().loss  # noqa: B018
-        assert count.collectives == [("allreduce_", 1)]
         assert not count.host_reads, "the flag of on_nonfinite is on the host"
+    assert count.collectives == [("allreduce_", 1)], "DDP's buckets are laid out after the first window"
 
 
 @on_ranks(2)

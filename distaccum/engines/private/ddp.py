@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -57,28 +59,32 @@ def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
             "have different numbers of micro-batches without it. It stays on after its block: "
             "`with model.join(enable=False): pass` turns it off"
         )
-    _rebuild_buckets(wrapper)
+    rebuild_buckets(wrapper)
     if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]
     return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's
 
 
-def end_reduction(wrapper: DistributedDataParallel, forgets: bool) -> None:
-    """Raises torch's RuntimeError if it lacks gradients, of which only the next forward would tell.
-
-    Rebuilds buckets, now that all ranks are here, and not when the next window begins; or `forgets` the reduction.
-    """
+def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
+    """Raises torch's RuntimeError if it lacks gradients, of which only the next forward would tell."""
     wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
-    if forgets:
-        disarm(wrapper)
-    else:
-        _rebuild_buckets(wrapper)
 
 
-def _rebuild_buckets(wrapper: DistributedDataParallel) -> None:
-    """Does what DDP's next forward would: ranks agree on the buckets, once, after the first reduction."""
+def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Parameter] = ()) -> None:
+    """Does what DDP's next forward would: ranks agree on the buckets, once, after the first reduction.
+
+    Gradients of `views` are done with and lie in the old buckets. Zeros of one element's memory stand in for them,
+    which DDP copies into the new ones and replaces; so the old buckets go before.
+    """
+    moved = [] if wrapper._has_rebuilt_buckets else [one for one in views if one.grad is not None]
+    zeros = [one.new_zeros(()).expand_as(one) for one in moved]
+    for one, zero in zip(moved, zeros, strict=True):
+        one.grad = zero
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
+    for one, zero in zip(moved, zeros, strict=True):
+        if one.grad is zero:
+            one.grad = None
 
 
 def disarm(wrapper: DistributedDataParallel) -> bool:
