@@ -169,6 +169,28 @@ def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], boo
     weakref.finalize(owner, optimizer.register_step_pre_hook(refuse).remove)
 
 
+def schedules_of(job: Job) -> list[Any]:
+    """Lists the schedules that are to step; warns if one moved on since the last update, as `job.epochs` shows."""
+    if any(now > then for now, then in zip(_epochs_of(job), job.epochs, strict=False)):
+        job.once(
+            "scheduler",
+            "scheduler.step() was called beside window.step(), which steps the schedule once per update, so it runs "
+            "ahead; leave the call out, or step the schedule yourself and leave scheduler= out",
+        )
+    return list(job.schedulers)
+
+
+def step_schedules(job: Job, schedules: list[Any]) -> None:
+    """Steps each once, also where Ctrl-C comes between two of them and this is called again."""
+    while schedules:
+        schedules.pop(0).step()
+    job.epochs[:] = _epochs_of(job)
+
+
+def _epochs_of(job: Job) -> list[int]:
+    return [getattr(one, "last_epoch", 0) for one in job.schedulers]
+
+
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
     """Clears gradients that stood before a window, with a warning."""
     if not engine.stale(parameters):

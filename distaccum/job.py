@@ -95,6 +95,7 @@ class Job:
         self.schedulers: list[LRScheduler] = given.schedulers
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # what runs backward would, too
+        self.epochs: list[int] = []  # of the schedules, after their last step
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.hooks = Hooks()

@@ -233,6 +233,7 @@ class Planner:
     def resume(self, own: Own) -> None:
         """Takes up random numbers and a loader's place."""
         self.forget(warns=False)
+        self.job.epochs.clear()  # schedules are loaded too
         self.job.random.loaded, self._place = own
 
 

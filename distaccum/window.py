@@ -23,6 +23,8 @@ from .guard import (
     refuse_backward,
     refuse_copy,
     refuse_unfinished,
+    schedules_of,
+    step_schedules,
     untouched_statistics,
 )
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Trace
@@ -340,7 +342,7 @@ class Window(Generic[Batch]):
             raise DistaccumError(
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
-        job, schedules, self.trace.lacks_step = self._job, list(self._job.schedulers), False
+        job, schedules, self.trace.lacks_step = self._job, schedules_of(self._job), False
         if job.steps and self._tamper.is_cleared():
             self._refuse_lost("gradients were cleared between the window's loop and its step()")
         try:
@@ -355,8 +357,8 @@ class Window(Generic[Batch]):
             job.index += 1
             for one in job.adapters:
                 one.after_step(reason is None)
-            while schedules and reason is None:  # each once, also where Ctrl-C comes between two of them
-                schedules.pop(0).step()
+            if reason is None:
+                step_schedules(job, schedules)
         except BaseException:
             if not self._has_stepped:
                 self.discard()  # it may be half unscaled or clipped
@@ -366,8 +368,7 @@ class Window(Generic[Batch]):
             self._close(Stage.STEPPED)
             if job.scaler is not None:
                 job.scaler.update(job.scaler.get_scale())  # it keeps to which optimizers it was shown
-            while schedules:
-                schedules.pop(0).step()
+            step_schedules(job, schedules)
             raise
         record, self._record = self._record, None
         update = Update(

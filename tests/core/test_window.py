@@ -9,6 +9,7 @@ import logging
 import math
 import pickle
 import sys
+import warnings
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -520,6 +521,32 @@ def test_schedulers_step_once_per_update_of_a_ramp():
     _, _, other = make(steps=lambda index: index + 1)
     other.load_state_dict(accumulator.state_dict())
     assert other.index == 3 and len(next(other.windows(BATCHES * 2))) == 4
+
+
+@pytest.mark.parametrize("where", ["nowhere", "in the loop", "after the loop"])
+def test_callers_step_of_a_schedule_is_warned_of_once(where):
+    model = trunk()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    schedule = StepLR(optimizer, 1, 0.5)
+    accumulator = Accumulator(model, optimizer, steps=2, scheduler=schedule)
+    begun = schedule.state_dict(), accumulator.state_dict()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for window in accumulator.windows(BATCHES * 2):
+            for x in window:
+                window.backward(loss_of(model, x))
+                if where == "in the loop":
+                    schedule.step()
+            window.step()
+            if where == "after the loop":
+                schedule.step()
+            if where == "nowhere" and window.index == 1:  # back to the start, and to a later state
+                held = schedule.state_dict(), accumulator.state_dict()
+                for states in (begun, held):
+                    schedule.load_state_dict(states[0])
+                    accumulator.load_state_dict(states[1])
+    said = [str(one.message) for one in warned if "beside window.step()" in str(one.message)]
+    assert len(said) == (where != "nowhere")
 
 
 def test_caller_may_own_the_optimizer():

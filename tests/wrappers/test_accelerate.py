@@ -108,6 +108,18 @@ def test_prepared_model_trains_exactly(world, given):
     assert max(wrong for wrong, _ in seen) <= 1e-10
 
 
+@on_ranks(2)
+def test_callers_step_of_a_prepared_schedule_is_warned_of():
+    with accelerators() as make, warnings.catch_warnings(record=True) as warned:
+        model, _, schedule, accumulator = prepare(make(), steps=1)
+        warnings.simplefilter("always")
+        for window in accumulator.windows([micro_batches_of(UNEVEN[0], 0, 0)[0]] * 3):
+            run_window(window, model).step()
+            schedule.step()
+    said = ["beside window.step()" in str(one.message) for one in warned]
+    assert sum(said) == (dist.get_rank() == 0)
+
+
 @pytest.mark.parametrize(("split_batches", "is_prepared"), [(False, True), (True, True), (False, False)])
 @on_ranks(2)
 def test_warning_names_the_factor_of_a_schedule_stepped_per_process(split_batches, is_prepared):
