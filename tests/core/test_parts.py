@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from typing import Any
 
@@ -181,29 +180,3 @@ def test_options_that_read_the_gradient_are_refused_over_hidden_parts(how):
     assert all("leave these out, with on_nonfinite='ignore'" in message for message in (finite, norm))
     assert noise.endswith("or leave it out")
     assert stepped
-
-
-def scaled_with_shards() -> Any:
-    from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
-    model = FullyShardedDataParallel(net, use_orig_params=True, device_id=torch.device("cpu"))
-    parts = [list(model.parameters())[:2], list(model.parameters())[2:]]
-    scaler = ShardedGradScaler(device="cpu", init_scale=8.0)
-    accumulator = Accumulator(model, [SGD(part, lr=0.1) for part in parts], scaler=scaler, on_nonfinite="skip")
-    seen = []
-    for turn in range(3):
-        window = accumulator.window([torch.randn(2, 8)] * 2)
-        for x in window:
-            window.backward(model(x).square().mean())
-        here = [[p.grad for p in part if p.grad is not None and p.grad.numel()] for part in parts]
-        if turn == 1 and here[1]:  # on the rank that has a gradient of the second optimizer
-            here[1][0].fill_(math.inf)
-        seen.append((all(here), window.step().stepped, scaler.get_scale()))
-    return seen
-
-
-def test_sharded_scaler_agrees_where_one_rank_lacks_gradients(ranks):
-    first, second = ranks(2).run(scaled_with_shards, seconds=30)
-    assert {has for has, _, _ in first + second} == {True, False}
-    assert [seen[1:] for seen in first] == [seen[1:] for seen in second] == [(True, 8.0), (False, 4.0), (True, 4.0)]

@@ -141,58 +141,7 @@ def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
         assert scaler.get_scale() == (2.0**11 if by == 1.0 else 2.0**10)
 
 
-def test_optimizer_without_gradients_is_unscaled_in_a_later_window():
-    model = trunk()
-    optimizer = SGD(model[1].parameters(), lr=1.0)
-    accumulator = Accumulator(model, optimizer, scaler=GradScaler("cpu"))
-    window = accumulator.window(BATCHES)
-    for batch in window:
-        window.backward(model[0](batch["x"]).square().mean())
-    assert window.step().stepped
-    before = weights(model[1])
-    run_window(accumulator.window(BATCHES), model).step()
-    plain = trunk()
-    loss_of(plain, join(BATCHES)).backward()
-    assert error(before - weights(model[1]), gradient(plain[1])) <= 1e-12
-
-
-@pytest.mark.parametrize("what", ["overflows", "overflows after the reduction", "dry"])
-@on_ranks(2)
-def test_overflow_on_one_rank_skips_the_update_on_all(what):
-    ddp = DistributedDataParallel(trunk())
-    scaler = GradScaler("cpu", init_scale=2.0**10)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), scaler=scaler, on_nonfinite="skip")
-    before, rank = weights(ddp), dist.get_rank()
-    mine = {"overflows": [[poison(BATCHES[0])], [BATCHES[1]]], "dry": [[], BATCHES]}.get(what, [BATCHES, BATCHES])
-    window = run_window(accumulator.window(mine[rank]), ddp)
-    if what == "overflows after the reduction" and rank == 1:
-        next(ddp.parameters()).grad.view(-1)[0] = math.inf  # which DDP does not spread
-    update = window.step()
-    stepped, scale, moved = update.stepped, scaler.get_scale(), before - weights(ddp)
-    assert (stepped, scale) == ((True, 2.0**10) if what == "dry" else (False, 2.0**9))
-    assert error(moved, 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12 if stepped else not moved.any()
-
-
 # Clipping
-
-
-@pytest.mark.parametrize("of_norm", [1e-3, 0.9, 1.1, math.inf])
-def test_gradient_of_all_models_is_clipped_once(of_norm):
-    one, two = trunk(), trunk()
-    before = torch.cat([weights(one), weights(two)])
-    reference = nn.ModuleList([copy.deepcopy(one), copy.deepcopy(two)])
-    big = join(BATCHES)
-    (loss_of(reference[0], big) + 2 * loss_of(reference[1], big)).backward()
-    max_norm = of_norm * float(gradient(reference).norm())
-    norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), max_norm)
-    optimizers = [SGD(one.parameters(), lr=1.0), SGD(two.parameters(), lr=1.0)]
-    accumulator = Accumulator([one, two], optimizers, max_norm=max_norm)
-    window = accumulator.window(BATCHES)
-    for batch in window:
-        window.backward(loss_of(one, batch) + 2 * loss_of(two, batch))
-    update = window.step()
-    assert update.grad_norm == pytest.approx(float(norm), rel=1e-12)
-    assert error(before - torch.cat([weights(one), weights(two)]), gradient(reference)) <= 1e-12
 
 
 def test_clipping_comes_after_unscaling():

@@ -159,24 +159,6 @@ def assert_reduced_once(seen):
 
 
 @on_ranks(2)
-def test_epoch_ends_when_all_ranks_have_run_out():
-    rank, lengths = dist.get_rank(), [7, 3]
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=3)
-    loaders = [[make_batch(2 + i, seed=10 * r + i) for i in range(length)] for r, length in enumerate(lengths)]
-    seen = []
-    for _ in range(2):
-        for index, window in enumerate(accumulator.windows(iter(loaders[rank]))):  # has no length
-            run_window(window, ddp)
-            plain = trunk()
-            loss_of(plain, join([b for loader in loaders for b in loader[3 * index : 3 * index + 3]])).backward()
-            wrong = error(gradient(ddp), gradient(plain))
-            seen.append((len(window), window.step().counts["samples"], wrong <= 1e-12))
-    mine = [(3, 3, 1), (3, 0, 0)][rank]
-    assert seen == [(mine[0], 18, True), (mine[1], 18, True), (mine[2], 8, True)] * 2
-
-
-@on_ranks(2)
 def test_record_of_a_step_is_one_small_collective():
     ddp = DistributedDataParallel(trunk())
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
@@ -322,32 +304,6 @@ def test_term_or_part_without_a_count_is_left_out(by, find_unused, sync, empty_o
         wrongs.append(error(gradient(ddp), gradient(plain)))
         window.step()
     assert max(wrongs) <= 1e-12
-
-
-@on_ranks(2)
-def test_accumulator_made_after_a_freeze_is_exact_where_ddp_finds_unused_parameters():
-    """How far windows are off by new Accumulators: after a freeze, and after the layer is trained again."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)).double()
-    net[1].requires_grad_(False)
-    ddp, rank = DistributedDataParallel(net, find_unused_parameters=True), dist.get_rank()
-    samples, found = torch.randn(8, 3, dtype=torch.float64), []
-    for trains in (False, True):
-        net[0].requires_grad_(trains)
-        accumulator = Accumulator(ddp, SGD(net.parameters(), lr=0.1))
-        window = accumulator.window(samples[rank::2].split([1, 3] if rank else [4]))
-        for inputs in window:
-            window.backward(ddp(inputs).square().mean())
-        trained = [parameter for parameter in net.parameters() if parameter.requires_grad]
-        exact = torch.autograd.grad(net(samples).square().mean(), trained)
-        found += [(p.grad - one).abs().max().item() for p, one in zip(trained, exact, strict=True)]
-        window.step()
-    net[1].requires_grad_(True)  # which DDP does not know, as many as it knows
-    net[0].requires_grad_(False)
-    assert len(found) == 2 + 4 and max(found) <= 1e-12
-    assert "1.weight, module.1.bias is trained but was frozen or absent when DDP wrapped" in refused(
-        lambda: Accumulator(ddp, SGD(net.parameters(), lr=0.1)).window([samples])
-    )
 
 
 REFUSED = {

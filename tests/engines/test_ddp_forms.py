@@ -21,7 +21,6 @@ from tests.support.problems import (
     gradient,
     loss_of,
     make_batch,
-    make_net,
     micro_batches_of,
     refused,
     run_window,
@@ -79,11 +78,6 @@ def test_plan_of_a_sub_group_goes_through_the_host():
     mine = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(mine, group=made)
     assert (mine.item(), dist.get_process_group_ranks(made)) == (2.0, [0, 2])
-
-
-@on_ranks(1)
-def test_ddp_of_one_rank_is_exact():
-    assert max(gradients_off(*make(), [[[1, 4, 2]]] * 2, trunk)) <= 1e-12
 
 
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph", "gradient_as_bucket_view"])
@@ -164,16 +158,3 @@ def test_impossible_models_and_windows_are_refused_on_all_ranks():
         "second group": refused(make, nn.Sequential(*groups)),
     }
     assert {what: said for what, said in seen.items() if IMPOSSIBLE[what] not in said} == {}
-
-
-@on_ranks(2)
-def test_batchnorm_is_named_once_on_rank_0():
-    ddp = DistributedDataParallel(nn.Sequential(nn.BatchNorm1d(6).double(), make_net().body))
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
-        for index in range(2):
-            run_window(accumulator.window(own(LAYOUT, index)), ddp).step()
-    said = [str(warning.message) for warning in seen]
-    assert len(said) == (dist.get_rank() == 0)
-    assert all("module.0 normalise each micro-batch by its own statistics" in one for one in said)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from distaccum.extensions import WideSums
 from tests.support.oracle import gradients_off
 from tests.support.problems import error, make_net_without_router, refused
 from tests.support.ranks import on_ranks
@@ -48,14 +45,6 @@ def run(window: Any, model: Any) -> Any:
     return window
 
 
-def exact(net: nn.Module, batches: list[Tensor]) -> Tensor:
-    """The gradient of the net's weight on all of them."""
-    whole = copy.deepcopy(net)
-    whole.zero_grad()
-    whole(torch.cat(batches)).square().mean().backward()
-    return whole.weight.grad
-
-
 def spread(tensor: Tensor) -> float:
     """The largest difference of the tensor between ranks."""
     both = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -64,32 +53,6 @@ def spread(tensor: Tensor) -> float:
 
 
 # Forwards that only some ranks run
-
-
-@pytest.mark.parametrize(("user", "is_first"), [(0, False), (1, True)])
-@on_ranks(2)
-def test_model_with_a_buffer_used_by_one_rank_is_exact(user, is_first):
-    rank, nets = dist.get_rank(), [Buffered(0), Buffered(1)]
-    whole = copy.deepcopy(nets)
-    one, other = models = [DistributedDataParallel(net, find_unused_parameters=True) for net in nets]
-    accumulator = Accumulator(models, SGD([p for m in models for p in m.parameters()], lr=0.0))
-
-    def outputs(first: Any, second: Any, x: Tensor, r: int) -> Tensor:
-        if r != user:
-            return first(x)
-        return second(x) + first(x) if is_first else first(x) + second(x)
-
-    for index in range(2):
-        everyone = [inputs(2, r, index) for r in range(2)]
-        for x in (window := accumulator.window(everyone[rank])):
-            window.backward(outputs(one, other, x, rank).square().mean())
-        for net in whole:
-            net.zero_grad()
-        total = sum(outputs(*whole, x, r).square().mean() / 4 for r, one_rank in enumerate(everyone) for x in one_rank)
-        total.backward()
-        for net, plain in zip(nets, whole, strict=True):
-            assert error(net.weight.grad, plain.weight.grad) <= 1e-12
-        window.step()
 
 
 @on_ranks(2)
@@ -106,69 +69,6 @@ def test_windows_stay_exact_after_forwards_of_one_rank_alone():
 
 
 # Windows of several accumulators
-
-
-@pytest.mark.parametrize("unused", [False, True], ids=["", "unused"])
-@on_ranks(2)
-def test_crossing_windows_leave_ddp_as_found(unused):
-    rank, net = dist.get_rank(), nn.Linear(3, 3).double()
-    ddp = DistributedDataParallel(net, find_unused_parameters=unused)
-    a, b = (Accumulator(ddp, SGD(ddp.parameters(), lr=0.0)) for _ in range(2))
-    first, second = a.window(inputs(2, rank, 1)), b.window(inputs(3, rank))
-    next(iter_first := iter(first))
-    flags = []
-    for i, x in enumerate(second):
-        if i == 0:
-            first.discard()  # while the other window is open
-            flags.append(ddp.require_backward_grad_sync)
-        second.backward(ddp(x).square().mean())
-    del iter_first
-    wrong = error(net.weight.grad, exact(net, inputs(3, 0) + inputs(3, 1)))
-    second.step()
-    flags.append(ddp.require_backward_grad_sync)
-    ddp(inputs(1, rank)[0]).square().mean().backward()
-    assert wrong <= 1e-12
-    assert flags == [False, True]
-    assert spread(net.weight.grad) == 0
-
-
-@on_ranks(2)
-def test_inner_window_ignores_the_gradients_of_the_outer_one():
-    """A critic's windows inside a generator's: the generator's gradients in the critic must not count there."""
-    rank = dist.get_rank()
-    generator = nn.Linear(3, 3).double()
-    critic = nn.ModuleDict({"judges": nn.Linear(3, 1), "rarely": nn.Linear(3, 1)}).double()
-    critic.forward = lambda x, rarely=False: critic["rarely" if rarely else "judges"](x)  # type: ignore[method-assign]
-    ddps = [DistributedDataParallel(one, find_unused_parameters=True) for one in (generator, critic)]
-    outer = Accumulator(ddps, SGD(ddps[0].parameters(), lr=0.0))
-    inner = Accumulator(ddps[1], SGD(ddps[1].parameters(), lr=0.0))
-    seen: list[Any] = []
-    warnings.simplefilter("ignore")  # the inner window clears gradients of the outer one
-    for x in (window := outer.window(inputs(2, rank))):
-        window.backward(ddps[1](ddps[0](x), rarely=True).square().mean())
-        if not seen:
-            within = run(inner.window(inputs(2, rank, 7)), ddps[1])
-            seen.append(error(critic["judges"].weight.grad, exact(critic["judges"], inputs(2, 0, 7) + inputs(2, 1, 7))))
-            seen.append(critic["rarely"].weight.grad)
-            within.step()
-    plain = copy.deepcopy(generator)
-    plain.zero_grad()
-    critic["rarely"](plain(torch.cat(inputs(2, 0) + inputs(2, 1)))).square().mean().backward()
-    seen.append(error(generator.weight.grad, plain.weight.grad))
-    window.step()
-    inner, unused, outer = seen
-    assert inner <= 1e-12 and unused is None and outer <= 1e-12
-
-
-@pytest.mark.parametrize("name", ["optimizer", "scheduler"])
-def test_optimizer_or_scheduler_given_twice_is_refused(name):
-    model = nn.Linear(2, 2)
-    optimizer = SGD(model.parameters(), lr=0.1)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    options = {"optimizer": [optimizer] * 2} if name == "optimizer" else {"scheduler": [schedule, schedule]}
-    with pytest.raises(ValueError, match=f"{name} holds the same .* twice, which would step twice per update"):
-        Accumulator(model, **{"optimizer": optimizer, **options})
-    Accumulator([model, model], optimizer, steps=1)  # a model given twice is trained once
 
 
 # Settings of DDP that a window cannot accept
@@ -260,26 +160,3 @@ def test_copies_of_ddp_and_scalers_know_nothing_of_an_open_window():
         one.zero_grad()
         one(inputs(1, rank)[0]).square().mean().backward()
         assert spread(one.module.weight.grad) == spread(ddp.module.weight.detach()) == 0
-
-
-@on_ranks(2)
-def test_hooks_of_a_deleted_accumulator_do_nothing():
-    """The hooks of an accumulator do nothing once it is deleted, also in mid-window."""
-    rank, seen = dist.get_rank(), []
-    net = nn.Linear(3, 1, dtype=torch.bfloat16)
-    ddp = DistributedDataParallel(net)
-    optimizer = SGD(ddp.parameters(), lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        accumulator = Accumulator(ddp, optimizer, extensions=[WideSums(torch.float32)])
-        for x in (window := accumulator.window(inputs(3, rank))):
-            window.backward(ddp(x.bfloat16()).float().square().mean())
-            break
-        del accumulator, window
-        gc.collect()
-        optimizer.zero_grad()
-        ddp(inputs(1, rank)[0].bfloat16()).float().square().mean().backward()
-        seen.append(spread(net.weight.grad.float()))
-        optimizer.step()
-        seen.append(spread(net.weight.detach().float()))
-    assert seen == [0.0] * 4

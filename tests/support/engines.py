@@ -161,6 +161,7 @@ KINDS: dict[str, Kind] = {
     "plain": Kind(plain, full_weights, world=1),
     "DDP": Kind(ddp, full_weights),
     "DDP, three ranks": Kind(ddp, full_weights, world=3),
+    "DDP, one rank": Kind(ddp, full_weights, world=1),
     "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=wide_sums),
     "FSDP2": Kind(fully_sharded(), full_weights, SHARDED),
     "FSDP2, root only": Kind(fully_sharded(parts=False), full_weights, SHARDED),

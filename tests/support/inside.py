@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 from distaccum import Accumulator, Update
 from distaccum.extensions.noise import Estimate
-from distaccum.window import Window
 
 
 class Norms(NamedTuple):
@@ -31,10 +30,3 @@ def storages_kept(accumulator: Accumulator) -> set[int]:
     """DDP's buckets that only the library still holds: a memory leak, which no result shows."""
     engine: Any = accumulator._planner.job.engine
     return {gradient.untyped_storage().data_ptr() for gradient, _ in engine._zeroed.values()}
-
-
-def window_of(accumulator: Accumulator) -> Window:
-    """The current window within update(), which hands out none."""
-    window = accumulator._planner.window
-    assert window is not None
-    return window

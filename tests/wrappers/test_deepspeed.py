@@ -274,27 +274,6 @@ def test_part_without_a_count_is_left_out_below_stage_3_and_there_refused(stage)
     assert max(step_off(engine, window, make_net(), whole, both, run, read=zero_weights)) <= 1e-5
 
 
-def fail_in_backward(module: Any, inputs: Any, output: torch.Tensor) -> None:
-    output.register_hook(lambda _: 1 / 0)
-
-
-@pytest.mark.parametrize(("stage", "sync"), [(1, "last"), (2, "every"), *([(3, "last")] if COALESCES else [])])
-@on_ranks(2)
-def test_error_in_backward_leaves_nothing_behind(stage, sync):
-    engine, _, _ = initialize(stage)
-    accumulator = Accumulator(engine, sync=sync)
-    for turn in (1, 2):
-        window = accumulator.window(own(EVEN, turn, F32))
-        with pytest.raises(ZeroDivisionError):
-            for i, batch in enumerate(window):
-                handle = engine.module.body[1].register_forward_hook(fail_in_backward) if i == turn else None
-                loss = loss_of(engine, batch)
-                if handle is not None:
-                    handle.remove()
-                window.backward(loss)
-        assert off(engine, accumulator, EVEN, 9) <= 1e-5
-
-
 class Branches(nn.Module):
     """Only some micro-batches use `two` and `three`."""
 
