@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError, count_samples
+from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
 from tests.support.engines import full_weights, zero
 from tests.support.problems import error, gradient, join, make_batch, refused, weights
@@ -73,26 +72,6 @@ def test_gradient_equals_that_of_the_summed_loss(scaled):
     assert error(before - weights(model), exact) <= 1e-12 and abs(update.loss - loss) <= 1e-12 * loss
 
 
-@dataclass
-class Outputs:
-    hidden: Any
-    raw: Any
-
-
-@pytest.mark.parametrize("kind", [dict, Outputs])
-def test_nested_outputs_of_the_trunk_are_exact(kind):
-    model, batches = Tasks(), [make_batch(n, seed=n) for n in (3, 2)]
-    window = Accumulator(model).window(batches)
-    for batch in window:
-        outputs = kind(hidden=[model.trunk(batch["x"]), None], raw=(batch["x"], model.trunk[0](batch["x"])))
-        for name, given in window.heads(outputs, NAMES):
-            given = given if kind is dict else vars(given)
-            assert given["hidden"][0].grad_fn is None and given["hidden"][1] is None and given["raw"][0] is batch["x"]
-            window.backward(loss_of(model(given["hidden"][0], name), NAMES.index(name)))
-    assert error(gradient(model), exact_at(weights(model), batches)[1]) <= 1e-12
-    window.discard()
-
-
 def test_trunk_runs_once_and_graphs_of_heads_live_one_at_a_time():
     model, alive, calls = Tasks(), [], []
     model.trunk.register_forward_hook(lambda *_: calls.append("forward"))
@@ -128,18 +107,6 @@ def test_head_without_a_count_is_left_out():
         counted = join([batch for batch in batches if len(batch["x"]) > i])
         loss_of(exact(exact(counted["x"]), name), i).backward()
     assert error(gradient(model), gradient(exact)) <= 1e-12
-    window.step()
-
-
-def test_trunk_used_only_by_a_left_out_loss_is_accepted():
-    model = Tasks()
-    accumulator = Accumulator(model, count={"a": lambda batch: len(batch["x"]) - 2, "b": count_samples})
-    window = accumulator.window([make_batch(2, seed=1), make_batch(3, seed=2)])
-    for batch in window:
-        for name, hidden in window.heads(model(batch["x"]), ("a", "b")):
-            alone = model.heads["second"](torch.ones(3, 8, dtype=torch.float64)).square().mean()
-            window.backward(**{name: loss_of(model(hidden, "first"), 0) if name == "a" else alone})
-    assert model.trunk[0].weight.grad is not None
     window.step()
 
 

@@ -92,12 +92,6 @@ def test_warning_names_the_callers_line_at_any_depth(tmp_path):
     assert line.startswith("Accumulator(model, optimizer, micro_batch_size=2).update(")
 
 
-def test_window_without_micro_batches_is_not_false():
-    net = nn.Linear(2, 2)
-    window = Accumulator(net, SGD(net.parameters(), lr=0.1)).window([])
-    assert len(window) == 0 and window
-
-
 LEAVES = """
 import sys, time
 import torch

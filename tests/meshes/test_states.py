@@ -80,24 +80,6 @@ MESHES = {
 
 
 @pytest.mark.parametrize(
-    ("kind", "world"), [one for one in MESHES.items() if one[0] in ("sequence, 2 x 2", "stages fsdp2")]
-)
-@on_ranks()
-def test_window_begins_again_from_a_state_in_its_middle(kind, world):
-    whole = Job(kind)
-    whole.window()
-    left = Job(kind)
-    state = left.window(stop_after=2)
-    assert state is not None
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, state)
-    again = Job(kind)
-    again.accumulator.load_state_dict({key: value for one in every for key, value in one.items()})
-    again.window()
-    assert torch.equal(whole.weights(), again.weights()) and not torch.equal(whole.weights(), Job(kind).weights())
-
-
-@pytest.mark.parametrize(
     ("kind", "world", "on_nonfinite"),
     [*((*one, "raise") for one in MESHES.items()), ("sequence, 2 x 2", 4, "skip"), ("context", 4, "skip")],
 )
