@@ -6,7 +6,6 @@ rounding, so the expected result is known to the last bit.
 
 from __future__ import annotations
 
-import copy
 import math
 
 import pytest
@@ -20,7 +19,7 @@ from distaccum import Accumulator
 from distaccum.extensions import WideSums
 from tests.support.counting import Counting
 from tests.support.engines import KINDS
-from tests.support.problems import error, gradient, make_net, refused
+from tests.support.problems import error, make_net, refused
 from tests.support.ranks import on_ranks
 
 SIZE, BF16, WIDE = 64, torch.bfloat16, {"extensions": [WideSums(torch.float32)]}
@@ -208,59 +207,6 @@ def test_ddp_reduces_the_rounded_sum_once(form, lengths, with_unused):
         assert all(right) or (form == "static" and index == 0)
         assert index == 0 or 0 in lengths or large == [0] * lengths[rank] + [1], "after the last backward"
         assert window.step().stepped
-
-
-@pytest.mark.parametrize("form", ["plain", "views", "static"])
-@on_ranks(2)
-def test_reductions_of_each_micro_step_add_up_in_float32(form):
-    """Each micro-step's gradient is reduced alone and summed in float32: exact if the ranks' mean is exact."""
-    ddp = DistributedDataParallel(Linear(alone=True), **FORMS[form])
-    accumulator, _ = accumulate(ddp, [], sync="every")
-    right = []
-    for index in range(2):
-        batches = data(50, rank=7 * index)  # equal on both ranks, so reduced without rounding
-        window = run(accumulator.window(batches), ddp)
-        right.append(error(ddp.module.always.grad, 2 * sums(batches)[0]))
-        window.step()
-    assert max(right) <= 2.0**-8
-
-
-@on_ranks(2)
-def test_parameters_in_another_memory_format_add_up_in_float32():
-    """Error of gradients whose memory format under DDP differs from the parameter's."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(64, 2)).bfloat16()
-    net = net.to(memory_format=torch.channels_last)
-    exact = copy.deepcopy(net).double()
-    ddp = DistributedDataParallel(net)
-    everyone = torch.randn(2, 3, 2, 3, 6, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
-    _, window = accumulate(ddp, list(everyone[dist.get_rank()]), reduction="mean")
-    for x in window:
-        window.backward(ddp(x).float().square().mean())
-    exact(everyone.flatten(0, 2).double()).square().mean().backward()
-    assert error(gradient(net), gradient(exact)) <= 0.02
-
-
-def in_float32(_, bucket):
-    """A communication hook that averages in float32, as a user may register it."""
-    buffer = bucket.buffer()
-    wide = buffer.float().div_(dist.get_world_size())
-    work = dist.all_reduce(wide, async_op=True)
-    return work.get_future().then(lambda _: buffer.copy_(wide))
-
-
-@on_ranks(2)
-def test_communication_hook_reduces_in_its_own_dtype():
-    ddp = DistributedDataParallel(Linear(alone=True))
-    ddp.register_comm_hook(None, in_float32)
-    accumulator, _ = accumulate(ddp, [], sync="every")
-    for lengths in ((5, 5), (3, 2)):
-        everyone = [data(n, rank=r) for r, n in enumerate(lengths)]
-        with Counting() as count:
-            window = run(accumulator.window(everyone[dist.get_rank()]), ddp)
-            assert count_large(count) == 1, "one reduction after the last backward, whatever `sync`"
-        assert error(ddp.module.always.grad, sum(sums(one)[0] for one in everyone)) <= 2.0**-8
-        window.step()
 
 
 @pytest.mark.parametrize("kind", ["FSDP2", "FSDP1", "ZeRO 1"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import re
 import shutil
 import signal
@@ -332,36 +331,6 @@ def test_checkpoint_that_a_kill_left_unfinished_is_skipped(programs, tmp_path):
     proven(programs, tmp_path / "run")
 
 
-def newest_update(run: Path) -> int:
-    return max((int(path.name[7:]) for path in run.glob("checkpoints/update-*")), default=0)
-
-
-def test_run_killed_at_random_moments_ends_with_the_same_bits(programs, tmp_path):
-    ranks, kills = 2, 5
-    options = ("--model", "cnn", "--epochs", 1, "--checkpoint-every", 1)
-    trained(programs, tmp_path / "whole", *options, ranks=ranks)
-    seed = random.SystemRandom().randrange(10**6)
-    draw = random.Random(seed)
-    run, kept = 0, []
-    while len(kept) < kills:
-        out = tmp_path / f"run {run}"
-        reached = newest_update(out) + draw.randrange(5)
-        started = programs.start_ranks(ranks, "train", *options, "--out", out, "--resume")
-        wait_until(lambda out=out, reached=reached: newest_update(out) >= reached, started[0])
-        time.sleep(draw.uniform(0, 0.05))
-        for one in started:
-            one.send(signal.SIGKILL)
-        if wait_for(started)[0].status == -signal.SIGKILL:
-            kept.append(newest_update(out))
-        else:
-            assert same(tmp_path / "whole", out), f"{seed=}"
-            run += 1
-    trained(programs, out, *options, "--resume", ranks=ranks)
-    assert same(tmp_path / "whole", out), f"{seed=}"
-    assert [update["index"] for update in log_of(out)] == list(range(23))
-    assert len(set(kept)) > 2, f"the kills came where nothing was to be lost: {kept}, {seed=}"
-
-
 LONG = (*WITH_DROPOUT[:4], "--batch-size", 64, "--micro-batch-size", 1, "--updates", 2, "--checkpoint-every", 0)
 
 
@@ -385,21 +354,6 @@ def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path):
     assert same(tmp_path / "whole", run)
     assert any(f"stopped by {number.name} in " in text and "micro-batches, and saved" in text for text in stops), stops
     assert [one["loss"] for one in log_of(run)] == [one["loss"] for one in log_of(tmp_path / "whole")]
-
-
-def test_checkpoints_by_the_clock_change_nothing_in_mid_window(programs, tmp_path):
-    ranks, options = 2, ("--engine", "fsdp2", "--sync", "gathered")
-    shorter = (*LONG[:5], 24, *LONG[6:], *options)
-    trained(programs, tmp_path / "whole", *shorter, ranks=ranks)
-    options = (*shorter, "--checkpoint-minutes", 0.0005, "--keep", 99)
-    trained(programs, tmp_path / "run", *options, ranks=ranks)
-    assert same(tmp_path / "whole", tmp_path / "run")
-    for later in ("update-00000001", "update-00000002"):
-        shutil.rmtree(tmp_path / "run" / "checkpoints" / later, ignore_errors=True)
-    (tmp_path / "run" / "weights.pt").unlink()
-    text = trained(programs, tmp_path / "run", *options, "--resume", ranks=ranks)
-    assert "goes on with update 0" in text
-    assert same(tmp_path / "whole", tmp_path / "run")
 
 
 def test_ranks_name_the_loss_of_another(programs, tmp_path):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.engines import full_weights, import_deepspeed, zero_config, zero_weights
@@ -31,7 +31,7 @@ from tests.support.problems import (
     run_window,
     weights,
 )
-from tests.support.ranks import RankError, on_ranks
+from tests.support.ranks import on_ranks
 
 
 @contextmanager
@@ -203,29 +203,6 @@ def test_evaluation_and_break_leave_the_state_of_accelerate_as_found():
             assert state_of(accelerator) == found
     # 14 samples in batches of 2 on 2 ranks; Accelerate repeats the first samples, so each rank has 4 batches.
     assert counts == [12, 12, 4]
-
-
-class Endless(IterableDataset[torch.Tensor]):
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        yield from [torch.ones(5)] * 3
-        raise OSError("the disk is gone")
-
-
-def draws_for_all_ranks() -> None:
-    with accelerators() as make:
-        accelerator = make()
-        net = nn.Linear(5, 1)
-        net, optimizer, loader = accelerator.prepare(net, SGD(net.parameters(), lr=0.0), DataLoader(Endless()))
-        for window in Accumulator(net, optimizer, steps=2, accelerator=accelerator).windows(loader):
-            for inputs in window:
-                window.backward(net(inputs).mean())
-            window.step()
-
-
-def test_error_of_a_loader_that_dispatches_is_raised_where_it_draws(ranks):
-    """Not after the other rank's report, which waits there for its batch."""
-    with pytest.raises(RankError, match=r"^rank 0 Traceback(.|\n)*OSError: the disk is gone"):
-        ranks(2).run(draws_for_all_ranks, seconds=20)
 
 
 @on_ranks(2)
