@@ -1,4 +1,4 @@
-"""Draws the guide's pictures: window.svg, deferral.svg and sync.svg, beside this file.
+"""Draws the guide's pictures and the logo, beside this file; the charts read their numbers from launch/results.
 
     python docs/images/draw.py
 
@@ -7,10 +7,13 @@ The background is transparent. Every colour has enough contrast on white and on 
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from xml.sax.saxutils import escape
 
 HERE = Path(__file__).parent
+RESULTS = HERE.parents[1] / "launch" / "results"
 TEXT = "#727a86"  # on white and on a dark page
 ON_FILL = "#ffffff"  # on the fills below
 BLUE, GREEN, ORANGE, VIOLET, GREY = "#2f6fd0", "#2b7f4f", "#b45a0c", "#8a55cf", "#6a7480"
@@ -203,7 +206,123 @@ def sync() -> Drawing:
     return drawing
 
 
-PICTURES = {"window.svg": window, "deferral.svg": deferral, "sync.svg": sync}
+def numbers(page: str, row: str, *, after: str = "") -> list[float]:
+    """The first number of each cell of a table's row, of the first one below `after`."""
+    text = (RESULTS / f"{page}.md").read_text(encoding="utf-8")
+    text = text[text.index(after) :]
+    (cells,) = re.findall(rf"^\| {re.escape(row)} \|(.*)\|$", text, re.MULTILINE)[:1]
+    found = [re.match(r" *([\d.]+)", cell) for cell in cells.split("|")]
+    return [float(one[1]) if one else float("nan") for one in found]
+
+
+def bars(title: str, unit: str, rows: Sequence[tuple[str, float, str]], note: str) -> Drawing:
+    """Rows of a name, a number and a colour."""
+    described = "; ".join(f"{name}: {value:g} {unit}" for name, value, _ in rows)
+    drawing = Drawing(880, 84 + 34 * len(rows), title, f"Bars. {described}. {note}")
+    drawing.text(14, 20, title, bold=True, size=16)
+    left, scale = 330, 360 / max(value for _, value, _ in rows)
+    for i, (name, value, fill) in enumerate(rows):
+        y = 44 + 34 * i
+        drawing.text(left - 12, y + 13, name, anchor="end")
+        drawing.box(left, y, scale * value, 26, fill)
+        drawing.text(left + scale * value + 8, y + 13, f"{value:g} {unit}")
+    drawing.text(14, 64 + 34 * len(rows), note)
+    return drawing
+
+
+def two_nodes() -> Drawing:
+    every, rest = "DDP, every micro-step, by hand", "**Communication in each micro-step**"
+    rows = [
+        ("DDP, reduced in each micro-step", numbers("two_nodes", every)[0], ORANGE),
+        ("DDP, by hand with no_sync", numbers("two_nodes", "DDP, by hand")[0], GREY),
+        ("DDP, distaccum", numbers("two_nodes", "DDP, distaccum")[0], BLUE),
+        ('FSDP2, "every", distaccum', numbers("two_nodes", "FSDP2, every, distaccum", after=rest)[0], BLUE),
+        ('FSDP2, "last", distaccum', numbers("two_nodes", "FSDP2, last, distaccum", after=rest)[0], BLUE),
+        ('FSDP2, "gathered", distaccum', numbers("two_nodes", "FSDP2, gathered, distaccum")[0], BLUE),
+    ]
+    rows = [(name, round(value, 2), fill) for name, value, fill in rows]
+    return bars(
+        "An update between two nodes, 8 micro-steps", "s", rows, "ResNet-18, gloo, 1 Gbit/s; shorter is better."
+    )
+
+
+def memory() -> Drawing:
+    peaks = numbers("memory", "plain, distaccum")
+    sizes = [(f"micro-batches of {size}", peak, BLUE) for size, peak in zip((1, 4, 16, 32), peaks, strict=True)]
+    hand = ("one batch of 32, by hand", numbers("memory", "plain, by hand")[-1], GREY)
+    note = "Resident memory beyond that of the process before the model was made. One process."
+    return bars("Peak memory of an update of 32 images", "MiB", [hand, *sizes[::-1]], note)
+
+
+def tokens() -> Drawing:
+    ways = (
+        ("fixed rows, padded", "fixed", GREY),
+        ("ByCost", "cost", BLUE),
+        ("fixed rows, sorted first", "sorted", GREEN),
+    )
+    rows = [(words, numbers("tokens", way)[0], fill) for words, way, fill in ways]
+    note = (
+        "64 rows per update, lengths with a median of 357 and a mean of 688 (divided by 8). The gradient is the same."
+    )
+    return bars("Rows of different lengths", "samples per second", rows, note)
+
+
+def pace() -> Drawing:
+    rows = []
+    for steps in (1, 8, 32):
+        cells = numbers("pace", f"{steps}, 2, 8, 10", after="## One process")
+        rows.append((f"windows of {steps}", cells[2], BLUE))
+        rows.append((f"windows of {steps}, drawn at once", cells[3], ORANGE))
+    return bars(
+        "Reading a loader: an epoch's time",
+        "of the loop by hand",
+        rows,
+        "Two workers that take 8 ms per micro-batch, and 10 ms of compute.",
+    )
+
+
+def weights() -> Drawing:
+    drawing = Drawing(
+        880,
+        252,
+        "The weight of each sample in an update",
+        "Three micro-batches of 4, 4 and 1 samples. Averaged by hand, the samples of the first two weigh 1/12 each and "
+        "that of the last 1/3. In a window each of the nine weighs 1/9.",
+    )
+    drawing.text(14, 20, "What each of 9 samples weighs, in micro-batches of 4, 4 and 1", bold=True, size=16)
+    by_hand = [1 / 3 / size for size in (4, 4, 1) for _ in range(size)]
+    for left, words, heights, fill in (
+        (14, "by hand: the mean of three means", by_hand, ORANGE),
+        (460, "in a window: the mean of the samples", [1 / 9] * 9, BLUE),
+    ):
+        for i, height in enumerate(heights):
+            x = left + 40 * i + 14 * (i // 4)
+            drawing.box(x, 196 - 420 * height, 34, 420 * height, fill)
+            drawing.text(x + 17, 184 - 420 * height, f"1/{round(1 / height)}", anchor="middle", size=13)
+        drawing.text(left, 224, words)
+    return drawing
+
+
+def logo() -> Drawing:
+    """Micro-batches that add up to one update."""
+    drawing = Drawing(64, 64, "distaccum", "Four bars of different lengths and one that is their sum.")
+    x = 6.0
+    for width, fill in ((20, BLUE), (12, GREEN), (8, ORANGE), (6, VIOLET)):
+        drawing.box(x, 12, width, 16, fill)
+        x += width + 2
+    drawing.box(6, 36, 52, 16, GREY)
+    return drawing
+
+
+CHARTS = {"two_nodes.svg": two_nodes, "memory.svg": memory, "tokens.svg": tokens, "pace.svg": pace}
+PICTURES = {
+    "window.svg": window,
+    "deferral.svg": deferral,
+    "sync.svg": sync,
+    "weights.svg": weights,
+    "logo.svg": logo,
+    **CHARTS,
+}
 
 
 if __name__ == "__main__":

@@ -152,7 +152,7 @@ def test_each_mode_is_its_formula_on_the_whole_batch(mode):
 
 
 def test_mean_of_micro_batch_means_is_another_loss():
-    """What a loop gives that averages each micro-batch's own mean over tokens; docs/rl.md has the number."""
+    """What a loop gives that averages each micro-batch's own mean over tokens; docs/losses.md has the number."""
     batch, whole, naive = make_batch(), make_policy(), make_policy()
     by_formula(whole, batch, MODES["token-mean"][2]).backward()
     parts = parts_of(batch, [1, 5, 2, 4])

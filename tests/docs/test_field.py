@@ -1,7 +1,7 @@
 """Bugs from public trackers: the arithmetic of each thread in a loop by hand, and the same window with ours.
 
 A case returns two numbers, of that loop and of ours: relative errors against one big batch in float64, or numbers of
-reductions per window. docs/field.md lists them, and a test compares that page with what is measured here.
+reductions per window. docs/results.md lists them, and a test compares that page with what is measured here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.support.counting import Counting
 from tests.support.problems import Batch, error, gradient, join, loss_of, make_batch, make_net, token_loss, weights
 from tests.support.problems import make_net_without_router as make
 
-PAGE = Path(__file__).parents[2] / "docs" / "field.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results.md"
 CASES: dict[str, tuple[int, Callable[[], Any]]] = {}  # by thread: the number of ranks (0: this process), the case
 TOKENS = count_tokens("labels")
 

@@ -107,7 +107,7 @@ class Summing(nn.Module):
 
 
 # The example of the page on engines: SummingEngine.
-exec(re.search(r"^```python run=no\n(.*?)^```", (ROOT / "docs/engine.md").read_text(), re.DOTALL | re.MULTILINE)[1])
+exec(re.search(r"^```python run=no\n(.*?)^```", (ROOT / "docs/how.md").read_text(), re.DOTALL | re.MULTILINE)[1])
 
 
 @on_ranks(2)

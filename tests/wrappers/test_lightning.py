@@ -28,7 +28,7 @@ def batches_of(rank: int, dtype: torch.dtype = torch.float64) -> list[Any]:
 
 
 class Module(pl.LightningModule):
-    """As docs/lightning.md has it."""
+    """As docs/accelerate.md has it."""
 
     automatic_optimization = False
 
