@@ -21,6 +21,7 @@ REPOSITORY = dict(url.split(", ", 1) for url in metadata.get_all("Project-URL"))
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 myst_heading_anchors = 4  # of the form that hosting sites give them
 exclude_patterns = ["_*"]
+highlight_language = "text"  # a fence without a language is output
 default_role = "code"  # a single backtick in a docstring
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
@@ -30,32 +31,68 @@ maximum_signature_line_length = 100
 python_display_short_literal_types = True
 
 html_theme = "furo"
-html_title = "distaccum"
+html_title = f"distaccum {release}"
+html_logo = html_favicon = "images/logo.svg"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
+html_js_files = ["copy.js"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
 DOCS = Path(__file__).parent
-LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((\.\./[^)#\s]*)(#[^)\s]*)?\)")
+RESULTS = DOCS.parent / "launch" / "results"
+MEASURED = "measured"  # which leads to them, so that they are pages
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?![a-z]+:|#)([^)#\s]*)(#[^)\s]*)?\)")
+PICTURE = re.compile(r"!\[([^\]]*)\]\(\.\./launch/results/")
+MOVED = {
+    "context": "meshes.html#context-parallelism",
+    "doctor": "plan.html#examine-a-machine-and-a-job",
+    "engine": "how.html#a-new-engine",
+    "experts": "meshes.html#expert-parallelism",
+    "fabric": "accelerate.html#fabric",
+    "field": "results.html#wrong-in-public",
+    "lightning": "accelerate.html#lightning",
+    "noise": "extensions.html#the-noise-scale",
+    "pipelines": "meshes.html#pipelines",
+    "rl": "losses.html#reinforcement-learning-and-preferences",
+    "tokens": "cutting.html#by-tokens",
+}
 
 
-def lead_out(app: Sphinx, page: str, source: list[str]) -> None:
-    """Links that leave docs/ become links to the repository; what they lead to must be there."""
-    folder = (DOCS / page).parent
+def lead_on(app: Sphinx, page: str, source: list[str]) -> None:
+    """Links to results lead to their pages, and others that leave docs/ to the repository, where they must be found."""
+    is_result = page.startswith(f"{MEASURED}/")
+    folder = (RESULTS.parent / "results" / page.removeprefix(f"{MEASURED}/") if is_result else DOCS / page).parent
+    up = "../" * page.count("/")
 
-    def to_repository(match: re.Match[str]) -> str:
+    def lead(match: re.Match[str]) -> str:
         words, path, anchor = match[1], match[2], match[3] or ""
         target = Path(os.path.normpath(folder / path))
+        if target.is_relative_to(RESULTS) and target.suffix == ".md":
+            name = target.relative_to(RESULTS).with_suffix("").as_posix()
+            words = words.replace("`", "")
+            return f"{{doc}}`{words} </{MEASURED}/{name}>`"  # a link would follow the symbolic one out of docs/
         if target.is_relative_to(DOCS):
-            return match[0]
+            return f"[{words}]({up}{target.relative_to(DOCS).as_posix()}{anchor})" if is_result else match[0]
         if not target.exists():
             logging.getLogger(__name__).warning("%s is not in the repository", path, location=page)
         kind = "tree" if target.is_dir() else "blob"
         return f"[{words}]({REPOSITORY}/{kind}/main/{target.relative_to(DOCS.parent).as_posix()}{anchor})"
 
-    source[0] = LINK.sub(to_repository, source[0])
+    source[0] = LINK.sub(lead, PICTURE.sub(rf"![\1]({up}{MEASURED}/", source[0]))
     if page.rpartition("/")[2] == "index":
         source[0] += contents(source[0])
+    if page == "results":
+        pages = sorted(path.relative_to(RESULTS).with_suffix("") for path in RESULTS.rglob("*.md"))
+        source[0] += "\n\n```{toctree}\n:hidden:\n\n" + "\n".join(f"{MEASURED}/{one}" for one in pages) + "\n```\n"
+
+
+def leave_notes(app: Sphinx, exception: Exception | None) -> None:
+    """A page that was merged into another leads there."""
+    for name, target in MOVED.items():
+        note = f'<!doctype html><meta http-equiv="refresh" content="0; url={target}"><a href="{target}">moved</a>\n'
+        (Path(app.outdir) / f"{name}.html").write_text(note, encoding="utf-8")
 
 
 def contents(index: str) -> str:
@@ -70,5 +107,6 @@ def contents(index: str) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, Any]:
-    app.connect("source-read", lead_out)
+    app.connect("source-read", lead_on)
+    app.connect("build-finished", leave_notes)
     return {"parallel_read_safe": True}

@@ -133,3 +133,8 @@ def test_site_builds_without_a_warning(tmp_path):
     reference = (tmp_path / "reference.html").read_text()
     for name in distaccum.__all__:
         assert f'id="distaccum.{name}"' in reference, name
+    for note in ("rl", "field", "pipelines"):  # pages that were merged lead on
+        page, _, anchor = re.search(r"url=([^\"]+)", (tmp_path / f"{note}.html").read_text())[1].partition("#")
+        assert f'id="{anchor}"' in (tmp_path / page).read_text()
+    assert 'href="measured/law.html"' in (tmp_path / "results.html").read_text()
+    assert re.search(r'highlight-diff.*?class="gd"', (tmp_path / "start.html").read_text(), re.DOTALL)
