@@ -11,10 +11,9 @@ import torch
 
 from .extension import KEYS, Extension
 from .feed import Place
-from .job import Job
+from .job import Job, check_random_state
 from .law import DistaccumError, warn, whole_number
 from .planner import Own, Planner
-from .randomness import check_random_state
 from .scaling import refuse_broken_scaler
 
 OF_STATE = "; give what state_dict() gave, of this version"

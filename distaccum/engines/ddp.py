@@ -75,7 +75,7 @@ class DDPEngine(Engine):
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
         # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
         self._may_part = len(self.wrappers) > 1 and bool(self._searching)
-        self._reduced: list[DistributedDataParallel] = []  # in the window that is open
+        self._laid_out: dict[DistributedDataParallel, bool] = {}  # those that reduced; True: buckets are final
         self._unreduced: list[DistributedDataParallel] = []  # searching ones that saw a backward and did not reduce
         self.strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward outside windows
         for wrapper in self.wrappers:
@@ -223,7 +223,7 @@ class DDPEngine(Engine):
             if forgets:
                 private.disarm(wrapper)
             else:
-                self._reduced.append(wrapper)
+                self._laid_out.setdefault(wrapper, False)
             if is_absent:  # none of its parameters was in this backward (of another part, or model)
                 self._by_hand += self._covered[wrapper].values()
         self._armed, self._unreduced = [], []
@@ -258,9 +258,10 @@ class DDPEngine(Engine):
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
-        for wrapper in self._reduced:  # now, where all ranks come, and not when the next window begins
-            private.rebuild_buckets(wrapper, [p for p in self._covered[wrapper].values() if id(p) in self._views])
-        self._reduced = []
+        for wrapper, is_final in self._laid_out.items():
+            if not is_final:  # now, where all ranks come, and not when the next window begins
+                private.rebuild_buckets(wrapper, [p for p in self._covered[wrapper].values() if id(p) in self._views])
+                self._laid_out[wrapper] = True
         zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
         if zeroed:
             zero_all([parameter.grad for parameter in zeroed if parameter.grad is not None])

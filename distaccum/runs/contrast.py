@@ -14,12 +14,11 @@ from ..cutting import Columns
 from ..drawing import cut_up
 from ..engines import Engine
 from ..extension import Extension
-from ..job import Manner
+from ..job import Manner, random_devices, random_state, set_random_state, set_seed
 from ..law import Batch, DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
-from ..randomness import random_devices, random_state, set_random_state, set_seed
 from ..ranks import Peers
 from ..sizes import PROOFS
 from ..update import Update

@@ -21,7 +21,7 @@ FLOORS = (
     "ranks adapter",
     "engines",
     "wrappers meshes",
-    "options randomness job",
+    "options job",
     "drawing losses guard parts nonfinite",
     "feed update",
     "window",
