@@ -1,4 +1,4 @@
-"""Accumulator: options in, windows out. Each method hands on; an update is planner.py, window.py, commit.py.
+"""Accumulator: options in, windows out. Each method hands on; an update is planner.py, feed.py, window.py, engines/.
 
 >>> import torch
 >>> model = torch.nn.Linear(4, 1)
@@ -226,7 +226,7 @@ class Accumulator:
 
         Raises:
             Exception: What `loss_fn` raised; the window is undone: gradients, buffers and random numbers.
-            DistaccumError: The same on the other ranks; one sample does not fit; or the gradient is not finite.
+            DistaccumError: It, quoted on the other ranks; one sample does not fit; or the gradient is not finite.
             ValueError: No size was given to the Accumulator.
         """
         from .runs.update import update

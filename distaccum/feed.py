@@ -104,6 +104,8 @@ class Ahead:
         self.at_start: Place | None = None  # the loader's, where it began
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
+        # The report was paid ahead and still fits; or it is due now; or all plan anew, since some rank did not pay or
+        # the window is not wanted.
         drawn_for = self._num
         self._want(index)
         owed, self._owed, self._is_due = self._owed, None, False

@@ -154,7 +154,7 @@ class RankReport(NamedTuple):
     no_more_after: bool  # the loader has ended
     all_terms: bool  # every micro-batch has every named count above 0
     all_terms_in_last: bool  # the last one has
-    has_stand_in: bool  # this rank has a micro-batch of an earlier window to stand in with
+    has_stand_in: bool  # this rank has, or will have, a micro-batch of an earlier window to stand in with
     failed: bool  # this rank could not draw or count, and will raise
     agrees: bool  # update() runs the window: ranks agree before they reduce
     reduce_afterwards: bool  # no backward may reduce: it is not known yet whether all ranks succeed

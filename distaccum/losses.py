@@ -1,4 +1,4 @@
-"""Losses: the factor of each loss of a window, and the record of them. The only place that scales a loss."""
+"""Losses: the factor of each loss of a window, and the record of them. The only place that knows a factor."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ Term = tuple[str, float, Loss]  # name, share, loss
 
 @final
 class Losses:
-    """Each loss goes backward with its share as the seed, so that no factor enters the graph.
+    """Each loss goes backward with its share as the seed, so that no factor enters the graph; but a pipeline's schedule
+    takes no seed, and `weigh_chunks` multiplies.
 
     A seed is made anew for each backward: a hook of the loss may write to it, and the scaler's scale moves.
     """
@@ -83,8 +84,9 @@ class Losses:
         """The factor of a named loss of a micro-batch; None: the term is left out."""
         name, n = self._names[place], counts[place]
         total = self._totals[name]
-        # Ranks that have parts of the same samples run each backward together, also where nothing counts.
-        if not n and not (self._engine.peers.has_parts and total):
+        # A stand-in may have a count for a name in which nothing counts now. Ranks that have parts of the same samples
+        # run each backward together, also where nothing counts in their part.
+        if not total or not (n or self._engine.peers.has_parts):
             return None
         return share_of(self._reductions[name], n, total, self._engine.divisor)
 

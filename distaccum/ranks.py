@@ -1,7 +1,9 @@
 """Peers: the ranks of a data-parallel group, which exchange small values.
 
-Collectives of the library run on host groups of their own, so that none can be matched with a collective of the caller
-or of a wrapper, on a rank that is further on. A torch process group has one set of them, which all Accumulators share.
+What ranks tell each other about windows runs on host groups of the library's own, so that none of it can be matched
+with a collective of the caller or of a wrapper, on a rank that is further on. A torch process group has one set of
+them, which all Accumulators share. Sums of gradients, norms and losses on a device run on the wrapper's groups, when
+all ranks have come to the same step.
 """
 
 from __future__ import annotations
@@ -190,10 +192,10 @@ class Peers:
 
     # Failures
 
-    def refuse_lost(self, error: RuntimeError) -> None:
+    def translate_lost(self, error: RuntimeError) -> None:
         """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
         if self.group is not None:
-            _refuse_lost(error)
+            _raise_if_lost(error)
 
     def tell(self, error: Exception) -> None:
         """Logs an error that this rank keeps until the others can hear of it: they may wait for it elsewhere."""
@@ -218,11 +220,11 @@ def in_contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _refuse_lost(error)
+        _raise_if_lost(error)
         raise
 
 
-def _refuse_lost(error: RuntimeError) -> None:
+def _raise_if_lost(error: RuntimeError) -> None:
     # Not of an error that quotes one.
     if not isinstance(error, DistaccumError) and (isinstance(error, dist.DistBackendError) or LOST.search(str(error))):
         raise LostRanksError(

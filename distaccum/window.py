@@ -125,7 +125,8 @@ class Window(Generic[Batch]):
 
     def where(self) -> str:
         """The place of the loop, in words."""
-        return f"in micro-batch {self._place} of {self._num_own}" if self._place >= 0 else "outside the loop"
+        here = "in a stand-in" if self.stand_in else f"in micro-batch {self._place} of {self._num_own}"
+        return here if self._place >= 0 else "outside the loop"
 
     def describe(self) -> str:
         """The stage, in words."""
@@ -136,7 +137,8 @@ class Window(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         """Yields this rank's micro-batches in order, once; only the last one's backward reduces (`sync="last"`).
 
-        Left early, by `break` or an exception, the window is discarded. A micro-batch without `backward` is an error.
+        Left early, by `break` or an exception, the window is discarded on this rank; other ranks are not told, and
+        wait for it where they reduce. A micro-batch without `backward` is an error.
         """
         if not self._is_begun:
             self.begin()
@@ -159,7 +161,7 @@ class Window(Generic[Batch]):
                     refuse_unfinished(self)
             self.stand_in = False
             if self._tamper.differs():
-                self._refuse_lost(TAMPERED)
+                self._give_up(TAMPERED)
             if not self.plan.is_empty:
                 self._finish()
             self.stage, self.trace.lacks_step = Stage.COMPLETE, not self.plan.is_empty
@@ -223,9 +225,9 @@ class Window(Generic[Batch]):
         if self.turn is not WAITING:
             refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters):
-            self._refuse_lost("gradients came into the window that its backward() did not make")
+            self._give_up("gradients came into the window that its backward() did not make")
         if self._tamper.differs():
-            self._refuse_lost(TAMPERED)
+            self._give_up(TAMPERED)
         return not self.has_more_parts and self._reduces()
 
     def _reduces(self) -> bool:
@@ -243,7 +245,7 @@ class Window(Generic[Batch]):
             outputs = call(*given)
         except RuntimeError as error:
             if self._engine.lockstep or self._engine.will_reduce(reduces):
-                self._engine.peers.refuse_lost(error)
+                self._engine.peers.translate_lost(error)
             raise
         for heard in self._hooks.after_backward:
             heard(self)
@@ -259,7 +261,7 @@ class Window(Generic[Batch]):
         try:
             engine.finish()
         except RuntimeError as error:
-            engine.peers.refuse_lost(error)
+            engine.peers.translate_lost(error)
             raise
         self._tamper.complete()
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
@@ -304,7 +306,7 @@ class Window(Generic[Batch]):
     def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Runs the backward of what `heads` cut off."""
         if self._tamper.differs():
-            self._refuse_lost(TAMPERED)
+            self._give_up(TAMPERED)
         losses, seeds, reduces = list(outputs), self.losses.unscaled(gradients), self._reduces()
         if self._engine.will_reduce(reduces):
             losses, seeds = map(list, self._engine.with_earlier(losses, seeds))
@@ -344,7 +346,7 @@ class Window(Generic[Batch]):
             )
         job, schedules, self.trace.lacks_step = self._job, schedules_of(self._job), False
         if job.steps and self._tamper.is_cleared():
-            self._refuse_lost("gradients were cleared between the window's loop and its step()")
+            self._give_up("gradients were cleared between the window's loop and its step()")
         try:
             if self.plan.is_empty:
                 reason: str | None = f"no {' and no '.join(self.counts)} in any micro-batch of any rank"
@@ -447,7 +449,7 @@ class Window(Generic[Batch]):
         self._close(Stage.LEFT)  # late, so that what Ctrl-C breaks off is done again
         self._end(None)
 
-    def _refuse_lost(self, what: str) -> NoReturn:
+    def _give_up(self, what: str) -> NoReturn:
         """Discards the window, and says why."""
         self.discard()
         raise DistaccumError(

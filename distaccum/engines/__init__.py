@@ -15,7 +15,7 @@ from .fsdp2 import FullyShardEngine
 
 __all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 
-_ENGINES: list[type[Engine]] = [DDPEngine, FullyShardEngine]
+_REGISTERED: list[type[Engine]] = []
 # Doors to the engines outside of the core, by the name of the wrapper's class: opened when a model holds one.
 DOORS = {
     "FullyShardedDataParallel": ("distaccum.wrappers.fsdp1", "FSDPEngine"),
@@ -33,9 +33,11 @@ Kind = TypeVar("Kind", bound=type[Engine])
 
 
 def register(engine: Kind) -> Kind:
-    """Makes Accumulators find an engine of your own by its `wraps`; usable as a decorator of the class."""
-    if engine not in _ENGINES:
-        _ENGINES.append(engine)
+    """Makes Accumulators find an engine of your own by its `wraps`, before those of the library; usable as a decorator
+    of the class.
+    """
+    if engine not in _REGISTERED:
+        _REGISTERED.append(engine)
     return engine
 
 
@@ -59,22 +61,28 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     """`num_stages`: ranks that are known to compute on the same samples."""
     modules = [module for model in models for module in model.modules()]
     kinds = {kind for module in modules for kind in type(module).__mro__}
-    for kind in kinds:
+    names = {kind.__name__ for kind in kinds}
+    found = _wrapping(modules, _REGISTERED)
+    for kind in () if found else kinds:
         if (kind.__name__, kind.__module__.partition(".")[0]) in UNKNOWN:
             raise ValueError(
                 f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use torch's "
                 f"DistributedDataParallel(module) or fully_shard. There are engines for {_names_of(known_engines())}"
             )
-    names = {kind.__name__ for kind in kinds}
-    engines = [*_ENGINES, *(_opened(door) for door in DOORS if door in names)]
-    found = {engine for engine in engines for module in modules if engine.wraps(module)}
+    found = found or _wrapping(modules, [DDPEngine, FullyShardEngine, *(_opened(one) for one in DOORS if one in names)])
     if len(found) > 1:
         raise ValueError(
             f"the models are wrapped by {_names_of(found)}, expected one kind; give each an Accumulator of its own"
         )
-    if found:
-        return found.pop()(models, sync)
     ranks = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    if found:
+        made = found.pop()(models, sync)
+        if ranks > 1 and made.peers.group is None:
+            raise ValueError(
+                f"{type(made).__name__} has no group in a job of {ranks} ranks, which would train apart; give "
+                "Engine.__init__ the group of its data-parallel ranks, from an __init__(models, sync) of its own"
+            )
+        return made
     if ranks == 1:
         return PlainEngine(models, sync)
     parameters: list[Any] = [p for module in modules for p in module.parameters(recurse=False)]
@@ -100,8 +108,12 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     )
 
 
+def _wrapping(modules: Sequence[nn.Module], engines: Sequence[type[Engine]]) -> set[type[Engine]]:
+    return {engine for engine in engines for module in modules if engine.wraps(module)}
+
+
 def known_engines() -> list[type[Engine]]:
-    return [PlainEngine, *_ENGINES, *map(_opened, DOORS)]
+    return [PlainEngine, DDPEngine, FullyShardEngine, *_REGISTERED, *map(_opened, DOORS)]
 
 
 def _opened(door: str) -> type[Engine]:

@@ -31,7 +31,8 @@ STANDING: Callable[[Any], Tensor | None] = attrgetter("grad")
 class Engine:
     """Postpones and runs the reduction of one kind of wrapper. Abstract: subclass it for a wrapper, and `register` it.
 
-    Every method has a default that suits a wrapper which leaves whole gradients in `.grad` and reduces nothing.
+    Every method has a default that suits a wrapper which leaves whole gradients in `.grad` and reduces nothing;
+    `hides_own` refuses until you say otherwise. Made as `engine(models, sync)`: pass `group` from your own `__init__`.
 
     Args:
         models: The modules as the Accumulator got them.
@@ -84,7 +85,7 @@ class Engine:
         self.alike: set[int] = set()
         self.parts: str | None = None
         self.pipeline: Any = None
-        self.num_compared = 0  # parameters in the largest `average` so far
+        self.num_compared = 0  # parameters whose values averaging.py has compared over the ranks
 
     def parameters(self) -> list[nn.Parameter]:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
@@ -121,7 +122,7 @@ class Engine:
             )
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
-        """Micro-steps of this rank, stand-ins for the others' sake included, and how many of the first reduce too."""
+        """Micro-steps of this rank, with stand-ins, and how many of the first reduce beside the last ("every")."""
         counted = plan.num_counted
         return (
             max(counted) if self.lockstep else counted[self.peers.rank],
@@ -129,20 +130,30 @@ class Engine:
         )
 
     def will_reduce(self, reduce: bool) -> bool:
-        """Returns whether a backward with this `reduce` communicates: a failure inside it cannot be undone."""
+        """Returns whether a backward with this `reduce` communicates; override it with `backward`.
+
+        `update()` votes before such a backward, since a failure inside it cannot be undone.
+        """
         return False
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         """Begins a window for the gradients of `parameters`: reductions are postponed."""
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
-        """One `run_backward` from scalar `losses`, weighted by `seeds`; reduces the sum of all if `reduce`."""
+        """One `run_backward` from scalar `losses`, weighted by `seeds`.
+
+        `reduce`: it is this rank's last backward, or an early one, and may reduce the sum of all so far; but not where
+        another rank has none (`plan.some_rank_is_dry`) or it is not known that all succeed (`plan.reduce_afterwards`).
+        Then, or always, reduce in `finish`.
+        """
         self.run_backward(tuple(losses), tuple(seeds))
 
     def with_earlier(
         self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Roots that also reach what earlier backwards of this micro-step did, if one that reduces waits for them."""
+        """Roots and seeds for a trunk's backward that reduces, with one more root of gradient 0 where the wrapper waits
+        for parameters that only earlier backwards of this micro-step used.
+        """
         return losses, seeds
 
     def stand_in(self) -> None:

@@ -4,10 +4,11 @@ DDP decides in forward whether its next backward reduces. Here every forward of 
 and right before the backward that must reduce, DDP is armed with the call that its own forward makes. So neither the
 place of the caller's forward matters, nor the number of backwards after it.
 
-In five kinds of window no backward reduces, and the library averages the gradients afterwards (same result, no
-overlap): a rank has no micro-batch; a rank's last micro-batch leaves a loss term out; it is the first window of a
-static graph, whose first backward DDP must see (pytorch#143580); of several DDPs one looks for unused parameters; an
-extension adds gradients up by itself.
+In some windows the library averages the gradients after the last backward (same result, no overlap): the plan says so
+(an `update()` whose size is not proven yet, `contrast()`, a pipeline); a rank has no micro-batch; a rank's last one
+leaves a loss term out (any, with `sync="every"`); of several DDPs one looks for unused parameters; an extension adds
+gradients up by itself; and in the first window of a static graph, whose first backward DDP must see and reduces
+(pytorch#143580): averaging what is equal already changes nothing.
 """
 
 from __future__ import annotations

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator, DistaccumError, engines
+from distaccum.engines import Engine
 from distaccum.private import require
 from tests.support.engines import KINDS, fully_sharded
 from tests.support.oracle import everything, own, step_off
@@ -117,6 +118,58 @@ def test_engine_from_outside_the_package_is_exact():
     for index, layout in enumerate([[[2, 1], [3]], [[4], []]]):
         window = accumulator.window(own(layout, index))
         assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12
+
+
+class Averaging(DistributedDataParallel):
+    """A subclass of a known wrapper, which the library's own engine would take."""
+
+
+class ReducingEngine(SummingEngine):  # type: ignore[name-defined,misc]  # noqa: F821  # made above
+    """Reduces in the last backward where every rank has one and all succeed, else at the end."""
+
+    name = "Reducing"
+
+    @classmethod
+    def wraps(cls, module):
+        return isinstance(module, Averaging)
+
+    def begin(self, plan, parameters):
+        super().begin(plan, parameters)
+        self.early = not (plan.some_rank_is_dry or plan.reduce_afterwards)
+        for wrapper in self.models:
+            wrapper.require_backward_grad_sync = False
+
+    def will_reduce(self, reduce):
+        return reduce and self.early
+
+    def backward(self, losses, seeds, reduce):
+        super().backward(losses, seeds, reduce)
+        if self.will_reduce(reduce):
+            super().finish()
+
+    def finish(self):
+        if not self.early:
+            super().finish()
+
+
+class LonelyEngine(ReducingEngine):
+    def __init__(self, models, sync):
+        Engine.__init__(self, models, sync)
+
+
+@on_ranks(2)
+def test_registered_engine_takes_a_subclass_of_a_known_wrapper_and_may_reduce_in_backward(monkeypatch):
+    monkeypatch.setattr(engines, "_REGISTERED", [ReducingEngine])
+    model = Averaging(make_net_without_router())
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2)
+    for index, layout in enumerate([[[2, 1], [3]], [[4], []], [[1], [2, 2]]]):
+        window = accumulator.window(own(layout, index))
+        assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12
+    assert accumulator.update(everything([[3, 4], [0]]), lambda batch: loss_of(model, batch)).stepped
+    monkeypatch.setattr(engines, "_REGISTERED", [LonelyEngine])
+    assert "LonelyEngine has no group in a job of 2 ranks" in refused(
+        Accumulator, model, SGD(model.parameters(), lr=1.0)
+    )
 
 
 # torch.compile over each wrapper

@@ -145,6 +145,23 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
 
 @pytest.mark.parametrize("sync", SHARDED)
 @on_ranks(2)
+def test_stand_in_with_a_loss_in_which_nothing_counts_now_adds_nothing(sync):
+    model, plain = fully_shard(make_net_without_router()), make_net_without_router()
+    count = {"samples": count_samples, "marked": lambda batch: batch["mark"]}
+    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), sync=sync, count=count)
+    for mark, layout in ((1, EVEN), (0, [[2, 1], []])):
+        window = accumulator.window([{**batch, "mark": mark} for batch in own(layout)])
+        for batch in window:
+            loss = loss_of(model, batch)
+            window.backward(samples=loss, marked=0.5 * loss)
+        if not mark:
+            loss_of(plain, everything(layout)).backward()
+            assert error(full_gradient(model), gradient(plain)) <= 1e-10
+        window.step()
+
+
+@pytest.mark.parametrize("sync", SHARDED)
+@on_ranks(2)
 def test_model_absent_from_the_last_part_is_reduced(sync):
     models = [fully_shard(make_net_without_router()) for _ in range(2)]
     accumulator = Accumulator(models, [SGD(model.parameters(), lr=0.0) for model in models], sync=sync)
