@@ -23,8 +23,8 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from .batches import Batches, cut_up
 from .cutting import Columns, Count, Names, count_samples
-from .drawing import Batches, cut_up
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .feed import all_of

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol, final
 import torch
 from torch import Tensor
 
+from .batches import Batches, Make, cut_up
 from .cutting import Columns, Count, count_samples, fingerprint, largest_sample, tensors_in
-from .drawing import Batches, Make, cut_up
 from .job import LOOP, Counts, Job, Manner, Micro
 from .law import DistaccumError, RankReport
 from .private import own_version_of

@@ -172,7 +172,7 @@ class RankReport(NamedTuple):
 
 
 NUM_PLAIN = len(RankReport._fields) - 1  # fields that are one number
-FAILED = RankReport._fields.index("failed")  # its place in a row
+FAILED_AT = RankReport._fields.index("failed")  # its place in a row
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from collections.abc import Generator, Iterator
 from dataclasses import replace
 from typing import Any, Generic, final
 
-from .drawing import Make
+from .batches import Make
 from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
 from .guard import OPEN, OVER, Stage, guard_steps, refuse_copy
 from .job import LOOP, Hooks, Job, Manner
 from .law import (
-    FAILED,
+    FAILED_AT,
     Batch,
     DistaccumError,
     Plan,
@@ -109,7 +109,7 @@ class Planner:
     def _gathered(self, draw: Draw, rows: Rows) -> list[RankReport]:
         """The reports of all ranks, if none has failed."""
         peers = self.job.engine.peers
-        if any(row[FAILED] for row in rows):
+        if any(row[FAILED_AT] for row in rows):
             failed = peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
             draw.raise_error()
             all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")

@@ -49,7 +49,7 @@ class Engine:
             ("stages"), has parameters that cannot be cast and put back ("dtype"), or outside forward are parts that
             cannot be computed with ("parameters").
         divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
-        parts (str | None): Why parameters look whole and are parts, so that no norm can be known.
+        hides_norm (str | None): Why parameters look whole and are parts, so that no norm can be known.
         alike (set[int]): The ids of parameters that the wrapper makes equal on all ranks.
         standing (Callable): The gradient of one of `holders` since the window began. An extension that adds gradients
             up itself replaces it; no backward may reduce then.
@@ -83,7 +83,7 @@ class Engine:
         self.peers = Peers(group, sharing)
         self.divisor: float = self.peers.num_ranks
         self.alike: set[int] = set()
-        self.parts: str | None = None
+        self.hides_norm: str | None = None
         self.pipeline: Any = None
         self.num_compared = 0  # parameters whose values averaging.py has compared over the ranks
 
@@ -94,11 +94,11 @@ class Engine:
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
         """Leaves in `given` what the library steps; raises for options that the wrapper cannot follow."""
         looks = max_norm is not None or on_nonfinite != "ignore" or given.scaler is not None
-        if self.parts is not None and looks:
+        if self.hides_norm is not None and looks:
             raise ValueError(
-                f"{max_norm=}, {on_nonfinite=} or a scaler with {self.name} {self.parts}: each rank would look at its "
-                "own part of the gradient, and ranks would decide differently. Use fully_shard over the data-parallel "
-                "mesh, or leave these out, with on_nonfinite='ignore'"
+                f"{max_norm=}, {on_nonfinite=} or a scaler with {self.name} {self.hides_norm}: each rank would look at "
+                "its own part of the gradient, and ranks would decide differently. Use fully_shard over the "
+                "data-parallel mesh, or leave these out, with on_nonfinite='ignore'"
             )
 
     # A window

@@ -61,7 +61,7 @@ class DDPEngine(Engine):
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
         self.alike = {id(parameter) for parameter in self._own}
         if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
-            self.parts = "over tensor-parallel modules, whose parts it shows as plain tensors"
+            self.hides_norm = "over tensor-parallel modules, whose parts it shows as plain tensors"
         self._refuse_dtensors()
         # Where DDP looks for unused parameters, a zero would count as a gradient in the next window.
         as_views = [w for w in self.wrappers if w.gradient_as_bucket_view and not w.find_unused_parameters]

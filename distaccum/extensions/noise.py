@@ -142,8 +142,8 @@ class NoiseScale(Extension):
             )
         if engine.peers.has_parts or engine.pipeline is not None:
             why: str | None = "whose ranks have parts of the same samples; use data parallelism alone"
-        elif engine.parts is not None:
-            why = f"{engine.parts}; use fully_shard over the data-parallel mesh"
+        elif engine.hides_norm is not None:
+            why = f"{engine.hides_norm}; use fully_shard over the data-parallel mesh"
         else:
             why = engine.hides_own(job.stepped())
         if why is not None:

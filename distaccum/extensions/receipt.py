@@ -91,7 +91,7 @@ class Receipt(Extension):
     def join(self, job: Job) -> None:
         engine = self._engine = job.engine
         self._stepped = job.stepped
-        why = engine.parts or engine.hides_own(job.stepped())
+        why = engine.hides_norm or engine.hides_own(job.stepped())
         if why or "step" in engine.owns or engine.peers.has_parts or engine.pipeline is not None:
             raise ValueError(
                 f"Receipt() with {engine.name}{'' if why is None else f', {why}'}: what autograd gives there, or the "

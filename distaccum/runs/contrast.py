@@ -10,8 +10,8 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
+from ..batches import cut_up
 from ..cutting import Columns
-from ..drawing import cut_up
 from ..engines import Engine
 from ..extension import Extension
 from ..job import Manner, random_devices, random_state, set_random_state, set_seed

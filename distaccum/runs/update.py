@@ -9,8 +9,8 @@ from typing import Any, final
 
 from torch import Tensor
 
+from ..batches import Make, cut_up
 from ..cutting import Columns
-from ..drawing import Make, cut_up
 from ..engines import Engine
 from ..extension import Extension, hooks_of
 from ..guard import Stage

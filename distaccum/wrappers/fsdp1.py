@@ -47,7 +47,7 @@ class FSDPEngine(Engine):
         if sync == "every" and any(wrapper.cpu_offload.offload_params for wrapper in self._wrappers):
             raise ValueError("sync='every' with FSDP1's CPUOffload, which keeps only the last gradient; use 'last'")
         if any(map(private.flattens_parts, self._handles)):
-            self.parts = "over tensor-parallel modules, whose parts it flattens into plain tensors"
+            self.hides_norm = "over tensor-parallel modules, whose parts it flattens into plain tensors"
         for parameter in self._outside(self.parameters()):
             if hasattr(parameter, "to_local"):
                 raise ValueError(

@@ -22,7 +22,7 @@ FLOORS = (
     "engines",
     "wrappers meshes",
     "options job",
-    "drawing losses guard parts nonfinite",
+    "batches losses guard parts nonfinite",
     "feed update",
     "window",
     "planner extension",

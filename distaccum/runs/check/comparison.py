@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ...batches import Batches, Make, cut_up
 from ...batchnorm import KINDS
 from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors
-from ...drawing import Batches, Make, cut_up
 from ...job import Manner
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local

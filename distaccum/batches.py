@@ -1,4 +1,4 @@
-"""Drawing: the micro-batches of a window, and how a batch is cut into them."""
+"""Batches: the micro-batches of a window, and how a batch is cut into them."""
 
 from __future__ import annotations
 
