@@ -268,8 +268,8 @@ class Reader:
             self.use(num)
 
     def place(self) -> Place | None:
-        """Where the loader stands before the first item that was not used."""
-        if self._drawn or self._iterator is None or not self.tells_state:
+        """Where the loader stands before the first item that was not used, or before its end, which is none yet."""
+        if self._drawn or self._has_ended or self._iterator is None or not self.tells_state:
             return self._place
         return Place(self._loader.state_dict(), 0)
 

@@ -308,6 +308,14 @@ class Numbered:
             yield torch.full((1, 1), float(self.place))
 
 
+class Stopping(Numbered):
+    """Stands at its beginning again once it has ended, as torchdata's."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from super().__iter__()
+        self.place = 0
+
+
 def one_weight(state: Any = None) -> tuple[nn.Module, Accumulator]:
     model = nn.Linear(1, 1, bias=False)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
@@ -326,12 +334,12 @@ def consume(window: Any, model: nn.Module, most: int = 9) -> list[int]:
     return seen
 
 
-def rest_after(state: Any) -> list[int]:
+def rest_after(state: Any, length: int = 6) -> list[int]:
     """The samples of a new process that has loaded `state`."""
     model, accumulator = one_weight(state)
     assert accumulator.state_dict() == state
     seen = []
-    for window in accumulator.windows(Numbered()):
+    for window in accumulator.windows(Numbered(length)):
         seen += consume(window, model)
         window.step()
     return seen
@@ -402,6 +410,18 @@ def test_state_after_a_left_loop_has_the_loaders_position(leave: str) -> None:
         consume(window, model)
         window.step()
     assert rest_after(accumulator.state_dict())[0] == 1  # the next epoch starts at its beginning
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+@pytest.mark.parametrize("length", [5, 6])
+def test_state_after_the_last_step_of_a_loop_does_not_begin_the_next_epoch(length, ahead):
+    """The loader's end was drawn with its last items, or ahead of time for a window that nobody asked for."""
+    model, accumulator = one_weight()
+    for window in accumulator.windows(Stopping(length), ahead=ahead):
+        consume(window, model)
+        window.step()
+        state = accumulator.state_dict()
+    assert rest_after(state, length) == []
 
 
 def test_loader_that_cannot_take_the_state_raises_a_warning():
