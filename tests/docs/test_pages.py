@@ -136,5 +136,9 @@ def test_site_builds_without_a_warning(tmp_path):
     for note in ("rl", "field", "pipelines"):  # pages that were merged lead on
         page, _, anchor = re.search(r"url=([^\"]+)", (tmp_path / f"{note}.html").read_text())[1].partition("#")
         assert f'id="{anchor}"' in (tmp_path / page).read_text()
+    index = (tmp_path / "searchindex.js").read_text()
+    words = ("oom", "gan", "clip", "hang", "slow", "wandb", "mps", "muon", "diloco", "elast", "sam", "opacus")  # stems
+    for word in words:
+        assert re.search(rf'\b"?{word}"?:', index), word
     assert 'href="measured/law.html"' in (tmp_path / "results.html").read_text()
     assert re.search(r'highlight-diff.*?class="gd"', (tmp_path / "start.html").read_text(), re.DOTALL)
