@@ -167,18 +167,18 @@ class Watch:
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
 
-        @quietly
-        @torch.no_grad()
-        def take(seed: Tensor) -> None:
-            if self._current is not None:
-                term["seed"] = seed
-                if seed.ndim:
-                    sizes = seed.abs()
-                    term.update({"reduction": "none", "count": (sizes > 0).sum(), "seed": sizes.max()})
-                    term["low"] = sizes.where(sizes > 0, torch.inf).min()
-                self._current.terms.append(term)
+        loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
-        loss.register_hook(take)  # type: ignore[no-untyped-call]  # torch's
+    @quietly
+    @torch.no_grad()
+    def _take(self, term: dict[str, Any], seed: Tensor) -> None:
+        if self._current is not None:
+            term["seed"] = seed
+            if seed.ndim:
+                sizes = seed.abs()
+                term.update({"reduction": "none", "count": (sizes > 0).sum(), "seed": sizes.max()})
+                term["low"] = sizes.where(sizes > 0, torch.inf).min()
+            self._current.terms.append(term)
 
     @property
     def _num(self) -> int:
