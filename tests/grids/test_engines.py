@@ -54,35 +54,38 @@ def assert_next_are_exact(run: Run) -> None:
     assert run.window([[2], [], [1], [4]], 3).gradient <= run.kind.bound
 
 
-@pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "backward", "complete")))
+@pytest.mark.parametrize(("name", "sync", "how"), in_turn(("break", "forward", "backward", "complete")))
 @on_ranks(world_of)
 def test_abandoned_window_leaves_nothing_behind(name, sync, how):
+    """Left in its first, middle or last micro-batch, whose backward reduces, or after the loop."""
     run = Run(name, sync=sync)
     assert run.window(EVEN, 0).gradient <= run.kind.bound
-    before = run.weights()
-    failing = False
+    before, fails = run.weights(), False
 
     def fail(*_: Any) -> None:
-        if failing:
+        if fails:
             raise ZeroDivisionError
 
     if "FSDP1" not in name:  # which itself runs no more after an error deep in its backward
         inner = next(module for module in run.model.modules() if isinstance(module, nn.Tanh))
         inner.register_forward_hook(lambda *given: given[-1].register_hook(fail) and None)
-    window = run.accumulator.window(run.micro_batches(EVEN, 1))
-    with suppress(ZeroDivisionError):
-        for i, micro_batch in enumerate(window):
-            failing = i == 1 and how == "backward"
-            loss = sample_loss(run.model, micro_batch)
-            if "FSDP1" in name:
-                loss.register_hook(fail)
-            window.backward(loss)
-            if i == 1 and how == "break":
-                break
-    failing = False
-    if how == "complete":
-        window.discard()
-    assert torch.equal(run.weights(), before)
+    for at in range(3):
+        window = run.accumulator.window(run.micro_batches(EVEN, 1))
+        with suppress(KeyError, ZeroDivisionError):
+            for i, micro_batch in enumerate(window):
+                fails = (i, how) == (at, "backward")
+                loss = sample_loss(run.model, micro_batch)
+                if "FSDP1" in name:
+                    loss.register_hook(fail)
+                if (i, how) == (at, "forward"):
+                    raise KeyError
+                window.backward(loss)
+                if (i, how) == (at, "break"):
+                    break
+        fails = False
+        if how == "complete":
+            window.discard()
+        assert torch.equal(run.weights(), before)
     assert_next_are_exact(run)
 
 

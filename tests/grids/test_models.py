@@ -271,11 +271,6 @@ def test_sparse_gradients_on_shards_are_refused_by_name(ranks, kind):
         ranks(2).run(follow, "sparse", kind, "")
 
 
-def test_complex_and_real_parameters_in_one_group_are_refused_by_fsdp2(ranks):
-    with pytest.raises(RankError, match="FSDP expects uniform original parameter dtype but got"):
-        ranks(2).run(follow, "complex", "FSDP2", "")
-
-
 def criticise(generator: nn.Module, critic: nn.Module, batch: Batch) -> Tensor:
     with torch.no_grad():
         fake = generator(batch)

