@@ -19,7 +19,7 @@ from distaccum.engines import Engine
 from distaccum.private import require
 from tests.support.engines import KINDS, fully_sharded
 from tests.support.oracle import everything, own, step_off
-from tests.support.problems import make_net, make_net_without_router, refused
+from tests.support.problems import loss_of, make_net, make_net_without_router, refused
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
 

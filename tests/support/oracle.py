@@ -67,8 +67,9 @@ def step_off(
     run: Callable[[Any], object] | None = None,
     clip: float = math.inf,
     read: Callable[[nn.Module], Tensor] = lambda model: flat(model.parameters()),
+    lr: float = 1.0,
 ) -> tuple[float, ...]:
-    """Errors of an SGD step with a rate of 1, of the norm before clipping (0: none was taken) and of the loss.
+    """Errors of an SGD step with the rate `lr`, of the norm before clipping (0: none was taken) and of the loss.
 
     `plain` has the loss `loss_fn(plain, whole)` on the big batch; `run` runs a micro-batch with another. `read` reads
     all weights.
@@ -84,5 +85,5 @@ def step_off(
     norm = float(gradient(plain).norm())
     exact = gradient(plain) * min(1.0, clip / (norm + 1e-6))
     of_norm = 0.0 if update.grad_norm is None else abs(update.grad_norm - norm) / norm
-    moved = before - read(model).double()
+    moved = (before - read(model).double()) / lr
     return error(moved, exact), of_norm, abs(update.loss - loss.item()) / max(1.0, abs(loss.item()))

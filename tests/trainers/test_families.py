@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from distaccum import count_samples, count_tokens
 from tests.support.problems import error
 from tests.support.ranks import on_ranks
+from tests.trainers.test_transformers import make_trainer
 from tests.wrappers.test_accelerate import accelerators
 
 IGNORED = -100
@@ -272,38 +273,14 @@ if importlib.util.find_spec("peft") is not None:
     FAMILIES["GPT-2 with LoRA"] = Family(with_lora, causal)
 
 
-def train(family: Family, model: nn.Module, rows: Rows, **options: Any) -> Any:
-    from transformers import PrinterCallback, TrainingArguments
-    from transformers.utils import logging
-
+def train(family: Family, model: nn.Module, rows: Rows, **options: Any) -> None:
     from distaccum.transformers import AccumulatingTrainer
 
-    logging.set_verbosity_error()
-    options = {**family.options, **options}
-    ours = {name: options.pop(name) for name in ("count", "reduction", "compute_loss_func") if name in options}
+    batches = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
+    rates = {"lr": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+    options = {**batches, **rates, "accelerator_config": {"even_batches": False}, **family.options, **options}
     with accelerators(), tempfile.TemporaryDirectory() as folder:
-        arguments = TrainingArguments(
-            folder,
-            use_cpu=True,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=4,
-            max_steps=1,
-            max_grad_norm=0.0,
-            learning_rate=1.0,
-            lr_scheduler_type="constant",
-            optim="sgd",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            remove_unused_columns=False,
-            train_sampling_strategy="sequential",
-            accelerator_config={"even_batches": False},
-            **options,
-        )
-        trainer = AccumulatingTrainer(model, arguments, train_dataset=rows, data_collator=collate, **ours)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-    return trainer
+        make_trainer(AccumulatingTrainer, model, rows, folder, collate, weight_decay=0.0, **options).train()
 
 
 @contextmanager

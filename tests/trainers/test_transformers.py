@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -89,7 +89,16 @@ class Rows(Dataset):  # type: ignore[type-arg]
         return self.rows[index]
 
 
-def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, **options: Any) -> Any:
+def make_trainer(
+    kind: Any,
+    model: nn.Module,
+    rows: Any,
+    folder: str,
+    collator: Any = collate,
+    lr: float = 0.5,
+    weight_decay: float = 0.1,
+    **options: Any,
+) -> Any:
     from transformers import PrinterCallback, TrainingArguments
     from transformers.utils import logging
 
@@ -113,16 +122,14 @@ def make_trainer(kind: Any, model: nn.Module, rows: Any, folder: str, **options:
             **options,
         }
     )
-    sgd = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
-    train_dataset = Rows(rows) if isinstance(rows, list) else rows
+    data = Rows(rows) if isinstance(rows, list) else rows
 
     class InOrder(kind):  # type: ignore[misc]
         def _get_train_sampler(self, *_: Any) -> Any:
             return torch.utils.data.SequentialSampler(self.train_dataset)
 
-    trainer = InOrder(
-        model, arguments, train_dataset=train_dataset, data_collator=collate, optimizers=(sgd, None), **others
-    )
+    optimizers = (torch.optim.SGD(model.parameters(), lr=lr, weight_decay=weight_decay), None)
+    trainer = InOrder(model, arguments, train_dataset=data, data_collator=collator, optimizers=optimizers, **others)
     trainer.remove_callback(PrinterCallback)
     return trainer
 
@@ -191,6 +198,16 @@ def kinds() -> tuple[Any, Any]:
     return Trainer, AccumulatingTrainer
 
 
+def with_loss(compute: Callable[[Any, Any], Tensor], kind: Any = None) -> Any:
+    """A trainer with a loss of its own, of the model and the inputs."""
+
+    class Own(kind or kinds()[1]):  # type: ignore[misc]
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+            return compute(model, inputs)
+
+    return Own
+
+
 def worst(seen: list[Tensor], expected: list[Tensor]) -> float:
     assert len(seen) == len(expected)
     return max(error(one, other) for one, other in zip(seen, expected, strict=True))
@@ -255,28 +272,17 @@ def test_dataset_without_a_length_that_ends_in_mid_window_is_exact():
 
 
 def test_micro_batches_of_one_row_cannot_be_asked_about_a_mean_of_ones_own():
-    class Own(kinds()[1]):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return model(**inputs)["loss"]
-
     # Texts of several lengths without a mask, which padding would change.
     with pytest.raises(ValueError, match="micro-batches of one row cannot be put together; give count="):
-        fit(Own, make_net(), make_rows([3, 5, 2]))
+        fit(with_loss(lambda model, inputs: model(**inputs)["loss"]), make_net(), make_rows([3, 5, 2]))
 
 
 def test_mean_of_ones_own_is_exact_where_the_trainer_adds_means_up():
     # The mask lets micro-batches of one row be put together, as the loss is asked what it is a mean over.
     rows = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in make_rows(LENGTHS["short-tail"])]
     expected = Expected(make_net(), windows_of([rows]))
-    errors = []
-    for kind in kinds():
-
-        class Own(kind):  # type: ignore[misc,valid-type]
-            def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-                return model(**inputs)["loss"]
-
-        errors.append(worst(fit(Own, make_net(), rows)[0], expected.weights))
-    theirs, ours = errors
+    own = [with_loss(lambda model, inputs: model(**inputs)["loss"], kind) for kind in kinds()]
+    theirs, ours = (worst(fit(kind, make_net(), rows)[0], expected.weights) for kind in own)
     assert ours <= 1e-10
     assert theirs > 1e-2
 
@@ -375,12 +381,9 @@ def renamed(rows: list[Row]) -> Row:
 
 
 def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
-    class Own(kinds()[1]):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            return model(inputs["input_ids"], inputs["targets"])["loss"]
-
+    own = with_loss(lambda model, inputs: model(inputs["input_ids"], inputs["targets"])["loss"])
     with accelerators(), tempfile.TemporaryDirectory() as folder:
-        trainer = make_trainer(Own, make_net(WithoutKeywords), make_rows([3, 3, 3]), folder, max_steps=1)
+        trainer = make_trainer(own, make_net(WithoutKeywords), make_rows([3, 3, 3]), folder, max_steps=1)
         trainer.data_collator = renamed
         with pytest.warns(UserWarning, match="compute_loss is weighed by samples.*several loss types"):
             trainer.train()
@@ -388,13 +391,12 @@ def test_loss_of_ones_own_without_labels_is_weighed_by_samples_with_a_warning():
 
 
 def test_loss_of_ones_own_with_labels_that_is_no_mean_over_them_is_refused():
-    class Own(kinds()[1]):  # type: ignore[misc]
-        def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-            rows = zip(inputs["input_ids"].split(1), inputs["labels"].split(1), strict=True)
-            return torch.stack([model(*row)["loss"] for row in rows]).mean()
+    def mean_of_rows(model: Any, inputs: Any) -> Tensor:
+        rows = zip(inputs["input_ids"].split(1), inputs["labels"].split(1), strict=True)
+        return torch.stack([model(*row)["loss"] for row in rows]).mean()
 
     with pytest.raises(ValueError, match=r"compute_loss is not a mean.*count=count_samples fits here"):
-        fit(Own, make_net(), make_rows([3, 5, 2, 7]), per_device_train_batch_size=2)
+        fit(with_loss(mean_of_rows), make_net(), make_rows([3, 5, 2, 7]), per_device_train_batch_size=2)
 
 
 class Drawing(Net):

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
@@ -19,10 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.engines import full_weights, import_deepspeed, zero_config, zero_weights
-from tests.support.oracle import everything, own
+from tests.support.oracle import everything, own, step_off
 from tests.support.problems import (
-    error,
-    gradient,
     loss_of,
     make_batch,
     make_net_without_router,
@@ -84,14 +81,11 @@ def prepare(accelerator: Any, **options: Any) -> Any:
 
 def windows_off(model: Any, schedule: Any, accumulator: Accumulator, layouts: Any, read: Any = full_weights) -> Any:
     """By window: how far its step is off, and its rate."""
-    seen = []
+    seen, rank, dtype = [], dist.get_rank() if dist.is_initialized() else 0, read(model).dtype
     for index, layout in enumerate(layouts):
-        before, lr, plain = read(model).clone(), schedule.get_last_lr()[0], make_net_without_router()
-        mine = micro_batches_of(layout, index, dist.get_rank() if dist.is_initialized() else 0, before.dtype)
-        assert run_window(accumulator.window(mine), model).step().stepped
-        nn.utils.vector_to_parameters(before.double(), plain.parameters())
-        loss_of(plain, everything(layout, index, before.dtype)).backward()
-        seen.append((error((before.double() - read(model).double()) / lr, gradient(plain)), lr))
+        lr, window = schedule.get_last_lr()[0], accumulator.window(micro_batches_of(layout, index, rank, dtype))
+        whole = everything(layout, index, dtype)
+        seen.append((max(step_off(model, window, make_net_without_router(), whole, read=read, lr=lr)), lr))
     return seen
 
 
