@@ -124,12 +124,6 @@ def left(window: Any, model: Any, x: Tensor) -> None:
         break
 
 
-def clears_after_the_last_head(window: Any, model: Any, name: str, features: Tensor) -> None:
-    window.backward(loss_of(model(features, name), 0))
-    if name == NAMES[-1]:
-        model.zero_grad()
-
-
 def past_the_trunk(window: Any, model: Any, name: str, features: Tensor) -> None:
     window.backward(loss_of(model.heads[name](torch.ones(1, 8, dtype=torch.float64)), 0))
 
@@ -145,7 +139,6 @@ def in_parts(window: Any, model: Any, x: Tensor) -> None:
 
 
 MISUSES = {
-    "clears": (each_head(clears_after_the_last_head), DistaccumError, "cleared or changed"),
     "left": (left, DistaccumError, "heads.. was left before its last item"),
     "no backward": (each_head(lambda *_: None), DistaccumError, "a head without window.backward"),
     "no items": (lambda w, model, x: next(w.heads(model(x), [])), ValueError, "heads.. got no items"),
@@ -157,11 +150,6 @@ MISUSES = {
         "got outputs without a graph.* of a frozen|frozen, go through window.parts",
     ),
     "in parts": (in_parts, DistaccumError, "heads.. in micro-batch 0 of 2 inside parts.. or heads.."),
-    "parts in it": (
-        each_head(lambda w, *_: next(w.parts([1, 2]))),
-        DistaccumError,
-        "parts.. in micro-batch 0 of 2 inside parts.. or heads..",
-    ),
 }
 
 

@@ -13,7 +13,6 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.problems import (
     CASES,
-    IGNORED,
     big_batch,
     error,
     gradient,
@@ -81,46 +80,6 @@ def test_window_without_counts_makes_no_update_and_names_the_reason():
     assert schedule.last_epoch == 0
     assert torch.equal(weights(net), before)
     assert accumulator.index == 1
-
-
-def two_losses(net, batch):
-    """A token loss through the head and a sample loss through the router: different parameters and means."""
-    hidden = net.body(batch["x"])
-    tokens = torch.nn.functional.cross_entropy(
-        net.head(hidden).flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED
-    )
-    return tokens, net.router(hidden).square().mean()
-
-
-def two_losses_of_the_big_batch(batches):
-    net = make_net()
-    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
-    tokens, samples = two_losses(net, joined)
-    (tokens + 0.1 * samples).backward()
-    return gradient(net), tokens.item(), 0.1 * samples.item()
-
-
-@pytest.mark.parametrize("together", [True, False], ids=["one backward", "parts"])
-def test_named_denominators_give_each_loss_its_own_mean(together):
-    batches = [make_batch(size, seed=i) for i, size in enumerate([2, 5, 1])]
-    net = make_net()
-    accumulator = Accumulator(
-        net, SGD(net.parameters(), lr=0.0), count={"tokens": count_tokens("labels"), "samples": count_samples}
-    )
-    window = accumulator.window(batches)
-    for batch in window:
-        if together:
-            tokens, samples = two_losses(net, batch)
-            window.backward(tokens=tokens, samples=0.1 * samples)
-        else:
-            for name in window.parts(["tokens", "samples"]):
-                tokens, samples = two_losses(net, batch)
-                window.backward(**{name: tokens if name == "tokens" else 0.1 * samples})
-    exact, tokens, samples = two_losses_of_the_big_batch(batches)
-    assert error(gradient(net), exact) <= 1e-12
-    update = window.step()
-    assert update.losses == pytest.approx({"tokens": tokens, "samples": samples}, rel=1e-12)
-    assert update.loss == pytest.approx(tokens + samples, rel=1e-12)
 
 
 def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_count():

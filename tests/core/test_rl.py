@@ -25,17 +25,16 @@ Batch = dict[str, Tensor]
 
 
 class Policy(nn.Module):
-    """The logarithm of each token's probability, and the entropy there."""
+    """The logarithm of each token's probability."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed, self.head = nn.Embedding(WORDS, 8), nn.Linear(8, WORDS)
         self.double()
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor) -> Tensor:
         log_p = torch.log_softmax(self.head(torch.tanh(self.embed(tokens))), dim=-1)
-        of_tokens = log_p.gather(-1, tokens.roll(-1, dims=-1)[..., None])[..., 0]
-        return of_tokens, -(log_p.exp() * log_p).sum(-1)
+        return log_p.gather(-1, tokens.roll(-1, dims=-1)[..., None])[..., 0]
 
 
 def make_policy() -> Policy:
@@ -44,14 +43,14 @@ def make_policy() -> Policy:
 
 
 def make_rows(number: int, seed: int) -> Batch:
-    """Responses of different lengths with rewards, and what the policy and a reference gave for them before."""
+    """Responses of different lengths with rewards, and what the policy gave for them before."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, COLUMNS + 1, (number,), generator=generator)
     mask = (torch.arange(COLUMNS) < lengths[:, None]).long()
     tokens = torch.randint(0, WORDS, mask.shape, generator=generator)
-    old, reference = (-torch.rand(2, *mask.shape, generator=generator, dtype=torch.float64) * 3).unbind()
+    old, _ = -torch.rand(2, *mask.shape, generator=generator, dtype=torch.float64) * 3
     rewards = torch.randn(number, generator=generator, dtype=torch.float64)
-    return {"tokens": tokens, "mask": mask, "old": old, "reference": reference, "rewards": rewards}
+    return {"tokens": tokens, "mask": mask, "old": old, "rewards": rewards}
 
 
 def normalized(rewards: Tensor, group: int) -> Tensor:
@@ -62,7 +61,7 @@ def normalized(rewards: Tensor, group: int) -> Tensor:
 
 def of_tokens(policy: nn.Module, batch: Batch) -> Tensor:
     """The clipped loss of each token."""
-    now, _ = policy(batch["tokens"])
+    now = policy(batch["tokens"])
     ratio, gain = (now - batch["old"]).exp(), batch["advantages"][:, None]
     return -torch.minimum(ratio * gain, ratio.clamp(1 - EPSILON, 1 + EPSILON) * gain)
 
@@ -74,10 +73,6 @@ def token_mean(policy: nn.Module, batch: Batch) -> Tensor:
 def seq_mean_token_mean(policy: nn.Module, batch: Batch) -> Tensor:
     summed = (of_tokens(policy, batch) * batch["mask"]).sum(-1)
     return (summed / batch["mask"].sum(-1).clamp(min=1)).sum()
-
-
-def seq_mean_token_sum_norm(policy: nn.Module, batch: Batch) -> Tensor:
-    return token_mean(policy, batch) / LONGEST
 
 
 # By mode: the criterion, which sums; the count; what a whole batch of rows of token losses gives
@@ -94,7 +89,7 @@ MODES: dict[str, tuple[Callable[..., Tensor], Any, Callable[[list[list[Tensor]]]
         lambda rows: sum(sum(row) / len(row) for row in rows) / len(rows),
     ),
     "seq-mean-token-sum-norm": (
-        seq_mean_token_sum_norm,
+        lambda policy, batch: token_mean(policy, batch) / LONGEST,
         count_samples,
         lambda rows: sum(sum(row) / LONGEST for row in rows) / len(rows),
     ),
@@ -103,7 +98,7 @@ MODES: dict[str, tuple[Callable[..., Tensor], Any, Callable[[list[list[Tensor]]]
 
 def by_formula(policy: nn.Module, batch: Batch, aggregate: Callable[[list[list[Tensor]]], Tensor]) -> Tensor:
     """A token at a time."""
-    now, _ = policy(batch["tokens"])
+    now = policy(batch["tokens"])
     rows = []
     for i, length in enumerate(batch["mask"].sum(-1).tolist()):
         row = []

@@ -108,20 +108,6 @@ def test_gradients_are_freed_between_micro_steps_but_those_of_float32():
     assert_rounded_once(model, batches)
 
 
-def test_backward_outside_of_windows_gives_plain_gradients():
-    model, batches = Linear(), data(3)
-    accumulator, window = accumulate(model, batches)
-    model(batches[0]).backward()
-    assert torch.equal(model.always.grad, batches[0][0].bfloat16())
-    model.zero_grad()
-    run(window, model).step()
-    model(batches[0]).backward()
-    assert torch.equal(model.always.grad, batches[0][0].bfloat16())
-    del accumulator, window
-    model(batches[0]).backward()
-    assert torch.equal(model.always.grad, 2 * batches[0][0].bfloat16())
-
-
 @pytest.mark.parametrize("name", ["parts", "heads"])
 def test_parts_and_heads_add_up_in_float32(name):
     model, batches = Linear(), two_rows(3)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -204,23 +204,3 @@ def test_partial_sums_are_settled_once_after_the_last_backward():
     first, last, after = partial
     assert first and first == last
     assert after == []
-
-
-@on_ranks(4, seconds=20)
-def test_norm_waits_for_no_group_that_only_some_ranks_have():
-    """As where a job makes its mesh twice: DTensor may place a result on the mesh of an earlier call, on some ranks."""
-    net, _ = sharded((2, 2), "tensor")
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), max_norm=1e9)
-    norms = []
-    for replaces in (False, True):
-        window = accumulator.window([make_batch(2, seed=dist.get_rank() // 2)])
-        for batch in window:
-            window.backward(criterion(net, batch))
-        weight = net.blocks[0].up.weight
-        if replaces and dist.get_rank() == 3:
-            gradient = DTensor.from_local(weight.grad.to_local(), mesh, weight.placements)
-            weight.data = DTensor.from_local(weight.to_local(), mesh, weight.placements)
-            weight.grad = gradient
-        norms.append(window.step().grad_norm)
-    assert abs(norms[1] - norms[0]) <= 1e-12

@@ -32,7 +32,6 @@ from tests.support.problems import (
     make_batch,
     make_net_without_router,
     refused,
-    run_window,
     weights,
 )
 from tests.support.ranks import on_ranks
@@ -98,14 +97,6 @@ def test_micro_batch_that_does_not_fit_is_cut_smaller_and_the_size_is_remembered
     loss_fn = Limited(model, 4)
     other.update(make_batch(12, seed=2), loss_fn)
     assert loss_fn.sizes == [4, 4, 4]
-
-
-def test_single_sample_that_does_not_fit_is_an_error():
-    model, accumulator = make(micro_batch_size="auto")
-    before = weights(model)
-    with pytest.raises(DistaccumError, match=r"1 sample does not fit.*rank 0: OutOfMemoryError: CUDA out of memory."):
-        accumulator.update(make_batch(5, seed=1), Limited(model, 0))
-    assert torch.equal(weights(model), before) and all(p.grad is None for p in model.parameters())
 
 
 class Random(nn.Module):
@@ -404,26 +395,6 @@ def test_single_sample_that_does_not_fit_is_an_error_on_all_ranks():
     accumulator.update(batches[rank], Limited(model, 9))
     assert error(weights(model), big_batch(make_net_without_router(), batches)) <= 1e-12
     assert "1 sample does not fit into the memory of rank 1" in said
-
-
-@pytest.mark.parametrize("static", [False, True])
-@on_ranks(2)
-def test_update_equals_its_documented_loop(static):
-    """Also for buffers: DDP broadcasts them before the window, not in a forward that some rank may not run."""
-    ends = []
-    for closure in (False, True):
-        torch.manual_seed(5)
-        net = nn.Sequential(nn.Flatten(), nn.Linear(30, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
-        ddp = DistributedDataParallel(net, static_graph=static)
-        model, accumulator = make(ddp, 0.1, micro_batch_size=3, batchnorm="ignore")
-        for i in range(5):
-            batch = make_batch(7, seed=10 * i + dist.get_rank())
-            if closure:
-                accumulator.update(batch, partial(loss_of, model))
-            else:
-                run_window(accumulator.split(batch), model).step()
-        ends.append(torch.cat([value.double().flatten() for value in model.state_dict().values()]))
-    assert error(*ends) <= 1e-12
 
 
 @on_ranks(2)

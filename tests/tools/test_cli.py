@@ -126,29 +126,6 @@ def test_wrong_option_prints_one_line(capsys, words):
     assert ended.value.code == 2 and WRONG[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
 
 
-LIGHT = [f"{command} --help".strip() for command in ("", "plan", "check", "doctor")]
-LIGHT += [*WRONG, "--version", "check nowhere", "check a:b --count words", "doctor --timeout 0"]
-LIGHT += ["plan --batch-size 1000 --micro-batch-size 32 --ranks 8 --parameters 7b"]
-CODE = f"""
-import sys
-from distaccum.tools.cli import main
-for words in {LIGHT!r}:
-    try:
-        main(words.split())
-    except SystemExit:
-        pass
-    assert "torch" not in sys.modules, words
-print("none of them")
-"""
-
-
-def test_help_mistakes_and_plan_do_not_import_torch():
-    answer = subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True)
-    assert answer.stdout.endswith("none of them\n"), answer.stderr
-    answer = subprocess.run([sys.executable, "-m", "distaccum", "--version"], capture_output=True, text=True)
-    assert (answer.stdout, answer.stderr, answer.returncode) == (f"distaccum {__version__}\n", "", 0)
-
-
 def test_command_is_installed_and_check_runs_under_torchrun(folder):
     installed = subprocess.run(
         [str(Path(sys.executable).parent / "distaccum"), "--version"], text=True, stdout=subprocess.PIPE

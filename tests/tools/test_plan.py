@@ -173,14 +173,6 @@ def test_model_is_tried_and_left_unchanged():
 
 # The command
 
-FACTORY = """
-import torch
-from torch import nn
-
-def setup():
-    model = nn.Linear(6, 4)
-    return model, torch.randn(8, 6), lambda part: model(part).square().mean()
-"""
 RUN = "--batch-size 1000 --micro-batch-size 32 --ranks 8 --nodes 2 --parameters 11.7M"
 
 
@@ -195,12 +187,3 @@ def test_command_prints_text_and_json(capsys):
     assert found["steps"] == 4 and found["windows"]["samples"] == 1024
     rows = {row["policy"]: row for row in found["policies"]}
     assert rows["DDP, every"]["bytes_per_update"] == 4 * rows["DDP, last"]["bytes_per_update"]
-
-
-def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
-    (tmp_path / "planned.py").write_text(FACTORY)
-    monkeypatch.chdir(tmp_path)
-    assert main(["plan", "--model", "planned:setup", "--batch-size", "32", "--ranks", "2"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    for part in ("a micro-batch of 8 samples fits on cpu", "more than 8 was not tried", "28 parameters"):
-        assert part in text

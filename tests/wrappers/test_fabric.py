@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD
-from torch.optim.lr_scheduler import StepLR
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.engines import (
@@ -232,17 +231,6 @@ def test_window_under_fabrics_ddp_is_exact(what):
         exact.clamp_(-0.01, 0.01)
     window.step()
     assert error(before - weights(model), exact) <= 1e-10
-
-
-def test_schedules_of_the_wrapper_step_in_each_update_that_stepped():
-    _, model, optimizer = in_mixed(torch.amp.GradScaler("cpu", init_scale=8.0))
-    schedule = StepLR(optimizer, 1, 0.5)
-    accumulator = Accumulator(model, optimizer, scheduler=schedule)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # torch's: a schedule before the optimizer's step
-        for factor in (1.0, float("inf"), 1.0):
-            run(accumulator.window(BATCHES), model, factor)
-    assert optimizer.param_groups[0]["lr"] == 0.25
 
 
 def test_backward_and_step_of_fabric_within_a_window_are_refused():
