@@ -55,8 +55,9 @@ def test_hundred_accumulators_leave_no_hook(kind, world, options):
     for _ in range(100):
         accumulator = Accumulator(model, optimizer, steps=2, **options)
         for window in accumulator.windows(micro_batches_of([[2, 1]], 0, 0, torch.float32)):
-            run_window(window, model).step()
-        most = max(most, num_hooks(model, optimizer))
+            run_window(window, model)
+            most = max(most, num_hooks(model, optimizer))  # an engine may guard steps in windows alone
+            window.step()
         del accumulator, window
     gc.enable()
     assert most > before, "the accumulators must add hooks, or this test shows nothing"
