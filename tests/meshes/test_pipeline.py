@@ -326,6 +326,15 @@ def test_sharded_stages_whose_gradients_torch_would_lose_are_refused(kind, how, 
     assert said in refused(plan)
 
 
+@on_ranks(2)
+def test_frozen_first_stages_are_refused_where_backward_is_split():
+    for kind, said in (("InterleavedZeroBubble", "stages before 2 are frozen"), ("Interleaved1F1B", "nothing")):
+        pipe = Pipe(kind, "none")
+        for place, module in zip(pipe.here, pipe.modules, strict=True):
+            module.requires_grad_(place > 1)
+        assert said in refused(Accumulator, pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1))
+
+
 @on_ranks(4, seconds=20)
 def test_micro_batches_of_other_lengths_are_refused_on_all_stages():
     """Windows that would exchange tensors of two shapes, and one after a call without gradients, which frees them."""
