@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, final
 
@@ -67,6 +68,7 @@ class FullyShardEngine(Engine):
         self.standing = self._standing
         self._policy = sync  # of the current window
         self._found: list[private.GroupFlags] = []
+        self._hooks = ExitStack()  # of the current window
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
         self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
@@ -145,6 +147,8 @@ class FullyShardEngine(Engine):
                 # there yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some (or zeros too,
                 # on all).
                 self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
+        for module in self._modules if self._policy == "gathered" and plan.uneven else ():
+            self._hooks.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
         self._is_open, self._stands_in = True, False
         if plan.agrees and self._policy == "gathered":
             for module in self._modules:
@@ -210,6 +214,7 @@ class FullyShardEngine(Engine):
         private.reshard_groups(self._groups)
 
     def _release(self) -> None:
+        self._hooks.close()
         for found in self._found:
             found.put_back()
         self._found, self._by_hand, self._unused = [], [], []
@@ -248,6 +253,13 @@ class FullyShardEngine(Engine):
         for parameter, is_used in zip(self._every, answers[len(left) :], strict=True):
             if not is_used:
                 parameter.sharded_param.grad = None
+
+
+def _refuse_state(*_: object) -> None:
+    raise DistaccumError(
+        "state_dict() of the model in mid-window with sync='gathered' and uneven ranks: it drops gathered parameters, "
+        "and the ranks would wait for each other in different forwards; call it after the window's loop"
+    )
 
 
 def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:

@@ -258,6 +258,17 @@ def test_module_used_twice_is_exact_with_sync_gathered(zeros):
     assert max(gradients_off(model, accumulator, layouts, Twice, loss_of_two_forwards)) <= 1e-10
 
 
+@on_ranks(2)
+def test_models_state_is_refused_while_uneven_ranks_run_forwards_of_their_own():
+    model, _, accumulator = make("gathered")
+    for batch in (window := accumulator.window(own([[2, 2, 2, 2], [2, 2]]))):
+        window.backward(sample_loss(model, batch))
+        assert "state_dict() of the model in mid-window with sync='gathered'" in refused(model.state_dict)
+        break
+    window.discard()
+    model.state_dict()
+
+
 # Divisors, dtypes, norms
 
 
