@@ -18,7 +18,7 @@ from torch.optim import SGD
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
 from tests.support.oracle import step_off
-from tests.support.problems import refused
+from tests.support.problems import refused, run_window
 from tests.support.ranks import on_ranks
 
 
@@ -76,28 +76,22 @@ def test_parameter_sharded_outside_of_fully_shard_is_exact(how, sync):
 @on_ranks(2)
 def test_dtensor_of_unknown_gradient_is_refused():
     """Also that a loss over the data-parallel ranks is."""
-    messages = []
-    for how, placement, sync in [
-        ("a part", Replicate(), "last"),
-        ("a part", Shard(0), "gathered"),
-        ("FSDP1", Shard(0), "last"),
-    ]:
+    for how, placement, sync, said, cure in (
+        ("a part", Replicate(), "last", "table is a DTensor outside of FSDP2", "Place it as Shard over data-par"),
+        ("a part", Shard(0), "gathered", "with table, cut over the data-parallel ranks", ""),
+        ("FSDP1", Shard(0), "last", "table is a DTensor outside of FSDP1", "use fully_shard"),
+    ):
         model = wrapped(how, placement)
-        messages.append(refused(Accumulator, model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync))
+        message = refused(Accumulator, model, SGD(model.parameters(), lr=0.0, foreach=False), sync=sync)
+        assert said in message and cure in message
     model = wrapped("a part", Shard(0))
-    window = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False)).window(
-        [torch.ones(2, 4, dtype=torch.float64)]
-    )
+    window = Accumulator(model, SGD(model.parameters(), lr=0.0, foreach=False)).window([torch.ones(2, 4).double()])
 
-    def loop() -> None:
-        for x in window:
-            window.backward(DTensor.from_local(model(x), model.table.device_mesh, [Shard(0)]).square().mean())
+    def loss_of_all(model: Any, x: Tensor) -> Tensor:
+        return DTensor.from_local(model(x), model.table.device_mesh, [Shard(0)]).square().mean()
 
-    replicated, gathered, fsdp1, loss = [*messages, refused(loop)]
-    assert "table is a DTensor outside of FSDP2" in replicated and "Place it as Shard over data-par" in replicated
-    assert "with table, cut over the data-parallel ranks" in gathered
-    assert "table is a DTensor outside of FSDP1" in fsdp1 and "use fully_shard" in fsdp1
-    assert "a DTensor over the data-parallel ranks [0, 1]" in loss and "take the loss of local outputs" in loss
+    message = refused(run_window, window, model, loss_of_all)
+    assert "a DTensor over the data-parallel ranks [0, 1]" in message and "take the loss of local outputs" in message
 
 
 class Wide(nn.Module):

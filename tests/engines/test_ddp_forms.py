@@ -114,14 +114,6 @@ def test_parts_reduce_once_and_a_model_absent_from_the_last_part_too(option):
 
 
 @on_ranks(2)
-def test_frozen_model_beside_a_trained_one_stays_unchanged():
-    one, two = (DistributedDataParallel(trunk(), find_unused_parameters=True) for _ in range(2))
-    accumulator = Accumulator([one, two], SGD([*one.parameters(), *two.parameters()], lr=0.0))
-    two.requires_grad_(False)
-    assert max(gradients_off(one, accumulator, [LAYOUT] * 2, trunk)) <= 1e-12
-
-
-@on_ranks(2)
 def test_bucket_views_are_cleared_in_place():
     rank = dist.get_rank()
     ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=True)

@@ -190,26 +190,24 @@ def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
 def test_options_that_need_whole_samples_are_refused():
     net, mesh = on_a_mesh()
     tokens, data = count_tokens("labels"), mesh["data"]
-    optimizer = SGD(net.parameters(), lr=0.1)
-    said = [
-        refused(Accumulator, net, optimizer, **options)
-        for options in (
-            {"count": tokens, "mesh": data, "extensions": [NoiseScale()]},
-            {"mesh": data},
-            {"count": tokens, "mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))},
-            {"count": tokens, "mesh": "data"},
-        )
-    ]
-    accumulator = Accumulator(net, optimizer, count=tokens, mesh=data, micro_batch_size=1)
-    batch = cut(make_batch(2, seed=0), mesh["context"])
-    said.append(refused(accumulator.check, batch, lambda one: criterion(net, one, "mean")))
-    said.append(refused(accumulator.contrast, batch, lambda one: net(one["x"]).flatten(1), lambda found: found.sum()))
-    assert "whose ranks have parts of the same samples; use data parallelism" in said[0]
-    assert "count=count_samples with a mesh" in said[1]
-    assert said[2] == "nothing"  # all of them carry data, as if no mesh were given
-    assert "expected the dimensions of a DeviceMesh" in said[3]
-    assert "check() with a mesh" in said[4]
-    assert "contrast() with a mesh" in said[5]
+    make = partial(Accumulator, net, SGD(net.parameters(), lr=0.1))
+    accumulator = make(count=tokens, mesh=data, micro_batch_size=1)
+    batch, both = (
+        cut(make_batch(2, seed=0), mesh["context"]),
+        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
+    )
+    for call, said in (
+        (lambda: make(count=tokens, mesh=data, extensions=[NoiseScale()]), "have parts of the same samples; use data"),
+        (lambda: make(mesh=data), "count=count_samples with a mesh"),
+        (lambda: make(count=tokens, mesh=both), "nothing"),  # all of them carry data, as if no mesh were given
+        (lambda: make(count=tokens, mesh="data"), "expected the dimensions of a DeviceMesh"),
+        (lambda: accumulator.check(batch, lambda one: criterion(net, one, "mean")), "check() with a mesh"),
+        (
+            lambda: accumulator.contrast(batch, lambda one: net(one["x"]).flatten(1), torch.sum),
+            "contrast() with a mesh",
+        ),
+    ):
+        assert said in refused(call)
 
 
 @on_ranks(4)

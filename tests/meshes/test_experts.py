@@ -181,16 +181,13 @@ def test_experts_as_dtensors_are_refused_with_ddp():
     net, ranks = make_mixture(), dist.get_world_size()
     mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
-    beside, inside = (
-        [DistributedDataParallel(nn.Linear(5, 8)), experts],
-        [DistributedDataParallel(net, init_sync=False)],
-    )
-    beside, inside = [
-        refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
-        for models in (beside, inside)
-    ]
-    assert "weight is a DTensor over data-parallel ranks, outside of DDP" in beside and "ignored_params" in beside
-    assert "experts.weight is a DTensor inside of DDP" in inside and "ignored_params" in inside
+    beside = [DistributedDataParallel(nn.Linear(5, 8)), experts]
+    for models, where in (
+        (beside, "weight is a DTensor over data-parallel ranks, outside of DDP"),
+        ([DistributedDataParallel(net, init_sync=False)], "experts.weight is a DTensor inside of DDP"),
+    ):
+        said = refused(Accumulator, models, SGD([p for one in models for p in one.parameters()], lr=1.0))
+        assert where in said and "ignored_params" in said
 
 
 @pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])

@@ -18,8 +18,6 @@ from torch.distributed import pipelining
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
@@ -178,39 +176,6 @@ def test_named_losses_are_exact_over_stages():
     off = error(before - flat(pipe.parameters()), torch.cat([p.grad.flatten() for p in pipe.of_rank(exact)]))
     of_loss = max(abs(update.losses[name] - value.item()) for name, value in wanted.items())
     assert off <= 1e-10 and of_loss <= 1e-10
-
-
-class Part(nn.Module):
-    """A stage whose two layers tensor-parallel ranks cut between them."""
-
-    def __init__(self, size: int, tensor: Any = None) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(size, 8), nn.Linear(8, 4)
-        self.double()
-        if tensor is not None:
-            parallelize_module(self, tensor, {"up": ColwiseParallel(), "down": RowwiseParallel()})
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.down(torch.tanh(self.up(x))))
-
-
-@on_ranks(8)
-def test_law_holds_over_stages_beside_tensor_parallel_ranks():
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "stage", "tensor"))
-    data, here = mesh["data"].get_local_rank(), mesh["stage"].get_local_rank()
-    torch.manual_seed(3)
-    exact = nn.Sequential(Part(5), Part(4))
-    part = Part([5, 4][here], mesh["tensor"])
-    for mine, other in zip(part.parameters(), exact[here].parameters(), strict=True):
-        mine.data.copy_(distribute_tensor(other.detach(), mine.device_mesh, mine.placements))
-    fully_shard(part, mesh=mesh["data"])
-    stage = pipelining.PipelineStage(part, here, 2, torch.device("cpu"), group=mesh["stage"].get_group())
-    schedule = pipelining.Schedule1F1B(stage, CHUNKS, loss_fn=criterion, scale_grads=False)
-    accumulator = Accumulator(schedule, SGD(part.parameters(), lr=1.0), count=count_tokens(1), max_norm=1e9)
-    window = accumulator.window(batches_of(1, data, 1 + data))
-    mine, batch = list(part.parameters()), whole(1, (1, 2))
-    assert max(window_off(window, mine, exact, exact[here].parameters(), batch)) <= 1e-10
 
 
 # Misuse, and windows that are left

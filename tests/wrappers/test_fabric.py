@@ -32,7 +32,6 @@ from tests.support.problems import (
     join,
     make_batch,
     make_net_without_router,
-    run_window,
     sample_loss,
     weights,
 )
@@ -271,11 +270,3 @@ def test_second_owner_of_backward_step_or_scale_is_refused():
     _, model, optimizer = in_mixed(torch.amp.GradScaler("cpu"))
     with pytest.raises(ValueError, match=r"scaler= beside the precision plugin's own.*leave scaler= out"):
         Accumulator(model, optimizer, scaler=torch.amp.GradScaler("cpu"))
-
-
-def test_gradient_that_fabric_unscaled_and_clipped_is_not_unscaled_again():
-    fabric, model, optimizer = in_mixed(torch.amp.GradScaler("cpu", init_scale=8.0))
-    before, window = weights(model), run_window(Accumulator(model, optimizer).window(BATCHES), model, sample_loss)
-    assert error(fabric.clip_gradients(model, optimizer, max_norm=0.1), exact_gradient().norm()) <= 3e-3
-    window.step()
-    assert abs(float((before - weights(model)).norm()) - 0.1) <= 1e-4
