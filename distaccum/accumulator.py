@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from .batches import Batches, cut_up
-from .cutting import Columns, Count, Names, count_samples
+from .cutting import Batch, Columns, Count, Names, count_samples
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .feed import all_of
 from .job import Job
-from .law import Batch, Reduction, Schedule
+from .law import Reduction, Schedule
 from .options import BatchNorm, Config, OnNonfinite, by_name
 from .planner import Planner, Windows
 from .state import load_state, state_dict_of

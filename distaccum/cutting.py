@@ -16,7 +16,9 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+from typing_extensions import TypeVar  # torch needs it too
 
+Batch = TypeVar("Batch", default=Any)  # of the caller's: a micro-batch, or what is cut into some
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
 Place = tuple[Any, ...]  # of an entry: the keys that lead to it

@@ -16,9 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
-from typing_extensions import TypeVar  # torch needs it too
-
-Batch = TypeVar("Batch", default=Any)  # of the caller's: a micro-batch, or what is cut into some
 PACKAGE = f"{Path(__file__).parent}{os.sep}"
 
 

@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import Any, Generic, final
 
 from .batches import Make
+from .cutting import Batch
 from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
 from .guard import OPEN, OVER, Stage, guard_steps, refuse_copy
 from .job import LOOP, Hooks, Job, Manner
 from .law import (
     FAILED_AT,
-    Batch,
     DistaccumError,
     Plan,
     RankReport,

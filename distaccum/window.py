@@ -10,6 +10,7 @@ from typing import Any, Generic, NoReturn, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from .cutting import Batch
 from .engines.base import look_at
 from .guard import (
     DONE,
@@ -28,7 +29,7 @@ from .guard import (
     untouched_statistics,
 )
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Trace
-from .law import Batch, DistaccumError, Plan, Reduction
+from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss
 from .norms import EPSILON, clip

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from ..batches import cut_up
-from ..cutting import Columns
+from ..cutting import Batch, Columns
 from ..engines import Engine
 from ..extension import Extension
 from ..job import Manner, random_devices, random_state, set_random_state, set_seed
-from ..law import Batch, DistaccumError, in_short, ranks_where
+from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
