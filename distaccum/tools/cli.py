@@ -13,14 +13,14 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from .. import __version__
 from ..law import REDUCTIONS
-from .plan.forecast import plan
-from .plan.rules import Optimizer
+from .plan.forecast import MODELS, plan
+from .plan.rules import DTYPES, Optimizer
 
 if TYPE_CHECKING:
     from ..cutting import Count
@@ -127,7 +127,7 @@ def _check(given: argparse.Namespace) -> int:
     return 0 if report.equivalent else 1
 
 
-def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
+def _made_by(factory: str, *, on_meta: bool = False) -> tuple[Any, Any, Any, dict[str, Any]]:
     """Model, batch, loss_fn, and the Accumulator's options."""
     module, _, name = factory.rpartition(":")
     if not module or not name:
@@ -138,7 +138,9 @@ def _made_by(factory: str) -> tuple[Any, Any, Any, dict[str, Any]]:
     found = getattr(importlib.import_module(path.stem if is_file else module), name, None)
     if not callable(found):
         raise ValueError(f"{module} has no function {name}")
-    with redirect_stdout(sys.stderr):  # the report alone goes to stdout
+    import torch
+
+    with redirect_stdout(sys.stderr), torch.device("meta") if on_meta else nullcontext():  # stdout is the report's
         made = found()
     if isinstance(made, tuple) and len(made) == 3:
         made = dict(zip(("model", "batch", "loss_fn"), made, strict=True))
@@ -161,39 +163,44 @@ def _count(text: str) -> Count:
 
 PLAN = """
 examples:
+  distaccum plan --parameters 7b --ranks 8 --memory 80GB      does it fit, and how
+  distaccum plan --measure my_training:setup --ranks 8 --memory 24GB --batch-size 4096
   distaccum plan --batch-size 1000 --micro-batch-size 32 --ranks 8
-  distaccum plan --model my_training:setup --batch-size 4096 --ranks 8
   distaccum plan --batch-size 1024 --base-batch-size 256 --lr 0.1 --optimizer sgd
 
-A result whose arguments are missing is left out, and the text names them. --model takes the function that check takes
-(see distaccum check --help), counts its parameters, and tries what fits on this machine.
+A result whose arguments are missing is left out, and the text names them. --measure takes the function that check takes
+(see distaccum check --help), counts its parameters and activations, and tries what fits on this machine; with --meta
+the function makes the model and the batch on the meta device, which holds nothing.
 
 exit status: 0 planned, 2 the plan failed
 """
 
 
 def _add_plan(commands: Any) -> None:
-    about = "work out steps, cut, bytes and learning rate of a run before it starts"
+    about = "work out what fits, and steps, cut, bytes and learning rate of a run before it starts"
     parser = _command(commands, "plan", _plan, about, PLAN)
     count = {"metavar": "N"}
     parser.add_argument("--batch-size", **count, help="samples wanted per update, over all ranks")
     parser.add_argument("--micro-batch-size", **count, help="samples that fit in one forward on one rank")
     parser.add_argument("--ranks", type=int, default=1, **count, help="number of data-parallel ranks (1)")
     parser.add_argument("--nodes", type=int, default=1, **count, help="nodes, with equal numbers of ranks (1)")
-    parser.add_argument("--parameters", **count, help="such as 7e9, 350M or 11.7M")
-    parser.add_argument("--dtype-bytes", type=int, **count, help="bytes per gradient element (4, or the model's)")
-    parser.add_argument("--model", metavar="MODULE:FACTORY", help="count its parameters, and try what fits here")
+    parser.add_argument("--parameters", **count, help=f"such as 7b, 350M or 11.7M, or one of {', '.join(MODELS)}")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients (float32)")
+    parser.add_argument("--layers", **count, help="of the model, gathered one by one (the named model's, or 32)")
+    parser.add_argument("--memory", metavar="BYTES", help="of a device, such as 80GB: says what fits")
+    parser.add_argument("--measure", metavar="MODULE:FACTORY", help="count a model, and try what fits here")
+    parser.add_argument("--meta", action="store_true", help="measure on the meta device")
     parser.add_argument("--base-batch-size", **count, help="the batch size that --lr suits")
     parser.add_argument("--lr", type=float, help="the learning rate for --base-batch-size")
-    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(default: advice on both)")
+    parser.add_argument("--optimizer", choices=get_args(Optimizer), help="(adam, and advice on both)")
     parser.add_argument("--reduction", choices=REDUCTIONS, help="the reduction of the criterion (mean)")
 
 
 def _plan(given: argparse.Namespace) -> int:
-    unknown = ("command", "run", "json", "traceback", "model")
+    unknown = ("command", "run", "json", "traceback", "measure", "meta")
     options = {name: value for name, value in vars(given).items() if name not in unknown}
-    if given.model is not None:
-        *made, others = _made_by(given.model)
+    if given.measure is not None:
+        *made, others = _made_by(given.measure, on_meta=given.meta)
         options["model"] = tuple(made)
         for name in ("batch_size", "micro_batch_size", "reduction"):  # the command line wins
             if options[name] is None and isinstance(others.get(name), int | str) and others[name] != "auto":

@@ -1,57 +1,71 @@
-"""The micro-batch of a model that fits on this machine, tried."""
+"""The micro-batch of a model that fits on this machine, tried, and what it leaves for its backward."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-from ...cutting import count_samples, cut_batch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...cutting import count_samples, cut_batch, tensors_in
 from ...runs.memory import free, is_out_of_memory
-from ...runs.snapshot import Snapshot
-from .report import number_of
+from ...runs.snapshot import kept
+from .report import bytes_text, number_of
+from .rules import Sizes
 
 
-class Fit(NamedTuple):
-    parameters: int
-    gradient_bytes: int
-    micro_batch_size: int
-    summary: str
-
-
-def fit(model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size: int | None = None) -> Fit:
-    """The number of trained parameters, and the micro-batch that goes through forward and backward here.
+def fit(
+    model: Any, batch: Any, loss_fn: Callable[[Any], Any], micro_batch_size: int | None = None
+) -> tuple[Sizes, int, str]:
+    """The bytes of a model, the micro-batch that goes through forward and backward here, and a sentence on it.
 
     A micro-batch that runs out of memory is halved until it fits; none is larger than the batch. Gradients, buffers and
-    random state are put back.
+    random state are put back. On the meta device any micro-batch fits, and its bytes are those of a real one.
     """
     models = list(model) if isinstance(model, list | tuple) else [model]
-    trained = [p for one in models for p in one.parameters() if p.requires_grad]
+    every = [p for one in models for p in one.parameters()]
+    trained = [p for p in every if p.requires_grad]
     if not trained:
         raise ValueError("the model has no parameter that requires a gradient, expected one to train")
     length = count_samples(batch)
     size = asked = length if micro_batch_size is None else micro_batch_size
     if size > length:
         raise ValueError(f"micro_batch_size={size} and the model's batch has {length}; give a batch as long")
-    device, before, kept = trained[0].device, Snapshot(models), [p.grad for p in trained]
-    try:
+    saved: dict[Any, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        saved[key_of(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with kept(models, trained):
         while True:
-            for parameter in trained:
-                parameter.grad = None
+            saved.clear()
             try:
-                loss = loss_fn(next(iter(cut_batch(batch, [size], length))) if size < length else batch)
+                with saved_tensors_hooks(note, lambda tensor: tensor):
+                    loss = loss_fn(next(iter(cut_batch(batch, [size], length))) if size < length else batch)
                 total: Any = sum(loss.values()) if isinstance(loss, Mapping) else loss
                 total.backward()
                 break
             except Exception as error:
                 if not is_out_of_memory(error) or size == 1:
                     raise
+            finally:
+                for parameter in trained:
+                    parameter.grad = None
             size //= 2
             free()
-    finally:
-        before.restore()
-        for parameter, gradient in zip(trained, kept, strict=True):
-            parameter.grad = gradient
+    others = {*map(key_of, [*every, *(one for _, one in tensors_in(batch))])}
+    activations = sum(num_bytes for key, num_bytes in saved.items() if key not in others)
+    stacks = [one for model in models for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
+    layers = max([1, *(sum(any(True for _ in part.parameters()) for part in one) for one in stacks)])
+    of_every, of_trained = (sum(p.nbytes for p in some) for some in (every, trained))
+    sizes = Sizes(sum(p.numel() for p in trained), of_every, of_trained, layers, activations)
     seen = "halved until it fitted" if size < asked else f"more than {size} was not tried"
-    summary = f"a micro-batch of {number_of(size, 'sample')} fits on {device} (one rank alone; {seen})"
-    num_bytes = sum(p.numel() * p.element_size() for p in trained)
-    return Fit(sum(p.numel() for p in trained), num_bytes, size, summary)
+    fits = f"a micro-batch of {number_of(size, 'sample')} fits on {trained[0].device} (one rank alone; {seen})"
+    return sizes, size, f"{fits}; its forward keeps {bytes_text(activations)} for backward"
+
+
+def key_of(tensor: Tensor) -> Any:
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]  # tells storages on meta apart

@@ -1,4 +1,4 @@
-"""`plan`: the cut of a batch, its bytes and learning rate, before a run is started."""
+"""`plan`: what fits, the cut of a batch, its bytes and learning rate, before a run is started."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable
 from decimal import Decimal
 from typing import Any, get_args
 
-from ...law import REDUCTIONS, Reduction, cut_evenly, steps_for, whole_number
+from ...law import REDUCTIONS, Reduction, cut_evenly, steps_for
 from .report import Alike, Cut, Forecast
-from .rules import Optimizer, bytes_sent, scaled_learning_rate
+from .rules import DTYPES, Optimizer, Sizes, policies_of, scaled_learning_rate
 
-AMOUNTS = ("batch_size", "micro_batch_size", "base_batch_size", "parameters")
+AMOUNTS = ("batch_size", "micro_batch_size", "base_batch_size", "parameters", "ranks", "nodes", "layers", "memory")
+# Parameters, and layers that are alike.
+MODELS = {"resnet50": (25_557_032, 16), "gpt2": (124_439_808, 12), "llama-7b": (6_738_415_616, 32)}
+MODELS |= {"bert-base": (109_482_240, 12), "gpt2-xl": (1_557_611_200, 48), "llama-70b": (68_976_648_192, 80)}
 
 
 def plan(
@@ -21,7 +24,9 @@ def plan(
     ranks: int = 1,
     nodes: int = 1,
     parameters: float | str | None = None,
-    dtype_bytes: int | None = None,
+    dtype: str = "float32",
+    layers: int | None = None,
+    memory: float | str | None = None,
     model: tuple[Any, Any, Callable[[Any], Any]] | None = None,
     base_batch_size: int | str | None = None,
     lr: float | None = None,
@@ -38,45 +43,41 @@ def plan(
         micro_batch_size: The most samples of one forward on one rank.
         ranks: Data-parallel ranks of the job; a multiple of `nodes`. Ranks that share samples count as one.
         nodes: Machines, with as many ranks on each.
-        parameters: Trained parameters of the model.
-        dtype_bytes: Bytes of one number of the gradient; 4 by default, or the model's own with `model`.
-        model: A model, a batch and a `loss_fn` (micro-batch -> loss): its parameters are counted, and the micro-batch
-            that fits on this machine is tried.
+        parameters: Trained parameters of the model, or its name, as `"gpt2"` or `"llama-7b"`.
+        dtype: That of parameters and gradients; `model` has its own.
+        layers: Of the model, alike, each wrapped by itself under FSDP2; by default the named model's, or 32.
+        memory: Bytes of a device, such as `"80GB"`: which policies fit, the best first.
+        model: A model, a batch and a `loss_fn` (micro-batch -> loss), which are counted and tried on this machine.
         base_batch_size: The batch size that `lr` was chosen for.
         lr: The learning rate at `base_batch_size`.
-        optimizer: `"sgd"` or `"adam"`; None gives the rules of both.
+        optimizer: `"sgd"`, `"momentum"` or `"adam"`; None gives the rules of both, and bytes of Adam.
         reduction: The criterion's, as the Accumulator's. `"sum"` has scaled SGD's step with the batch already.
-
-    Example:
-        >>> forecast = plan(batch_size=1000, micro_batch_size=32, ranks=8)
-        >>> forecast.steps, forecast.windows.samples, str(forecast.split)
-        (4, 1024, '1,000 samples (8 ranks: 125 = 3 x 31 + 1 x 32)')
     """
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "model"}
-    for name, value in given.items():
-        if value is not None and name in (*AMOUNTS, "ranks", "nodes", "dtype_bytes"):
-            given[name] = amount(name, value)
+    of_name = MODELS.get(str(parameters).lower())
+    given["parameters"] = parameters if of_name is None else of_name[0]
+    given["memory"] = memory if memory is None else str(memory).upper().removesuffix("B")  # 80GB: 80 G
+    for name in AMOUNTS:
+        if given[name] is not None:
+            given[name] = amount(name, given[name])
     if ranks % nodes:
         raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many ranks on each node")
     if lr is not None and not 0 < lr < float("inf"):
         raise ValueError(f"lr={lr}, expected a number above 0")
-    for name, known in {"optimizer": get_args(Optimizer), "reduction": REDUCTIONS}.items():
+    choices = {"optimizer": get_args(Optimizer), "reduction": REDUCTIONS, "dtype": tuple(DTYPES)}
+    for name, known in choices.items():
         if given[name] is not None and given[name] not in known:
             raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
-    notes: tuple[str, ...] = ()
-    of_model = None  # bytes of its gradient
+    sizes, given["measured"] = None, ""
     if model is not None:
         from .fitting import fit  # imports torch, which takes seconds
 
-        found = fit(*model, micro_batch_size=given["micro_batch_size"])
-        notes = (found.summary,)
-        given["micro_batch_size"] = found.micro_batch_size  # as asked, or as much of it as fits
-        if given["parameters"] is None:
-            given["parameters"], of_model = found.parameters, found.gradient_bytes
-    batch, micro, base, numbers = (given[name] for name in AMOUNTS)
-    gradient_bytes = None if numbers is None else numbers * (dtype_bytes or 4)
-    if of_model is not None and dtype_bytes is None:
-        gradient_bytes = of_model
+        asked = given["micro_batch_size"]
+        sizes, given["micro_batch_size"], given["measured"] = fit(*model, micro_batch_size=asked)
+    elif (numbers := given["parameters"]) is not None:
+        sizes = Sizes(numbers, DTYPES[dtype] * numbers, DTYPES[dtype] * numbers, of_name[1] if of_name else 32)
+    batch, micro, base = (given[name] for name in AMOUNTS[:3])
+    batch, micro, base = (given[name] for name in AMOUNTS[:3])
     steps = windows = split = rate = None
     if batch is not None and micro is not None:
         steps = steps_for(batch, micro, ranks)
@@ -87,18 +88,21 @@ def plan(
         cut = (Alike(n, size, tuple((times, one) for one, times in parts[size].items())) for size, n in alike.items())
         split = Cut(batch, (*dry, *cut))
     rows: tuple[dict[str, Any], ...] = ()
-    if gradient_bytes is not None and ranks > 1:
-        rows = tuple(bytes_sent(numbers, gradient_bytes, ranks, nodes, steps))
+    if sizes is not None:
+        sizes = sizes._replace(layers=given["layers"] or sizes.layers)
+        given |= sizes._asdict() | {"parameters": sizes.numbers}
+        rows = tuple(policies_of(sizes, optimizer or "adam", ranks, nodes, steps, given["memory"]))
     if batch is not None and base is not None:
         rate = scaled_learning_rate(batch / base, lr, optimizer, reduction)
     wanted = {  # what to give, and what for
         "--batch-size and --micro-batch-size for the steps and the cut": steps is None,
-        "--parameters for the bytes per update": numbers is None,
-        "--ranks above 1 for what is sent between them": numbers is not None and ranks == 1,
+        "--parameters for the bytes": sizes is None,
+        "--memory, such as 80GB, for what fits": given["memory"] is None,
+        "--measure MODULE:FACTORY for the activations": sizes is not None and sizes.activations is None,
         "--base-batch-size for the learning rate": base is None,
     }
     missing = tuple(text for text, is_missing in wanted.items() if is_missing)
-    return Forecast(given, gradient_bytes, steps, windows, split, rows, rate, notes, missing)
+    return Forecast(given, steps, windows, split, rows, rate, missing)
 
 
 SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "G": 10**9, "T": 10**12}
@@ -110,8 +114,6 @@ def amount(name: str, value: object) -> int:
     >>> amount("parameters", "11.7M"), amount("parameters", "7e9"), amount("samples", "1_281_167")
     (11700000, 7000000000, 1281167)
     """
-    if isinstance(value, int):
-        return whole_number(name, value)
     text = str(value).strip()
     times = SUFFIXES.get(text[-1:].upper(), 1)
     try:
@@ -120,4 +122,7 @@ def amount(name: str, value: object) -> int:
             return int(number)
     except ArithmeticError:  # it is no number
         pass
-    raise ValueError(f"{name}={value!r}, expected a whole number of at least 1, such as 512, 7e9, 7b, 350M or 11.7M")
+    raise ValueError(
+        f"{name}={value!r}, expected a whole number of at least 1, such as 512, 7e9, 7b, 350M or 11.7M"
+        f"{f'; or one of {chr(44)} '.join(MODELS) if name == 'parameters' else ''}"
+    )

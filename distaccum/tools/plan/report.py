@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from ..terminal import fitted
+from .rules import HELD, SENT
 
 
 def number_of(number: int, noun: str) -> str:
@@ -43,38 +44,50 @@ class Forecast:
     `print(forecast)` is the text of `distaccum plan`.
 
     Attributes:
-        given (dict[str, Any]): The arguments, with counts as numbers and what `model` gave.
-        gradient_bytes (int | None): Bytes of a whole gradient.
+        given (dict[str, Any]): The arguments, with counts as numbers, and the bytes of the model as far as known.
         steps (int | None): Micro-batches per rank and update.
         windows (Cut | None): An update of `windows(loader)`, in whole micro-batches: its `samples`, and `ranks`, groups
             of ranks that hold the same (`ranks`, `samples`, `micro_batches` as pairs of number and size).
         split (Cut | None): An update of `split(batch)` and `update(batch, loss_fn)`, which cut the batch exactly.
-        policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; and what a rank
-            sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
+        policies (tuple[dict[str, Any], ...]): A row for each engine and `sync`: `policy`, its name; what a rank holds,
+            `parameters`, `gradients`, `optimizer`, `buffers`, and all of it with activations, `bytes`; whether it
+            `fits`; and what a rank sends, `bytes_per_micro_step`, `bytes_once` and `bytes_per_update`.
         learning_rate (dict[str, Any] | None): `advice`, sentences; with `optimizer` also `lr_times`, `lr`, and for
             Adam `eps_times`.
-        notes (tuple[str, ...]): Remarks, as on the micro-batch that fits.
         missing (tuple[str, ...]): Which options to give for what is None.
     """
 
     given: dict[str, Any]
-    gradient_bytes: int | None
     steps: int | None
     windows: Cut | None
     split: Cut | None
     policies: tuple[dict[str, Any], ...]
     learning_rate: dict[str, Any] | None
-    notes: tuple[str, ...]
     missing: tuple[str, ...]
 
     def as_dict(self) -> dict[str, Any]:
         """All attributes as plain dicts, tuples and numbers."""
         return dataclasses.asdict(self)
 
+    @property
+    def answer(self) -> str:
+        """Says in a sentence what fits in `memory`."""
+        rows, memory = self.policies, bytes_text(self.given["memory"])
+        plain = next(row for row in rows if row["policy"] in ("plain", "DDP, last"))
+        least, more = min(rows, key=lambda row: row["bytes"]), "" if self.given["activations"] else " and activations"
+        texts = (f"{row['policy']} ({bytes_text(row['bytes'])}{more})" for row in (plain, rows[0], least))
+        plainly, best, smallest = (text.replace("DDP, last", "plain DDP") for text in texts)
+        if not least["fits"]:
+            return f"nothing fits in {memory}: {smallest} is the least; take more ranks, a smaller dtype or offloading"
+        if plain["fits"]:
+            return f"{plainly} fits in {memory}"
+        return f"{plainly} does not fit in {memory}; {best} does and sends least, {smallest} holds least"
+
     def __str__(self) -> str:
         given = self.given
         shape = f"{number_of(given['ranks'], 'rank')} on {number_of(given['nodes'], 'node')}"
-        lines = [f"plan for {shape}", *(f"  {note}" for note in self.notes)]
+        lines = [self.answer] if self.policies and given["memory"] is not None else []
+        lines += [f"plan for {shape}", *([f"  {given['measured']}"] if given["measured"] else [])]
         if self.steps is not None and self.windows is not None and self.split is not None:
             batch, micro, more = given["batch_size"], given["micro_batch_size"], self.windows.samples
             steps = f"{number_of(self.steps, 'micro-step')} per rank and update"
@@ -83,15 +96,14 @@ class Forecast:
             of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
             lines += ["", f"steps: {steps}, for {batch:,} samples in micro-batches of {micro:,}"]
             lines += [f"  windows(loader)  {self.windows}{beyond}", f"  split(batch)     {self.split}: exact{of_dry}"]
-        if self.policies:
-            parameters = f"{given['parameters']:,} parameters, {bytes_text(self.gradient_bytes)} of gradients"
-            lines += ["", f"sent by each rank ({parameters})"]
-            lines += [f"  {'':22}  {'each micro-step':>15}  {'once':>8}  {'per update':>10}"]
+        about = f"{given['parameters']:,} parameters, {given['optimizer'] or 'adam'}" if self.policies else ""
+        tables = {f"held by each rank at its peak ({about})": dict(zip((*HELD, "all"), (*HELD, "bytes"), strict=True))}
+        tables["sent by each rank"] = dict(zip(("micro-step", "once", "update"), SENT, strict=True))
+        for title, columns in list(tables.items())[: 0 if not self.policies else min(2, given["ranks"])]:
+            lines += ["", title, " " * 24 + "".join(f"{heading:>11}" for heading in columns)]
             for row in self.policies:
-                each, once, update = (
-                    bytes_text(row[f"bytes_{name}"]) for name in ("per_micro_step", "once", "per_update")
-                )
-                lines += [f"  {row['policy']:22}  {each:>15}  {once:>8}  {update:>10}"]
+                cells = "".join(f"{bytes_text(row[name]):>11}" for name in columns.values())
+                lines += [f"  {row['policy']:22}{cells}{'' if row['fits'] else '  too much'}"]
         if self.learning_rate is not None:
             batch, base = given["batch_size"], given["base_batch_size"]
             lines += ["", f"learning rate for a batch of {batch:,} from {base:,} (rules of thumb: try them)"]

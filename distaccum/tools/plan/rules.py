@@ -1,48 +1,74 @@
-"""Arithmetic of a plan: how a batch is cut, the bytes of each policy, and the learning rate."""
+"""Arithmetic of a plan: the bytes that each policy holds and sends, and the learning rate."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ...law import Reduction
 
-Optimizer = Literal["sgd", "adam"]
+Optimizer = Literal["sgd", "momentum", "adam"]
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+STATE = {"sgd": 0, "momentum": 1, "adam": 2}  # numbers that an optimizer keeps for each parameter
+HELD = ("parameters", "gradients", "optimizer", "buffers")
+SENT = ("bytes_per_micro_step", "bytes_once", "bytes_per_update")
 GOYAL = "Goyal et al. 2017, arXiv:1706.02677"
 MALLADI = "Malladi et al. 2022, arXiv:2205.10287"
 SHARDS_KEPT = 10**9  # parameters; below it ZeRO 3 keeps what forward gathered until backward
+BUCKET = 5 * 10**8  # numbers in DeepSpeed's buckets, as it has them by default
 
 
-def bytes_sent(parameters: int, size: int, ranks: int, nodes: int, steps: int | None) -> Iterator[dict[str, Any]]:
-    """A row for each policy: bytes that a rank sends in ring collectives for a gradient of `size` bytes.
+class Sizes(NamedTuple):
+    """A whole model, in bytes but for `numbers`."""
 
-    Among W ranks a reduce-scatter or an all-gather sends (W - 1) / W of the bytes, an all-reduce twice that.
+    numbers: int  # trained parameters
+    parameters: int
+    gradients: int
+    layers: int  # alike, each gathered by itself
+    activations: int | None = None  # of a micro-batch
+
+
+def policies_of(
+    sizes: Sizes, optimizer: Optimizer, ranks: int, nodes: int, steps: int | None, memory: int | None
+) -> list[dict[str, Any]]:
+    """A row for each policy: the bytes that a rank holds at the peak of an update, and what it sends.
+
+    Among W ranks a reduce-scatter or an all-gather sends (W - 1) / W of the bytes, an all-reduce twice that. Those
+    that fit in `memory` come first, and of these the ones that send least.
     """
+    numbers, p, g, layer = sizes.numbers, sizes.parameters, sizes.gradients, sizes.parameters // sizes.layers
+    state, copy = STATE[optimizer] * g, g * (optimizer == "adam")  # a copy is made in Adam's step on a GPU
+    bucket, w = min(numbers, BUCKET) * g // numbers, ranks // nodes
+    zero3, masters = 1 + (numbers > SHARDS_KEPT), (1 + STATE[optimizer]) * 4 * numbers // ranks  # in float32
 
-    def sent(collectives: int, members: int = ranks, num_bytes: int = size) -> int:
+    def sent(collectives: int, members: int = ranks, num_bytes: int = g) -> int:
         return -(-collectives * (members - 1) * num_bytes // members)
 
-    zero3 = 1 if parameters <= SHARDS_KEPT else 2
-    policies = [  # with what is sent in each micro-step, and once per window
-        ("DDP, every", sent(2), 0),
-        ("DDP, last", 0, sent(2)),
-        ("ZeRO 0, last", 0, sent(2)),
-        ("ZeRO 1 and 2, last", 0, sent(2) + sent(1)),
-        ("ZeRO 2, every", sent(2), sent(1)),
-        ("ZeRO 3, last", zero3 * sent(1), sent(1)),
-        ("ZeRO 3, every", (zero3 + 1) * sent(1), 0),
-        ("FSDP2, every", 3 * sent(1), 0),
-        ("FSDP2, last", 2 * sent(1), sent(1)),
-        ("FSDP2, gathered", 0, 2 * sent(1)),
+    shard, between = sent(1, w), sent(2, nodes, -(-g * nodes // ranks))
+    live, last = min(p, SHARDS_KEPT * p // numbers), 3 * layer + layer // ranks  # which ZeRO 3 and FSDP2 gather
+    # What is sent in each micro-step and once per window, and held: parameters, gradients, state and buffers.
+    rows: list[Any] = [
+        ("plain", 0, 0, p, g, state, max(layer, copy)),
+        ("DDP, every", sent(2), 0, p, g, state, g + max(layer, copy)),
+        ("DDP, last", 0, sent(2), p, g, state, g + max(layer, copy)),
+        ("ZeRO 0, last", 0, sent(2), p, g, state, max(bucket, copy)),
+        ("ZeRO 1 and 2, last", 0, sent(2) + sent(1), p, g, masters, bucket),
+        ("ZeRO 2, every", sent(2), sent(1), p, g // ranks, masters, 2 * bucket),
+        ("ZeRO 3, last", zero3 * sent(1), sent(1), p // ranks, g + g // ranks, masters, 2 * bucket + live),
+        ("ZeRO 3, every", (zero3 + 1) * sent(1), 0, p // ranks, g // ranks, masters, 2 * bucket + live + layer),
+        ("FSDP2, every", 3 * sent(1), 0, p // ranks, g // ranks, state // ranks, max(4 * layer, copy // ranks)),
+        ("FSDP2, last", 2 * sent(1), sent(1), p // ranks, g, state // ranks, last),
+        ("FSDP2, gathered", 0, 2 * sent(1), p // ranks, g, state // ranks, p + layer),
+        ("FSDP2 hybrid, last", 2 * shard, shard + between, p // w, g, state // w, last),
+        ("FSDP2 hybrid, replicas", 3 * shard, between, p // w, g // w, state // w, max(4 * layer, copy // w)),
     ]
-    if 1 < nodes < ranks:  # shards within a node, and a replica on each
-        shard, between = sent(1, ranks // nodes), sent(2, nodes, -(-size * nodes // ranks))
-        policies += [("FSDP2 hybrid, last", 2 * shard, shard + between)]
-        policies += [("FSDP2 hybrid, replicas", 3 * shard, between)]
-    for name, each, once in policies:
-        total = None if steps is None else steps * each + once
-        yield {"policy": name, "bytes_per_micro_step": each, "bytes_once": once, "bytes_per_update": total}
+    rows = rows[:1] if ranks == 1 else rows[1:] if 1 < nodes < ranks else rows[1:-2]
+    found = [dict(zip(("policy", *SENT[:2], *HELD), row, strict=True)) for row in rows]
+    for row in found:
+        row["bytes_per_update"] = None if steps is None else steps * row[SENT[0]] + row[SENT[1]]
+        row["bytes"] = sum(row[name] for name in HELD) + (sizes.activations or 0)
+        row["fits"] = memory is None or row["bytes"] <= memory
+    return sorted(found, key=lambda row: (not row["fits"], *(row[name] or 0 for name in (SENT[2], *SENT[:2], "bytes"))))
 
 
 def scaled_learning_rate(
@@ -58,12 +84,10 @@ def scaled_learning_rate(
     has_grown = f"the gradient of a sum has grown by {kappa:g} already ({GOYAL}, section 3), with a warm-up of 5 epochs"
     linear = f"linear in the batch ({GOYAL}; held up to 8,192 on ImageNet there), with a warm-up of 5 epochs"
     by_root = f"square root of the batch ({MALLADI}); eps x {eps:g}, 1 - beta x {kappa:g} while beta stays above 0"
-    rules: dict[Optimizer, tuple[str, float, str]] = {
-        "sgd": ("SGD", 1.0 if is_sum else kappa, has_grown if is_sum else linear),
-        "adam": ("Adam", root, by_root),
-    }
+    sgd = ("SGD", 1.0 if is_sum else kappa, has_grown if is_sum else linear)
+    rules = {"sgd": sgd, "momentum": sgd, "adam": ("Adam", root, by_root)}
     advice = []
-    for name, times, rule in rules.values() if optimizer is None else [rules[optimizer]]:
+    for name, times, rule in [rules["sgd"], rules["adam"]] if optimizer is None else [rules[optimizer]]:
         advice.append(f"{name}: lr x {times:g}{'' if lr is None else f' = {lr * times:g}'}: {rule}")
     if is_sum and kappa != 1:
         advice.append(f"a sum: max_norm and SGD's weight decay x {kappa:g}, to keep their relative weight")
