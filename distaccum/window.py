@@ -345,7 +345,8 @@ class Window(Generic[Batch]):
             raise DistaccumError(
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
-        job, schedules, self.trace.lacks_step = self._job, schedules_of(self._job), False
+        job, self.trace.lacks_step = self._job, False
+        schedules = schedules_of(job) if job.schedulers else []
         if job.steps and self._tamper.is_cleared():
             self._give_up("gradients were cleared between the window's loop and its step()")
         try:
@@ -360,7 +361,7 @@ class Window(Generic[Batch]):
             job.index += 1
             for one in job.adapters:
                 one.after_step(reason is None)
-            if reason is None:
+            if schedules and reason is None:
                 step_schedules(job, schedules)
         except BaseException:
             if not self._has_stepped:

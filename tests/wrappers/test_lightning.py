@@ -147,6 +147,6 @@ def test_module_in_the_place_of_its_wrapper_is_refused():
     module = Module()
     module.on_fit_start = lambda: Accumulator(module, module.optimizers())
     with pytest.raises(
-        ValueError, match=r"Lightning keeps its wrapper beside .* give the Accumulator trainer.strategy"
+        ValueError, match=r"give the Accumulator trainer.strategy.model, where Lightning keeps its wrapper"
     ):
         fit(module, batches_of(dist.get_rank()))
