@@ -143,6 +143,15 @@ def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
     assert [case for case, right in seen.items() if not right] == []
 
 
+@on_ranks(2)
+def test_scaler_is_refused_where_an_optimizer_holds_sharded_and_plain_parameters():
+    net = make_net()
+    fully_shard(next(net.children()))
+    scaler = torch.amp.GradScaler("cpu")
+    message = refused(Accumulator, net, SGD(net.parameters(), lr=0.0), scaler=scaler)
+    assert "make an optimizer for each kind and pass both" in message
+
+
 @pytest.mark.parametrize("sync", SHARDED)
 @on_ranks(2)
 def test_stand_in_with_a_loss_in_which_nothing_counts_now_adds_nothing(sync):
