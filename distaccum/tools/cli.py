@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import json
 import os
@@ -122,8 +123,11 @@ def _check(given: argparse.Namespace) -> int:
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn, **said)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report, flush=True)
-    if dist.is_initialized():
-        dist.destroy_process_group()  # or a thread of gloo's may abort the process when Python ends
+    if dist.is_initialized():  # a thread of gloo's may abort the process when Python ends: no group may live then
+        del model, batch, loss_fn, options
+        gc.collect()
+        dist.barrier()
+        dist.destroy_process_group()
     return 0 if report.equivalent else 1
 
 
