@@ -179,7 +179,7 @@ class Job:
                 "scheduler with a scaler and no optimizer: whether your scaler.step() stepped cannot be seen; step the "
                 "schedule yourself, or pass the optimizer"
             )
-        for one, owned in zip(self.optimizers, self.groups, strict=True) if self.scaler is not None else ():
+        for one, owned in zip(self.optimizers, self.groups, strict=False) if self.scaler is not None else ():
             if len({hasattr(p, "to_local") for p in owned}) > 1:
                 raise ValueError(
                     f"scaler with a {type(one).__name__} that holds sharded and plain parameters, which a GradScaler "
