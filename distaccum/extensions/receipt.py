@@ -92,6 +92,8 @@ class Receipt(Extension):
         engine = self._engine = job.engine
         self._stepped = job.stepped
         why = engine.hides_norm or engine.hides_own(job.stepped())
+        if any(hasattr(one, "placements") and first_row(one) is None for one in job.stepped()):
+            why = "with parameters that are not cut by rows alone"
         if why or "step" in engine.owns or engine.peers.has_parts or engine.pipeline is not None:
             raise ValueError(
                 f"Receipt() with {engine.name}{'' if why is None else f', {why}'}: what autograd gives there, or the "
@@ -129,7 +131,7 @@ class Receipt(Extension):
     def _closed(self, parameter: nn.Parameter, nothing: Tensor) -> Tensor:
         """This rank's part of the receipts of a gradient as it is used."""
         gradient: Any = parameter.grad
-        if gradient is None or gradient.is_sparse:
+        if gradient is None or gradient.is_sparse or not is_seen(parameter):
             return nothing
         if hasattr(gradient, "to_local"):
             part = project(gradient.to_local(), gradient.shape, first_row(gradient) or 0) / num_copies(gradient)
@@ -145,8 +147,8 @@ class Receipt(Extension):
         if sums is None or update is None:
             return
         received, closed, size = torch.split(sums.reshape(-1, 2 * NUM + 1).cpu(), [NUM, NUM, 1], dim=1)
+        # Of what autograd gave nothing for, any gradient is infinitely off.
         off = (closed * self._engine.divisor - received).norm(dim=1) / size[:, 0].clamp(min=1e-300)
-        off = off.where(size[:, 0] > 0, 0.0)
         update.notes[self.key] = float(off.max()) if len(off) else 0.0
         parameters = self._stepped()
         bounds = [4e-4 if torch.finfo(one.dtype).eps < 1e-5 else 5e-2 for one in parameters]

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import Shard
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -75,4 +76,21 @@ def lose_the_other_ranks(_, bucket):  # torch refuses annotations that are texts
 def test_engine_that_hides_gradients_is_refused():
     model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
     with pytest.raises(ValueError, match="cannot be seen"):
+        train(model)
+
+
+@on_ranks(2)
+def test_shards_that_are_not_rows_are_refused():
+    model = net()
+    fully_shard(model, shard_placement_fn=lambda parameter: Shard(parameter.ndim - 1))
+    with pytest.raises(ValueError, match=r"not cut by rows alone: .* cannot be seen"):
+        train(model)
+
+
+def test_gradient_that_no_backward_gave_raises():
+    model = net()
+    model.unused = nn.Parameter(torch.zeros(3))
+    model.forward = lambda x: model[2](model[1](model[0](x)))
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: setattr(model.unused, "grad", torch.ones(3)))
+    with pytest.raises(DistaccumError, match="the gradient of unused in update 0 is not the sum"):
         train(model)
