@@ -193,8 +193,6 @@ def _epochs_of(job: Job) -> list[int]:
 
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:
     """Clears gradients that stood before a window, with a warning."""
-    if not engine.stale(parameters):
-        return
     # Zeros are nobody's: of zero_grad(set_to_none=False), or views of buckets that another Accumulator cleared.
     shown = [p.grad for p in parameters if p.grad is not None]
     if engine.stale(()) or not is_zero(shown):  # hidden ones, or those that are shown

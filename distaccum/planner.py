@@ -94,7 +94,7 @@ class Planner:
         if draw.error is not None and not draw.report.num_drawn and feed.communicates:
             draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
         reports = [draw.report] if engine.peers.is_alone else self._gathered(draw, wait())
-        if draw.error is not None:
+        if draw.error is not None:  # this process is alone; else it was raised with the others'
             draw.raise_error()
         plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), reports)
         if not plan.is_empty:

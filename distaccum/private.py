@@ -1,4 +1,4 @@
-"""The private names of torch that the core needs, as they are in torch 2.9 to 2.15."""
+"""The private names of torch that the core needs, as they are in torch 2.9 to 2.15; GradScaler's are in scaling.py."""
 
 from __future__ import annotations
 
@@ -70,15 +70,6 @@ if _run_autograd is not None:
     run_backward = partial(
         _run_autograd, keep_graph=False, create_graph=False, inputs=(), allow_unreachable=True, accumulate_grad=True
     )
-
-
-def is_reached(parameter: Tensor) -> bool:
-    """True if the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
-    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
-    if will_execute is None:
-        return True
-    with torch.enable_grad():
-        return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]
 
 
 require("torch", Tensor, "_version", "_base")

@@ -198,7 +198,7 @@ class Peers:
             _raise_if_lost(error)
 
     def tell(self, error: Exception) -> None:
-        """Logs an error that this rank keeps until the others can hear of it: they may wait for it elsewhere."""
+        """Logs an error of a loader, a count or `update()`, which this rank keeps until the others can hear of it."""
         if not self.is_alone:
             logger.error(
                 "rank %d failed, and the other ranks hear of it when they plan or vote: %s", self.rank, in_short(error)

@@ -29,7 +29,6 @@ from torch.optim import Optimizer
 from ..adapter import Prepared
 from ..engines.base import Engine, Owned, Sync, refuse_left_out_terms, sparse_embeddings, total_norm
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
-from ..private import is_reached
 from .private import deepspeed as private
 
 # The way in which backwards are kept from reducing.
@@ -169,7 +168,7 @@ class DeepSpeedEngine(Engine):
     def _refuse_another_use(self, _: Tensor) -> None:
         """Each rank fills a bucket with the gradients of its own backward, and takes other ranks' for the same."""
         named = self._deepspeed.module.named_parameters()
-        unused = {name for name, p in named if p.requires_grad and not is_reached(p)}
+        unused = {name for name, p in named if p.requires_grad and not private.is_reached(p)}
         by_rank = self.peers.gather_objects(unused)
         differ = sorted(set.union(*by_rank) - set.intersection(*by_rank))
         if not differ:

@@ -103,3 +103,12 @@ def discard_window(engine: Any, stage: int) -> None:
     if hasattr(optimizer, "_backward_active_depth"):
         optimizer._backward_active_depth = 0
         optimizer.clear_backward_seen_flag()
+
+
+def is_reached(parameter: Tensor) -> bool:
+    """True if the running backward reaches `parameter`, as DeepSpeed itself asks; without the name, always true."""
+    will_execute = getattr(torch._C, "_will_engine_execute_node", None)
+    if will_execute is None:
+        return True
+    with torch.enable_grad():
+        return bool(will_execute(parameter.view_as(parameter).grad_fn.next_functions[0][0]))  # type: ignore[union-attr]
