@@ -1,8 +1,6 @@
-"""A whole training script to copy: one device, or DDP under torchrun. Started again after a stop, it goes on.
+"""Training to copy: `python` or `torchrun --nproc-per-node 2` launch/minimal.py [CHECKPOINT], from which it goes on."""
 
-[python | torchrun --nproc-per-node 2] launch/minimal.py [CHECKPOINT]
-"""
-
+import gc
 import os
 import sys
 from pathlib import Path
@@ -57,4 +55,6 @@ while accumulator.index < EPOCHS * per_epoch:
     if rank == 0:
         print(f"epoch {epoch}: loss {update.loss:.4f}")
 if ranks > 1:
+    del model, accumulator, parts, window  # a gloo group that something holds when Python ends may abort it
+    gc.collect()
     dist.destroy_process_group()
