@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import time
@@ -91,6 +92,7 @@ class Job:
 
     def __exit__(self, kind: Any, *_: object) -> None:
         if dist.is_initialized() and kind is None:  # after an error the others may be waiting: leave at once
+            gc.collect()  # a gloo group that something holds when Python ends may abort it
             dist.destroy_process_group()
 
     @property
