@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..law import DistaccumError, Plan, shorten, warn
-from ..norms import HALF, names_of
+from ..norms import HALF
 from ..ranks import own_group
 from .averaging import average, largest
 from .base import STANDING, Engine, Sync, refuse_left_out_terms, sparse_embeddings
@@ -59,10 +59,16 @@ class FullyShardEngine(Engine):
             self.policies = ("last", "every", "gathered")
             if all(map(private.is_hybrid, self._groups)):
                 self.policies += ("replicas",)
-        group = _group_of_meshes(self._groups)
+        over: dict[tuple[int, ...], list[Any]] = {}  # the groups by the ranks over which they reduce
+        for one in self._groups:
+            over.setdefault(_data_ranks(one), []).append(one)
+        ranks = max(over, key=len)
+        if len(over) > 1:
+            _meshes().refuse_other_meshes(over, ranks)
+        group = _group_of_mesh(over[ranks][0], ranks)
         own, sharing = [p.sharded_param for p in self._every], None
-        if any(p.device_mesh.size() > dist.get_world_size(group) for p in own if hasattr(p, "to_local")):
-            sharing = import_module("distaccum.meshes.sharing").ranks_sharing(own, group)
+        if any(p.device_mesh.size() > len(ranks) for p in own if hasattr(p, "to_local")):
+            sharing = _meshes().ranks_sharing(own, group)
         super().__init__(models, sync, group, sharing)
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
         self.standing = self._standing
@@ -72,18 +78,11 @@ class FullyShardEngine(Engine):
         self._by_hand: list[nn.Parameter] = []
         self._is_open = False  # a window began and did not finish
         self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
-        self._parts = self._cut_over_ranks(self._outside(self.parameters()))
-        experts = [one for one in self._groups if len(_data_ranks(one)) < self.peers.num_ranks]
-        self._parts += [p.sharded_param for one in experts for p in one.fsdp_params]
-        if self._parts:  # whose forwards wait for all ranks; with "gathered" each would run only its own
-            self.policies = tuple(policy for policy in self.policies if policy != "gathered")
-            if sync == "gathered":
-                names = names_of(self.models)
-                raise ValueError(
-                    f"sync='gathered' with {shorten([names.get(id(p), 'a parameter') for p in self._parts])}, cut over "
-                    "the data-parallel ranks outside of fully_shard: forwards wait for all ranks, and each rank would "
-                    "run only as many as it has micro-batches; use 'last' or 'every'"
-                )
+        parts = self._cut_over_ranks(self._outside(self.parameters()))
+        parts += [p.sharded_param for few in over if few != ranks for one in over[few] for p in one.fsdp_params]
+        self._has_parts = bool(parts)
+        if parts:
+            _meshes().leave_out_gathered(self, parts)
         self._reduces = True  # in backward; else after the last
         self._stands_in = False
         self._unused: list[Any] = []  # of _every: without a gradient in this window, on this rank
@@ -107,14 +106,14 @@ class FullyShardEngine(Engine):
 
     def _cut_over_ranks(self, outside: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         if self._experts is None and any(hasattr(p, "to_local") for p in outside):
-            self._experts = import_module("distaccum.meshes.sharing").Experts(self)
+            self._experts = _meshes().Experts(self)
         return [] if self._experts is None else self._experts.find(outside)
 
     def check(self, plan: Plan) -> None:
         super().check(plan)
         # With parameters gathered before the first forward, a rank that fails leaves nobody waiting.
         self._policy = "gathered" if plan.reduce_afterwards and "gathered" in self.policies else self.sync
-        communicates = len(self._groups) > 1 or bool(self._parts)  # within forward and backward, besides the root
+        communicates = len(self._groups) > 1 or self._has_parts  # within forward and backward, besides the root
         if self._policy != "gathered" and communicates and self.peers.num_ranks > 1:
             refuse_left_out_terms(plan, ", use sync='gathered', or wrap only the root with fully_shard")
         for group in self._groups:
@@ -262,24 +261,13 @@ def _refuse_state(*_: object) -> None:
     )
 
 
-def _group_of_meshes(groups: Sequence[Any]) -> dist.ProcessGroup:
-    """The ranks that hold different samples: the mesh's shards and replicas, not its tensor-parallel dimension."""
-    sets: dict[tuple[int, ...], Any] = {}
-    for group in groups:
-        sets.setdefault(_data_ranks(group), group)
-    ranks = max(sets, key=len)
-    for group in groups:
-        reduced = _data_ranks(group)
-        if reduced != ranks and not all(_is_expert(p.sharded_param, reduced, ranks) for p in group.fsdp_params):
-            seen = "; ".join(
-                f"{private.name_of(one.fsdp_params[0])} over ranks {list(ranks)}" for ranks, one in sets.items()
-            )
-            raise ValueError(
-                f"fully_shard was called with meshes over different ranks ({seen}), expected one data-parallel "
-                "group, or fewer ranks for parameters that are cut over the others (experts, as Shard on their own "
-                "mesh); use an Accumulator each, or one mesh"
-            )
-    group = sets[ranks]
+def _meshes() -> Any:
+    """Opens the door to tensor parallelism and experts, where DTensors show one of them."""
+    return import_module("distaccum.meshes.sharing")
+
+
+def _group_of_mesh(group: Any, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of `ranks`: the shards and replicas of a mesh, not its tensor-parallel dimension."""
     if not (private.is_sharded(group) and private.is_hybrid(group)):
         info = group.mesh_info
         made: Any = info.shard_process_group if private.is_sharded(group) else info.replicate_process_group
@@ -296,18 +284,6 @@ def _data_ranks(group: Any) -> tuple[int, ...]:
     """The ranks over which fully_shard reduces."""
     info = group.mesh_info
     return tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))
-
-
-def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]) -> bool:
-    """True if `parameter` is cut over the data ranks that fully_shard does not reduce over (it does over `reduced`).
-
-    Its gradient then holds the samples of all data ranks.
-    """
-    mesh = parameter.device_mesh
-    along = [{*dist.get_process_group_ranks(mesh.get_group(i))} for i in range(mesh.ndim)]
-    meeting = [i for i, ranks in enumerate(along) if len(ranks & {*data_ranks}) > 1]
-    is_cut = all(along[i] <= {*reduced} or not parameter.placements[i].is_replicate() for i in meeting)
-    return is_cut and {*ranks_along(mesh, meeting)} == {*data_ranks}
 
 
 def _is_trained(parameter: Any) -> bool:

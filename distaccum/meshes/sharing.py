@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch.distributed as dist
@@ -10,8 +10,9 @@ from torch import nn
 
 from ..engines.averaging import settle_placements
 from ..engines.base import Engine, Sync
-from ..engines.shards import lies_over, why_tensor_parallel
-from ..law import Plan
+from ..engines.private import fsdp2
+from ..engines.shards import lies_over, ranks_along, why_tensor_parallel
+from ..law import Plan, shorten
 from ..norms import names_of
 from ..ranks import own_group
 
@@ -38,6 +39,48 @@ def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[l
         if len(sets[0]) > len(found[0]):
             found = sets
     return found
+
+
+def refuse_other_meshes(groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: tuple[int, ...]) -> None:
+    """Raises if FSDP2 reduces some parameters over other ranks than `ranks`, the most, and they are no experts.
+
+    `groups` has FSDP2's groups of parameters by the ranks over which they are reduced.
+    """
+    for reduced, of_ranks in groups.items():
+        own = [p.sharded_param for one in of_ranks for p in one.fsdp_params]
+        if reduced != ranks and not all(_is_expert(one, reduced, ranks) for one in own):
+            seen = "; ".join(
+                f"{fsdp2.name_of(one.fsdp_params[0])} over ranks {list(over)}" for over, (one, *_) in groups.items()
+            )
+            raise ValueError(
+                f"fully_shard was called with meshes over different ranks ({seen}), expected one data-parallel "
+                "group, or fewer ranks for parameters that are cut over the others (experts, as Shard on their own "
+                "mesh); use an Accumulator each, or one mesh"
+            )
+
+
+def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]) -> bool:
+    """True if `parameter` is cut over the data ranks that fully_shard does not reduce over (it does over `reduced`).
+
+    Its gradient then holds the samples of all data ranks.
+    """
+    mesh = parameter.device_mesh
+    along = [{*dist.get_process_group_ranks(mesh.get_group(i))} for i in range(mesh.ndim)]
+    meeting = [i for i, ranks in enumerate(along) if len(ranks & {*data_ranks}) > 1]
+    is_cut = all(along[i] <= {*reduced} or not parameter.placements[i].is_replicate() for i in meeting)
+    return is_cut and {*ranks_along(mesh, meeting)} == {*data_ranks}
+
+
+def leave_out_gathered(engine: Engine, parts: Sequence[nn.Parameter]) -> None:
+    """Takes the policy "gathered" from an engine with experts, `parts`, whose forwards wait for all ranks."""
+    engine.policies = tuple(policy for policy in engine.policies if policy != "gathered")
+    if engine.sync == "gathered":
+        names = names_of(engine.models)
+        raise ValueError(
+            f"sync='gathered' with {shorten([names.get(id(p), 'a parameter') for p in parts])}, cut over "
+            "the data-parallel ranks outside of fully_shard: forwards wait for all ranks, and each rank would "
+            "run only as many as it has micro-batches; use 'last' or 'every'"
+        )
 
 
 class Experts:
