@@ -28,6 +28,14 @@ Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each
 STANDING: Callable[[Any], Tensor | None] = attrgetter("grad")
 
 
+class Source(NamedTuple):
+    """A leaf that backwards reach, the parameter that gets its gradient, and the dtype in which that adds up."""
+
+    leaf: Any
+    parameter: Any
+    dtype: torch.dtype
+
+
 class Engine:
     """Postpones and runs the reduction of one kind of wrapper. Abstract: subclass it for a wrapper, and `register` it.
 
@@ -165,6 +173,10 @@ class Engine:
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         """Leaves of the graph on which backwards, and nothing else in a window, add up gradients of `parameters`."""
         return parameters
+
+    def sources(self, parameters: Sequence[nn.Parameter]) -> Sequence[Source]:
+        """Pairs `parameters` with the leaves that backwards of the window that begins will reach; may communicate."""
+        return [Source(one, one, one.dtype) for one in parameters]
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
         """Why a rank's own gradients of `parameters` cannot be seen, and the cure; None if `holders` have them."""

@@ -20,6 +20,7 @@ from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, final
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF
 from ..ranks import own_group
 from .averaging import average, largest
-from .base import STANDING, Engine, Sync, refuse_left_out_terms, sparse_embeddings
+from .base import STANDING, Engine, Source, Sync, refuse_left_out_terms, sparse_embeddings
 from .private import fsdp2 as private
 from .shards import ranks_along, why_tensor_parallel
 
@@ -192,6 +193,21 @@ class FullyShardEngine(Engine):
         shown = [(private.gathered_of(one), one) for one in self._every if id(one.sharded_param) in wanted]
         self._shown = {id(gathered): one for gathered, one in shown if gathered is not None}
         return [*(gathered for gathered, _ in shown if gathered is not None), *parameters]
+
+    def sources(self, parameters: Sequence[nn.Parameter]) -> Sequence[Source]:
+        if any(private.gathered_of(one) is None for one in self._every):  # before the first forward
+            for module in self._modules:
+                module.unshard()
+            self.show_parameters()
+        wanted = {id(p) for p in parameters}
+        found = [Source(p, p, p.dtype) for p in self._outside(parameters)]
+        for group in self._groups:
+            for one in group.fsdp_params:
+                if id(one.sharded_param) in wanted:
+                    dtypes = (private.adds_up_in(group, one), one.sharded_param.dtype)
+                    coarsest = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+                    found.append(Source(private.gathered_of(one), one.sharded_param, coarsest))
+        return found
 
     def _standing(self, holder: Any) -> Tensor | None:
         if (one := self._shown.get(id(holder))) is not None:

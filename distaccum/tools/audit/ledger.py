@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ...extensions.receipt import first_row, is_seen, num_copies, project
+from ...extensions.receipt import block_of, is_seen, num_copies, project
 from .private import gathered_parameters
 
 Receipts = dict[int, Tensor]  # by the parameter's place
@@ -112,8 +112,8 @@ class Ledger:
                 continue
             if not hasattr(one, "to_local"):
                 found[place] = project(one.detach())
-            elif (start := first_row(one)) is not None:
-                found[place] = project(one.to_local().detach(), one.shape, start)
+            elif (block := block_of(one)) is not None:
+                found[place] = project(one.to_local().detach(), one.shape, block.starts)
         return found
 
 
