@@ -33,7 +33,7 @@ from distaccum.extensions import NoiseScale
 
 def train(config: Config, job: Job) -> int:
     """Trains, and gives the exit status."""
-    task = make_task(config, job.is_first_here, job.wait_for_all)
+    task = make_task(config, job.local_rank == 0, job.wait_for_all)
     order = Order(len(task.train), config.batch_size, config.seed)
     steps = math.ceil(config.batch_size / (job.data_ranks * config.micro_batch_size))
     updates = config.updates or config.epochs * order.updates_per_epoch

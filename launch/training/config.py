@@ -274,10 +274,7 @@ def a_line(error: object) -> str:
 
 
 class BrokenFileError(OSError):
-    """A file of the data that cannot be read.
-
-    A worker process of the loader hands its whole traceback on as the text, of which the last line is kept.
-    """
+    """A file of the data that cannot be read; a loader's worker hands on its traceback, whose last line is kept."""
 
     def __init__(self, text: str) -> None:
         super().__init__(text.rstrip().splitlines()[-1].split(f"{type(self).__name__}: ")[-1])

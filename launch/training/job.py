@@ -112,11 +112,6 @@ class Job:
     def is_first(self) -> bool:
         return self.rank == 0
 
-    @property
-    def is_first_here(self) -> bool:
-        """The first rank on this machine."""
-        return self.local_rank == 0
-
     def autocast(self) -> AbstractContextManager[Any]:
         """Autocast, unless the engine lowers the precision by itself."""
         precision = self.config.precision

@@ -192,20 +192,19 @@ def draw(folder: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    updates = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    held_out = folder / "evaluation.jsonl"
-    measured = [json.loads(line) for line in held_out.read_text().splitlines()] if held_out.exists() else []
-    if not updates:
-        return None
-    x, at = ([point["index"] for point in points] for points in (updates, measured))
-    losses, means = ([math.nan if p["loss"] is None else p["loss"] for p in points] for points in (updates, measured))
+    def points(name: str, x: str, y: str) -> tuple[list[Any], list[Any]]:
+        """Of a file's lines; what is not finite is null there, and a gap here."""
+        path = folder / name
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        return [line[x] for line in lines], [math.nan if line[y] is None else line[y] for line in lines]
+
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
-    above.plot(x, losses, color="#0072B2", linewidth=1, label="an update's loss")
-    if measured:
-        above.plot(at, means, "o-", color="#D55E00", markersize=4, label="loss on held-out data")
+    above.plot(*points("log.jsonl", "index", "loss"), color="#0072B2", linewidth=1, label="an update's loss")
+    held_out = points("evaluation.jsonl", "index", "loss")
+    above.plot(*held_out, "o-", color="#D55E00", markersize=4, label="loss on held-out data")
     above.legend(frameon=False)
-    below.plot(x, [update["lr"] for update in updates], color="#009E73")
-    below.set_xlabel("update")
+    below.plot(*points("log.jsonl", "index", "lr"), color="#009E73")
+    below.set_xlabel("updates")
     for axes, label in ((above, "loss"), (below, "learning rate")):
         axes.set_ylabel(label)
         axes.set_ylim(bottom=0)
@@ -231,13 +230,7 @@ def _cut(path: Path, start: int) -> None:
 
 def _json(value: Any, indent: int | None = None) -> str:
     """JSON, with null for NaN and the infinities."""
-
-    def finite(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {name: finite(part) for name, part in value.items()}
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    return json.dumps(finite(value), indent=indent, allow_nan=False)
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
 def _listed(measured: dict[str, float]) -> str:

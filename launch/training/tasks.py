@@ -91,6 +91,8 @@ def _vision(config: Config, is_first_here: bool, wait: Callable[[], None]) -> Ta
         return {"inputs": torch.stack(images).to(dtype), "labels": torch.tensor([int(label) for label in labels])}
 
     model, data = _vision_model(config, classes), Keyed(train, config.seed, draws=config.augment)
+    if config.norm == "group":
+        model = to_groupnorm(model)
     return Task(model, f"{config.model} on {config.data}", data, held_out, collate, count_samples, "samples")
 
 
@@ -175,7 +177,7 @@ def _split(number: int, seed: int) -> tuple[list[int], list[int]]:
 
 def _vision_model(config: Config, classes: int) -> nn.Module:
     if config.model == "cnn":
-        return _with_norm(_cnn(classes), config)
+        return _cnn(classes)
     from torchvision import models
 
     if config.model not in models.list_models(module=models):
@@ -188,28 +190,18 @@ def _vision_model(config: Config, classes: int) -> nn.Module:
     elif config.model in ("googlenet", "inception_v3"):
         more.update(aux_logits=False, init_weights=True)  # second outputs, which the loss here has no use for
     try:
-        return _with_norm(models.get_model(config.model, num_classes=classes, **more), config)
+        model: nn.Module = models.get_model(config.model, num_classes=classes, **more)
+        return model
     except (ValueError, AssertionError) as error:
         stop(f"model = {config.model!r} with image_size = {config.image_size}: {a_line(error)}")
 
 
-def _with_norm(model: nn.Module, config: Config) -> nn.Module:
-    return to_groupnorm(model) if config.norm == "group" else model
-
-
 def _cnn(classes: int) -> nn.Module:
     """Small enough for a laptop to train in seconds."""
-    return nn.Sequential(
-        nn.Conv2d(3, 16, 3, stride=2, padding=1),
-        nn.BatchNorm2d(16),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, stride=2, padding=1),
-        nn.BatchNorm2d(32),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(4),
-        nn.Flatten(),
-        nn.Linear(32 * 4 * 4, classes),
-    )
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32)):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1), nn.BatchNorm2d(after), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(32 * 4 * 4, classes))
 
 
 # Language
