@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
+import sys
 import time
 import warnings
 from contextlib import AbstractContextManager, nullcontext
@@ -138,6 +140,13 @@ class Job:
 
     def wait_for_all(self) -> None:
         self.largest(0)
+
+    def peak_memory(self) -> int:
+        """The most bytes that this rank had: of its GPU, or of its process where it has none."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return most if sys.platform == "darwin" else 1024 * most
 
     def say(self, text: str) -> None:
         if self.is_first and (self.is_planned or not self.config.quiet):

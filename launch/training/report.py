@@ -83,8 +83,8 @@ class Report:
         if job.is_first:
             (self._folder / "weights.pt").unlink(missing_ok=True)  # of a shorter run that this one goes on with
             (self._folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
-            for name in ("log.jsonl", "evaluation.jsonl"):
-                _cut(self._folder / name, start)
+            _cut(self._folder / "log.jsonl", "index", start - 1)
+            _cut(self._folder / "evaluation.jsonl", "updates", start)
             self._log = (self._folder / "log.jsonl").open("a")
             if config.tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
@@ -113,7 +113,8 @@ class Report:
             self._read.append(update)
             self._counted += _count(update)
             self._rate = self._counted / (now - self._began)
-            self._log.write(_json({**update.as_dict(), "lr": lr}) + "\n")
+            pace = {f"{self._unit}_per_second": _count(update) / update.seconds, "peak_memory": self._job.peak_memory()}
+            self._log.write(_json({**update.as_dict(), "lr": lr, **pace}) + "\n")
             self._log.flush()
             if not update.stepped:
                 self._job.say(f"update {update.index} was skipped: {update.reason}")
@@ -136,18 +137,22 @@ class Report:
         self._told = now
         line = f"{index} of {self._updates} updates and {micro_batches} micro-batch{'es' * (micro_batches != 1)}"
         if self._read:
-            line += f": loss {self._read[-1].loss:.4f}, {self._rate:.0f} {self._unit}/s"
+            line += f": loss {self._read[-1].loss:.4f}, {self._pace()}"
             seconds = (self._updates - index) * (now - self._began) / (index - self._start)
             line += f", {timedelta(seconds=round(seconds))} left"
         self._job.say(line)
 
-    def evaluation(self, index: int, measured: dict[str, float]) -> None:
+    def _pace(self) -> str:
+        return f"{self._rate:.0f} {self._unit}/s, peak {self._job.peak_memory() / 1e9:.2f} GB"
+
+    def evaluation(self, updates: int, measured: dict[str, float]) -> None:
         if not self._job.is_first:
             return
         with (self._folder / "evaluation.jsonl").open("a") as file:
-            file.write(_json({"index": index, **measured}) + "\n")
-        self._job.say(f"after update {index}: {_listed(measured)}")
-        self._show_on_board(index, {f"held out/{name}": value for name, value in measured.items()})
+            file.write(_json({"updates": updates, **measured}) + "\n")
+        self.flush()
+        self._job.say(f"after {updates} updates: {_listed(measured)}, {self._pace()}")
+        self._show_on_board(updates, {f"held out/{name}": value for name, value in measured.items()})
 
     def summary(self, measured: dict[str, float]) -> None:
         """Printed, and in summary.json; with a picture beside the log."""
@@ -160,6 +165,7 @@ class Report:
             "seconds": seconds,  # of this start, with evaluation and checkpoints
             "seconds_per_update": sum(update.seconds for update in updates) / max(1, len(updates)),
             f"{self._unit}_per_second": self._counted / seconds,
+            "peak_memory": self._job.peak_memory(),
             "ranks": self._job.ranks,
             "engine": self._job.engine,
             "loss": updates[-1].loss if updates else None,
@@ -200,7 +206,7 @@ def draw(folder: Path) -> Path | None:
 
     figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
     above.plot(*points("log.jsonl", "index", "loss"), color="#0072B2", linewidth=1, label="an update's loss")
-    held_out = points("evaluation.jsonl", "index", "loss")
+    held_out = points("evaluation.jsonl", "updates", "loss")
     above.plot(*held_out, "o-", color="#D55E00", markersize=4, label="loss on held-out data")
     above.legend(frameon=False)
     below.plot(*points("log.jsonl", "index", "lr"), color="#009E73")
@@ -215,15 +221,15 @@ def draw(folder: Path) -> Path | None:
     return path
 
 
-def _cut(path: Path, start: int) -> None:
-    """Keeps the lines before update `start`: a killed run may have logged updates that no checkpoint has."""
+def _cut(path: Path, key: str, last: int) -> None:
+    """Keeps the lines up to this `key`: a killed run may have logged updates that no checkpoint has."""
     kept = []
     for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
         try:
-            index = json.loads(line)["index"]
+            is_kept = json.loads(line)[key] <= last
         except (ValueError, TypeError, KeyError):
             break  # half a line
-        if index < start + (path.name == "evaluation.jsonl"):  # which counts the updates before it
+        if is_kept:
             kept.append(line)
     path.write_text("".join(kept))
 

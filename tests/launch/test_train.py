@@ -227,17 +227,19 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     options = ("--epochs", 2, "--evaluate-every", 10, "--tensorboard", "--warmup", 5)
     text = trained(programs, run, *SMALL, *options)
     assert len(log := log_of(run)) == 46
-    fields = "index loss losses grad_norm counts micro_batches stepped reason seconds lr"
+    fields = "index loss losses grad_norm counts micro_batches stepped reason seconds lr samples_per_second peak_memory"
     assert set(fields.split()) <= log[0].keys()
     assert [round(update["lr"], 4) for update in log[:6]] == [0.004, 0.008, 0.012, 0.016, 0.02, 0.02]
     assert log[-1]["lr"] < 1e-4
     measured = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
-    assert [point["index"] for point in measured] == [10, 20, 30, 40, 46]
+    assert [point["updates"] for point in measured] == [10, 20, 30, 40, 46]
     summary = json.loads((run / "summary.json").read_text())
     assert summary["updates"] == 46 and summary["held_out"]["accuracy"] == measured[-1]["accuracy"]
     assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run / "tensorboard").glob("events*"))
-    printed = re.findall(r"^after update (\d+): loss \d\.\d{4}, accuracy \d+\.\d%$", text, re.MULTILINE)
+    printed = re.findall(
+        r"^after (\d+) updates: loss \d\.\d{4}, accuracy \d+\.\d%, \d+ samples/s, peak \d\.\d\d GB$", text, re.MULTILINE
+    )
     assert printed == ["10", "20", "30", "40", "46"]
 
 
