@@ -25,7 +25,7 @@ from training.job import EXCHANGE_SECONDS, Job, Signals
 from training.meshes import Collate, cut_batches
 from training.report import Report, plan
 from training.tasks import loss_of, make_task, measure, to_device, try_model
-from training.wrapping import Wrapped, wrap
+from training.wrapping import Wrapped, change_blocks, wrap
 
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
@@ -40,6 +40,7 @@ def train(config: Config, job: Job) -> int:
     job.say(plan(config, job, task, order, steps, updates))
     if job.is_planned:
         return 0
+    change_blocks(task.model, config)
     try_model(task, job.device)
 
     with refusals_in_a_line():

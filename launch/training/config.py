@@ -62,14 +62,18 @@ class Config:
     optimizer: Literal["sgd", "adamw"] = option("sgd", "with lr, momentum (sgd) and weight_decay")
     lr: float = option(0.02, "the highest learning rate")
     momentum: float = option(0.9, "of sgd")
+    betas: tuple[float, float] = option((0.9, 0.999), "of adamw, two numbers")
     weight_decay: float = option(0.0, "of either optimizer")
     base_batch_size: int = option(0, "the batch that lr is meant for, which scales it to batch_size; 0: it is for any")
     lr_scaling: Literal["linear", "sqrt"] = option("linear", "lr times batch_size / base_batch_size, or times its root")
     warmup: int = option(0, "updates until the learning rate reaches lr")
     schedule: Literal["cosine", "constant"] = option("cosine", "after the warm-up, counted in updates")
+    min_lr: float = option(0.0, "the learning rate at the end of the cosine; it is scaled with lr")
     max_norm: float = option(1.0, "clip the gradient's norm; 0: do not")
     on_nonfinite: Literal["raise", "skip"] = option("raise", "reaction to a gradient with a NaN or an infinity")
     precision: Literal["float32", "bf16", "fp16", "float64"] = option("float32", "fp16 scales the loss")
+    compile: bool = option(False, "torch.compile each block of the model, or the whole model where it has none")
+    activation_checkpointing: bool = option(False, "keep a block's input alone, and run it again in backward")
 
     engine: Literal["auto", "plain", "ddp", "fsdp2", "deepspeed", "accelerate"] = option(
         "auto", "the wrapper of the model; auto: plain on one rank, ddp on several"
@@ -101,14 +105,15 @@ class Config:
 # A run resumes a checkpoint that was made with the same values of these.
 LASTING = (
     "task", "model", "norm", "image_size", "augment", "context", "width", "layers", "batch_size", "optimizer",
-    "momentum", "weight_decay", "base_batch_size", "lr_scaling", "max_norm", "precision", "seed",
+    "momentum", "betas", "weight_decay", "base_batch_size", "lr_scaling", "max_norm", "precision", "seed",
 )  # fmt: skip
 # Each option does nothing unless another one has this value.
 NEEDS = {
     "stage": ("engine", "deepspeed"), "deepspeed_config": ("engine", "deepspeed"), "replicas": ("engine", "fsdp2"),
     "norm": ("task", "vision"), "image_size": ("task", "vision"), "augment": ("task", "vision"),
     "data_folder": ("task", "vision"), "context": ("task", "language"), "width": ("model", "gpt"),
-    "layers": ("model", "gpt"), "momentum": ("optimizer", "sgd"),
+    "layers": ("model", "gpt"), "momentum": ("optimizer", "sgd"), "betas": ("optimizer", "adamw"),
+    "min_lr": ("schedule", "cosine"),
 }  # fmt: skip
 ABOVE_0 = {
     "image_size", "context", "width", "layers", "batch_size", "micro_batch_size", "epochs", "lr", "replicas",
@@ -136,6 +141,8 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif get_origin(kind) is Literal:
             parser.add_argument(flag, choices=get_args(kind), help=text)
+        elif get_origin(kind) is tuple:
+            parser.add_argument(flag, type=float, nargs=2, metavar="X", help=text)
         else:
             parser.add_argument(flag, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
     given = parser.read(arguments)
@@ -173,11 +180,14 @@ def _words_of(path: Path) -> list[str]:
         stop(f"{path} cannot be read ({error.strerror}), expected a TOML file such as those in configs/")
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         stop(f"{path} is not TOML: {error}")
-    return [
-        f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
-        + ("" if isinstance(value, bool) else f"={value}")
-        for name, value in values.items()
-    ]
+    words: list[str] = []
+    for name, value in values.items():
+        flag = f"--{'no-' if value is False else ''}{name.replace('_', '-')}"
+        if isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words.append(flag + ("" if isinstance(value, bool) else f"={value}"))
+    return words
 
 
 def read_text(path: Path) -> str:
@@ -187,10 +197,18 @@ def read_text(path: Path) -> str:
 
 def _check(config: Config) -> None:
     for name, value in dataclasses.asdict(config).items():
-        if isinstance(value, bool | str):
+        if isinstance(value, bool | str | tuple):
             continue
         if not math.isfinite(value) or value < 0 or (name in ABOVE_0 and value == 0):
             stop(f"{name} = {value!r}, expected a number {'above' if name in ABOVE_0 else 'of at least'} 0")
+    if not all(0 <= beta < 1 for beta in config.betas):
+        stop(f"betas = {config.betas}, expected two numbers from 0 to below 1")
+    if config.min_lr > config.lr:
+        stop(f"min_lr = {config.min_lr} and lr = {config.lr}, expected a min_lr of at most lr")
+    if config.activation_checkpointing and config.task == "vision" and config.norm == "batch":
+        stop(
+            "activation_checkpointing with norm = 'batch', whose statistics would count each forward twice; use 'group'"
+        )
     if config.engine == "deepspeed" and config.precision == "float64":
         stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
     if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
@@ -234,7 +252,8 @@ class _Parser(argparse.ArgumentParser):
             near = difflib.get_close_matches(name, flags, n=1)
             meant = f" (did you mean {near[0]}?)" if near else ""
             self.error(f"{name!r} is not known{meant}; --help lists the options")
-        given = {name: value for name, value in vars(found).items() if value is not None}
+        given: dict[str, Any] = {name: value for name, value in vars(found).items() if value is not None}
+        given |= {name: tuple(value) for name, value in given.items() if isinstance(value, list)}
         if {"epochs", "updates"} <= given.keys():
             self.error("both epochs and updates are given, expected one of them")
         return given

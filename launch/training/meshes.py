@@ -36,8 +36,8 @@ def check_sharing(config: Config, ranks: int) -> None:
         stop(f"{given} with model = {config.model!r}, expected task = 'language' and 'gpt', whose layers can be cut")
     if config.engine not in ("auto", "fsdp2"):
         stop(f"{given} with engine = {config.engine!r}, expected 'fsdp2', which works over the data ranks alone")
-    for other, is_given in (("replicas", config.replicas > 1), ("measure_noise", config.measure_noise)):
-        if is_given:
+    for other in ("replicas", "measure_noise", "compile"):
+        if getattr(config, other) > 1 or getattr(config, other) is True:
             stop(f"{given} with {other}, expected one of them; leave the other out")
     if name == "pp" and config.layers < number:
         stop(f"{given} and layers = {config.layers}, expected a layer for each stage")

@@ -262,7 +262,7 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
         stop(f"model = {config.model!r} needs transformers; pip install transformers, or leave the model out for 'gpt'")
     try:
         tokenizer = AutoTokenizer.from_pretrained(config.model)
-        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32, use_cache=False)
     except Exception as error:  # of many kinds, after what is missing or broken
         stop(f"model = {config.model!r} is no language model that transformers finds: {a_line(error)}")
     longest = getattr(model.config, "max_position_embeddings", config.context)

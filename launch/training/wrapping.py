@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.checkpoint import checkpoint
 
 from .config import DTYPES, ROOT, Config, read_text, stop
 from .job import Job
@@ -52,6 +53,19 @@ class Wrapped:
     @property
     def is_deepspeed(self) -> bool:
         return hasattr(self.model, "zero_optimization_stage")
+
+
+def change_blocks(model: nn.Module, config: Config) -> None:
+    """Compiles blocks, and has them run again in backward, as the run wants; before the model is wrapped."""
+    parts = blocks(model)
+    if config.activation_checkpointing:
+        if not parts:
+            stop(f"activation_checkpointing with {config.model}, which has no blocks that are known here; leave it out")
+        for part in parts:
+            part.forward = partial(checkpoint, part.forward, use_reentrant=False)
+    if config.compile:
+        for part in parts or [model]:
+            part.compile()
 
 
 def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
@@ -94,7 +108,7 @@ def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Opti
     if config.optimizer == "sgd":
         optimizer = SGD(parameters, lr=lr, momentum=config.momentum, weight_decay=config.weight_decay)
     else:
-        optimizer = AdamW(parameters, lr=lr, weight_decay=config.weight_decay)
+        optimizer = AdamW(parameters, lr=lr, betas=config.betas, weight_decay=config.weight_decay)
 
     def factor(update: int) -> float:
         if update < config.warmup:
@@ -102,7 +116,8 @@ def make_optimizer(model: nn.Module, config: Config, updates: int) -> tuple[Opti
         if config.schedule == "constant":
             return 1.0
         done = (update - config.warmup) / max(1, updates - config.warmup)
-        return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        least = config.min_lr / config.lr
+        return least + (1 - least) * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
 
     return optimizer, LambdaLR(optimizer, factor)
 

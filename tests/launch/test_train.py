@@ -83,6 +83,20 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
     proven(programs, tmp_path / "run", 1e-10)
 
 
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
+def test_compiled_and_checkpointed_blocks_are_exact(programs, tmp_path, ranks, engine):
+    file = tmp_path / "mine.toml"
+    file.write_text(
+        'task = "language"\nwidth = 32\nlayers = 2\ncontext = 16\noptimizer = "adamw"\nbetas = [0.8, 0.9]\n'
+    )
+    options = ("--config", file, "--engine", engine, "--precision", "float64", "--updates", 3, "--min-lr", 0.01)
+    trained(programs, tmp_path / "run", *options, "--compile", "--activation-checkpointing", ranks=ranks)
+    proven(programs, tmp_path / "run", 1e-10)
+    log = log_of(tmp_path / "run")
+    assert [round(update["lr"], 6) for update in log] == [0.02, 0.0175, 0.0125]
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["betas"] == [0.8, 0.9]
+
+
 def save_gpt2(folder: str) -> None:
     """A small GPT-2 and a tokenizer of words of the guide; runs in a process that has imported transformers."""
     import tokenizers
@@ -192,6 +206,9 @@ MISTAKES = {
     ("--out", "file/run"): "file/run cannot be made (Not a directory); give another --out",
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
     ("--checkpoint-minutes", "-1"): "checkpoint_minutes = -1.0, expected a number of at least 0",
+    ("--optimizer", "adamw", "--betas", "0.9", "1"): "betas = (0.9, 1.0), expected two numbers from 0 to below 1",
+    ("--min-lr", "1"): "min_lr = 1.0 and lr = 0.02, expected a min_lr of at most lr",
+    ("--model", "cnn", "--activation-checkpointing"): "activation_checkpointing with cnn, which has no blocks",
 }
 
 
