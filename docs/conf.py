@@ -53,8 +53,11 @@ MOVED = {
     "fabric": "accelerate.html#fabric",
     "field": "results.html#wrong-in-public",
     "lightning": "accelerate.html#lightning",
+    "limits": "faq.html#limits",
     "noise": "extensions.html#the-noise-scale",
+    "pairs": "losses.html#losses-over-pairs",
     "pipelines": "meshes.html#pipelines",
+    "resume": "faults.html#resume",
     "rl": "losses.html#reinforcement-learning-and-preferences",
     "tokens": "cutting.html#by-tokens",
 }

@@ -246,7 +246,7 @@ def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
                 wrong = next(filter(None, job.gather(wrong)), "")
             except DistaccumError as error:
                 wrong = f"{wrong} {error}"
-            cured = f"{wrong}; see docs/limits.md, or try another version of it"
+            cured = f"{wrong}; see docs/faq.md, or try another version of it"
             yield Finding(about, name, cured if wrong else seen, "wrong" if wrong else "ok")
             if wrong and job.world > 1:  # some ranks may still be inside a collective
                 return

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.amp import GradScaler
 from torch.nn.parallel import DistributedDataParallel
@@ -430,3 +431,22 @@ def test_loader_that_cannot_take_the_state_raises_a_warning():
     _, accumulator = one_weight(accumulator.state_dict())
     with pytest.warns(UserWarning, match="which a list cannot load"):
         next(accumulator.windows([torch.ones(1, 1)]))
+
+
+def checkpointed():
+    """The index that an Accumulator has from a checkpoint of torch."""
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    model = DistributedDataParallel(nn.Linear(3, 1))
+    first, second = (Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2) for _ in range(2))
+    for window in first.windows(torch.randn(4, 2, 3)):
+        for inputs in window:
+            window.backward(model(inputs).square().mean())
+        window.step()
+    dcp.save({"accumulator": first}, checkpoint_id=folder[0])
+    dcp.load({"accumulator": second}, checkpoint_id=folder[0])
+    return second.index
+
+
+def test_distributed_checkpoint_takes_an_accumulator(ranks):
+    assert ranks(2).run(checkpointed) == [2, 2]
