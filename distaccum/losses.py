@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from importlib import import_module
 from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
-from .engines.shards import whole_loss
 from .job import Counts, Job, Micro
 from .law import Reduction, share_of
 from .norms import HALF, number_of
@@ -109,7 +109,7 @@ class Losses:
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
-            loss = whole_loss(loss, self._engine.peers.group)
+            loss = import_module("distaccum.meshes.sharing").whole_loss(loss, self._engine.peers.group)
         if loss.dtype is not torch.float32:
             if loss.is_complex():
                 refuse_loss(loss)

@@ -20,7 +20,6 @@ from ..law import DistaccumError, Plan, ranks_where
 from ..norms import HALF, local, number_of
 from ..private import norms_of, run_backward
 from ..ranks import Peers, norm_over
-from .shards import why_tensor_parallel
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "clip", "norm", "finite", "scale", "sums", "stages", "dtype", "parameters"]
@@ -243,6 +242,13 @@ class Engine:
         for optimizer in optimizers:
             optimizer.step()
         return None
+
+
+def why_tensor_parallel(parameters: Sequence[Any]) -> str | None:
+    """Why a rank's own gradient cannot be seen if one of `parameters` is a DTensor."""
+    if any(hasattr(parameter, "to_local") for parameter in parameters):
+        return "which holds tensor-parallel parameters: a rank has a part of each gradient; use data parallelism alone"
+    return None
 
 
 @final

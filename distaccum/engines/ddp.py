@@ -17,6 +17,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any, final
 
 import torch
@@ -28,9 +29,8 @@ from ..law import DistaccumError, Plan, shorten
 from ..norms import leaves, names_of
 from ..private import version_of, zero_all
 from .averaging import average
-from .base import STANDING, Engine, Sync, sparse_embeddings
+from .base import STANDING, Engine, Sync, sparse_embeddings, why_tensor_parallel
 from .private import ddp as private
-from .shards import lies_over, why_tensor_parallel
 
 Stamp = tuple[Tensor | None, int]  # a gradient, and how often it was written to
 
@@ -83,9 +83,10 @@ class DDPEngine(Engine):
             weakref.finalize(self, wrapper.register_forward_pre_hook(_NotesStrays(self)).remove)
 
     def _refuse_dtensors(self) -> None:
-        for parameter in self.parameters():
-            is_inside = id(parameter) in self.alike and hasattr(parameter, "to_local")
-            if is_inside or lies_over(parameter, self.wrappers[0].process_group)[0]:
+        sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
+        for parameter in sharded:
+            is_inside, group = id(parameter) in self.alike, self.wrappers[0].process_group
+            if is_inside or import_module("distaccum.meshes.sharing").lies_over(parameter, group)[0]:
                 where = "inside" if is_inside else "over data-parallel ranks, outside"
                 raise ValueError(
                     f"{names_of(self.models)[id(parameter)]} is a DTensor {where} of DDP, whose buckets hold plain "

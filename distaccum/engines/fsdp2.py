@@ -15,7 +15,7 @@ stand in.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, final
@@ -28,9 +28,8 @@ from ..law import DistaccumError, Plan, shorten, warn
 from ..norms import HALF
 from ..ranks import own_group
 from .averaging import average, largest
-from .base import STANDING, Engine, Source, Sync, refuse_left_out_terms, sparse_embeddings
+from .base import STANDING, Engine, Source, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
 from .private import fsdp2 as private
-from .shards import ranks_along, why_tensor_parallel
 
 
 @final
@@ -300,6 +299,14 @@ def _data_ranks(group: Any) -> tuple[int, ...]:
     """The ranks over which fully_shard reduces."""
     info = group.mesh_info
     return tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))
+
+
+def ranks_along(mesh: Any, dimensions: Collection[int]) -> list[int]:
+    """The ranks that one meets from here along these dimensions of a mesh."""
+    here = mesh.get_coordinate()
+    place = tuple(slice(None) if i in dimensions else at for i, at in enumerate(here))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    return ranks
 
 
 def _is_trained(parameter: Any) -> bool:

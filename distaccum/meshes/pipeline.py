@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..cutting import count_samples, cut_batch
 from ..engines.base import Engine
-from ..engines.private import fsdp2
 from ..law import DistaccumError, shorten
 from . import private
 
@@ -90,7 +89,7 @@ class Pipeline:
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
             # Torch looks for weights among the parameters that a stage shows after forward.
-            if self.is_sharded and (lost := fsdp2.resharded_in(self.modules)):
+            if self.is_sharded and (lost := private.resharded_in(self.modules)):
                 raise ValueError(
                     f"{shorten(lost)} are parts again after forward, and the {type(self._schedule).__name__} runs "
                     "backward for inputs and for weights apart, which gives them no gradient then; call fully_shard "

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..engines.private import fsdp2
 from ..private import require
 
 # Its number, its output, what takes its loss; None: nothing in it counts.
@@ -46,6 +47,22 @@ def splits_backward(schedule: Any) -> bool:
     rows = {**(getattr(schedule, "pipeline_order", None) or {}), **(getattr(schedule, "pipeline_order_with_comms", {}))}
     actions = [one for row in rows.values() for one in row if one is not None]
     return any(action.computation_type.value == "W" for action in actions)
+
+
+def resharded_in(stages: Sequence[Any]) -> list[str]:
+    """Names of the trained parameters that are parts again between a forward of `stages` and its backward."""
+    roots = list(map(fsdp2.state_of, stages))
+    inside = [fsdp2.state_of(one) for stage in stages for one in stage.modules() if hasattr(one, "_get_fsdp_state")]
+    return [
+        fsdp2.name_of(parameter)
+        for state in dict.fromkeys(inside)
+        # The root's first forward sets it not to reshard.
+        if not (state in roots and state._is_root is None and state._auto_reshard_after_forward)
+        for group in fsdp2.groups_of(state)
+        if group.post_forward_mesh_info is not None
+        for parameter in group.fsdp_params
+        if parameter.sharded_param.requires_grad
+    ]
 
 
 @contextmanager

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..engines.averaging import settle_placements
-from ..engines.base import Engine, Sync
+from ..engines.base import Engine, Sync, why_tensor_parallel
+from ..engines.fsdp2 import ranks_along
 from ..engines.private import fsdp2
-from ..engines.shards import lies_over, ranks_along, why_tensor_parallel
 from ..law import Plan, shorten
 from ..norms import names_of
 from ..ranks import own_group
@@ -39,6 +39,28 @@ def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[l
         if len(sets[0]) > len(found[0]):
             found = sets
     return found
+
+
+def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
+    """The ranks and the placements of a DTensor along those dimensions of its mesh that meet `group`."""
+    mesh = getattr(parameter, "device_mesh", None)
+    if mesh is None or mesh.get_coordinate() is None:
+        return [], ()
+    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
+    meeting = [i for i in range(mesh.ndim) if others & set(dist.get_process_group_ranks(mesh.get_group(i)))]
+    return ranks_along(mesh, meeting) if meeting else [], tuple(parameter.placements[i] for i in meeting)
+
+
+def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
+    """The plain tensor of a loss that is a DTensor, the same on each of its ranks; `group`: the data-parallel ranks."""
+    ranks, placements = ([], ()) if group is None else lies_over(loss, group)
+    if ranks:
+        raise ValueError(
+            f"backward() got a loss that is a DTensor over the data-parallel ranks {ranks}, placed as "
+            f"{placements}, expected one of this rank's samples alone; take the loss of local outputs (to_local())"
+        )
+    whole: Tensor = loss.full_tensor()
+    return whole
 
 
 def refuse_other_meshes(groups: Mapping[tuple[int, ...], Sequence[Any]], ranks: tuple[int, ...]) -> None:

@@ -72,22 +72,6 @@ def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
     return kept
 
 
-def resharded_in(stages: Sequence[Any]) -> list[str]:
-    """Names of the trained parameters that are parts again between a forward of `stages` and its backward."""
-    roots = list(map(state_of, stages))
-    inside = [state_of(one) for stage in stages for one in stage.modules() if hasattr(one, "_get_fsdp_state")]
-    return [
-        name_of(parameter)
-        for state in dict.fromkeys(inside)
-        # The root's first forward sets it not to reshard.
-        if not (state in roots and state._is_root is None and state._auto_reshard_after_forward)
-        for group in groups_of(state)
-        if group.post_forward_mesh_info is not None
-        for parameter in group.fsdp_params
-        if parameter.sharded_param.requires_grad
-    ]
-
-
 def only_sum(group: Any) -> None:
     """Makes reductions sum, so that no factor of torch's enters the gradient, as its two setters do.
 
