@@ -6,7 +6,7 @@ It postpones the reduction of gradients, runs the backward that reduces, clears,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
@@ -57,6 +57,8 @@ class Engine:
             cannot be computed with ("parameters").
         divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
         hides_norm (str | None): Why parameters look whole and are parts, so that no norm can be known.
+        norm_in (tuple | None): The device and dtype of norms, where ranks' parts of the gradient may differ in theirs,
+            and the groups over which they add up besides.
         alike (set[int]): The ids of parameters that the wrapper makes equal on all ranks.
         standing (Callable): The gradient of one of `holders` since the window began. An extension that adds gradients
             up itself replaces it; no backward may reduce then.
@@ -91,6 +93,7 @@ class Engine:
         self.divisor: float = self.peers.num_ranks
         self.alike: set[int] = set()
         self.hides_norm: str | None = None
+        self.norm_in: tuple[torch.device, torch.dtype, Groups] | None = None
         self.pipeline: Any = None
         self.num_compared = 0  # parameters whose values averaging.py has compared over the ranks
 
@@ -230,12 +233,15 @@ class Engine:
 
     def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
         """The norm of the whole gradient by the scalar `over`, the same on all ranks; `kind` is 2 or infinity."""
-        device = parameters[0].device if parameters else torch.device("cpu")
-        norm = norm_over_shards(self.shards(parameters), device, kind, over)
-        if self.pipeline is None:
-            return norm
-        # One dtype and one device for all stages: one without a gradient has a norm in float32, on the host.
-        return norm_over([self.pipeline.group], norm.to(self.pipeline.device, torch.float64), kind)
+        # One reduction per group of ranks, also on a rank that has no part.
+        here = parameters[0].device if parameters else torch.device("cpu")
+        device, dtype, beside = self.norm_in or (here, None, ())
+        norms = []
+        for groups, parts in self.shards(parameters).items():
+            norm = total_norm(parts, kind, over).to(device, dtype)
+            norms.append(norm_over(groups, norm, kind) if groups or math.isinf(kind) else norm)
+        norm = norms[0] if len(norms) == 1 else total_norm(norms, kind)
+        return norm_over(beside, norm.to(device, dtype), kind) if beside else norm
 
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         """Steps the optimizers that `adopt` left; returns why not, if the wrapper decided against it."""
@@ -287,20 +293,6 @@ def is_zero(gradients: Sequence[Tensor]) -> bool:
     return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
 
 
-def norm_over_shards(
-    shards: Mapping[Groups, Sequence[Tensor]], device: torch.device, kind: float, over: Tensor | None, dtype: Any = None
-) -> Tensor:
-    """The norm of gradients, divided by `over`, of which each rank has the parts `shards`, by the groups that cut them.
-
-    One reduction per group, also on a rank that has no part. `dtype` is needed where ranks' parts differ in theirs.
-    """
-    norms = []
-    for groups, parts in shards.items():
-        norm = total_norm(parts, kind, over).to(device, dtype)
-        norms.append(norm_over(groups, norm, kind) if groups or math.isinf(kind) else norm)
-    return norms[0] if len(norms) == 1 else total_norm(norms, kind)
-
-
 class Look(NamedTuple):
     finite: bool  # every element
     norm: Tensor | None
@@ -321,8 +313,8 @@ def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | N
 def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
     """The norm as a number: on the host, kernels that add norms up would cost more than the norms."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    kind, is_whole = type(engine), engine.pipeline is None
-    if is_whole and kind.norm is Engine.norm and kind.shards is Engine.shards and all(map(_is_plain, gradients)):
+    is_own = type(engine).norm is Engine.norm and type(engine).shards is Engine.shards and engine.norm_in is None
+    if is_own and all(map(_is_plain, gradients)):
         return math.hypot(*map(number_of, norms_of(gradients, 2.0)))
     read: float = number_of(engine.norm(parameters))
     return read

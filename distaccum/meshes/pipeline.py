@@ -86,6 +86,7 @@ class Pipeline:
             )
         engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
         engine.peers.add_stages(self.group)
+        engine.norm_in = self.device, torch.float64, (self.group,)  # a stage may have no gradient
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
             # Torch looks for weights among the parameters that a stage shows after forward.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..engines.averaging import average
-from ..engines.base import Engine, Groups, Sync, norm_over_shards, refuse_left_out_terms
+from ..engines.base import Engine, Groups, Sync, refuse_left_out_terms
 from ..law import Plan, shorten, warn
 from ..norms import HALF, names_of
 from .private import fsdp1 as private
@@ -37,7 +37,9 @@ class FSDPEngine(Engine):
         self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named if self.wraps(module)))
         self._handles = private.handles_of(self._wrappers)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
-        self._device: torch.device = self._wrappers[0].compute_device
+        # Ranks may hold shards of different parameters, or none.
+        wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
+        self.norm_in = self._wrappers[0].compute_device, wide, ()
         low = [name for name, module in named if self.wraps(module) and _adds_up_in(module) in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
@@ -98,11 +100,6 @@ class FSDPEngine(Engine):
             for handle in self._handles:
                 private.discard_gradient(handle)
             self._is_open = False
-
-    def norm(self, parameters: Sequence[nn.Parameter], kind: float = 2.0, over: Tensor | None = None) -> Tensor:
-        # Ranks may hold shards of different parameters, or none.
-        wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
-        return norm_over_shards(self.shards(parameters), self._device, kind, over, wide)
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """Gradients of this rank, by the groups over which they are cut: not over replicas, which have the same."""
