@@ -76,11 +76,7 @@ class DDPEngine(Engine):
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
         # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
         self._may_part = len(self.wrappers) > 1 and bool(self._searching)
-        self._laid_out: dict[DistributedDataParallel, bool] = {}  # those that reduced; True: buckets are final
         self._unreduced: list[DistributedDataParallel] = []  # searching ones that saw a backward and did not reduce
-        self.strays: set[DistributedDataParallel] = set()  # armed by DDP in a forward outside windows
-        for wrapper in self.wrappers:
-            weakref.finalize(self, wrapper.register_forward_pre_hook(_NotesStrays(self)).remove)
 
     def _refuse_dtensors(self) -> None:
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
@@ -111,10 +107,6 @@ class DDPEngine(Engine):
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        for wrapper in self.strays.difference(self._unseen_graphs):
-            # Or its next backward would reduce, on the ranks that have one.
-            _shared(wrapper).keeps_buckets |= private.disarm(wrapper)
-        self.strays.clear()
         self._by_hand = [p for p in parameters if id(p) not in self.alike]
         if not all(p.requires_grad for p in self._by_hand):
             # A parameter outside the models, as one of the loss, may be frozen here and trained on another rank.
@@ -133,11 +125,12 @@ class DDPEngine(Engine):
             shared = _shared(wrapper)
             if not shared.takers:
                 shared.found = wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync
-            elif wrapper in self._searching:
-                # Or parameters that another accumulator's open window used would count as used in this one.
-                private.disarm(wrapper)
             shared.takers.append(self)
             wrapper.require_backward_grad_sync = wrapper in self._unseen_graphs
+            if wrapper not in self._unseen_graphs:
+                # Or its next backward would reduce on a rank whose forward outside of windows armed it, and parameters
+                # that another accumulator's open window used would count as used in this one.
+                private.disarm(wrapper)
             # A rank may run fewer forwards than others, none, or fail in its first. So no forward may communicate.
             at_end = private.communicate_before_forward(wrapper)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
@@ -208,7 +201,6 @@ class DDPEngine(Engine):
             if wrapper not in self._armed:
                 continue  # all of it is frozen
             is_absent = wrapper not in self._searching and not self._has_reduced(wrapper, stamps)
-            forgets = is_absent or _shared(wrapper).keeps_buckets
             try:
                 # Otherwise a missing gradient lets ranks diverge silently until the next window.
                 private.refuse_unfinished_reduction(wrapper)
@@ -222,10 +214,11 @@ class DDPEngine(Engine):
                     "find_unused_parameters=True to DDP (parameters that a micro-batch leaves out are then exact), or "
                     "use all of them in each micro-batch"
                 ) from error
-            if forgets:
-                private.disarm(wrapper)
-            else:
-                self._laid_out.setdefault(wrapper, False)
+            shared = _shared(wrapper)
+            if is_absent or shared.is_laid_out:
+                private.disarm(wrapper)  # or ranks would lay its buckets out again
+            elif wrapper not in self._searching:  # which has the buckets that it began with
+                shared.is_laid_out = False
             if is_absent:  # none of its parameters was in this backward (of another part, or model)
                 self._by_hand += self._covered[wrapper].values()
         self._armed, self._unreduced = [], []
@@ -260,10 +253,11 @@ class DDPEngine(Engine):
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
-        for wrapper, is_final in self._laid_out.items():
-            if not is_final:  # now, where all ranks come, and not when the next window begins
-                private.rebuild_buckets(wrapper, [p for p in self._covered[wrapper].values() if id(p) in self._views])
-                self._laid_out[wrapper] = True
+        for wrapper in self.wrappers:
+            shared = _shared(wrapper)
+            if shared.is_laid_out is False:  # now, where all ranks come, and not when the next window begins
+                views = [p for p in self._covered[wrapper].values() if id(p) in self._views]
+                shared.is_laid_out = private.rebuild_buckets(wrapper, views)
         zeroed = [p for p in parameters if id(p) in self._views and p.grad is not None] if self._views else []
         if zeroed:
             zero_all([parameter.grad for parameter in zeroed if parameter.grad is not None])
@@ -289,7 +283,7 @@ class _Shared:
 
     takers: list[DDPEngine] = field(default_factory=list)  # those whose windows are open on it
     found: tuple[bool, bool] = (True, True)  # its flags before the first of these
-    keeps_buckets: bool = False  # DDP has forgotten, on this rank alone, that it rebuilt them, and would ask others
+    is_laid_out: bool | None = None  # its buckets have their final places; None: it has not reduced yet
 
 
 _SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.WeakKeyDictionary()
@@ -299,22 +293,6 @@ def _shared(wrapper: DistributedDataParallel) -> _Shared:
     if wrapper not in _SHARED:
         _SHARED[wrapper] = _Shared()
     return _SHARED[wrapper]
-
-
-class _NotesStrays:
-    """A forward hook, as DDP does not show whether it is armed: notes wrappers that a forward outside a window arms."""
-
-    def __init__(self, engine: DDPEngine) -> None:
-        self._engine = weakref.ref(engine)
-
-    def __call__(self, wrapper: DistributedDataParallel, _: Any) -> None:
-        engine = self._engine()
-        if engine is not None and wrapper.require_backward_grad_sync and torch.is_grad_enabled():
-            engine.strays.add(wrapper)
-
-    def __reduce__(self) -> Any:
-        """In a copy of the wrapper: a hook that returns its arguments, and loads without this package."""
-        return (getattr, ({}, "get"))
 
 
 def _stamp(parameter: nn.Parameter) -> Stamp:

@@ -59,7 +59,6 @@ def communicate_before_forward(wrapper: DistributedDataParallel) -> bool:
             "have different numbers of micro-batches without it. It stays on after its block: "
             "`with model.join(enable=False): pass` turns it off"
         )
-    rebuild_buckets(wrapper)
     if wrapper._check_sync_bufs_pre_fwd():  # type: ignore[no-untyped-call]  # torch's, as those below
         wrapper._sync_buffers()  # type: ignore[no-untyped-call]
     return bool(wrapper._check_sync_bufs_post_fwd())  # type: ignore[no-untyped-call]  # a buffer hook of the user's
@@ -70,9 +69,10 @@ def refuse_unfinished_reduction(wrapper: DistributedDataParallel) -> None:
     wrapper._check_reducer_finalized()  # type: ignore[no-untyped-call]
 
 
-def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Parameter] = ()) -> None:
+def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Parameter]) -> bool:
     """Does what DDP's next forward would: ranks agree on the buckets, once, after the first reduction.
 
+    Returns whether they have; in mid-window a forward may have done it.
     Gradients of `views` are done with and lie in the old buckets. Zeros of one element's memory stand in for them,
     which DDP copies into the new ones and replaces; so the old buckets go before.
     """
@@ -85,10 +85,13 @@ def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Paramet
     for one, zero in zip(moved, zeros, strict=True):
         if one.grad is zero:
             one.grad = None
+    return bool(wrapper._has_rebuilt_buckets)
 
 
-def disarm(wrapper: DistributedDataParallel) -> bool:
-    """Makes DDP forget the backwards that it did not reduce; returns whether buckets had their final places."""
+def disarm(wrapper: DistributedDataParallel) -> None:
+    """Makes DDP forget a forward that armed it, backwards that it did not reduce, and that it has rebuilt its buckets.
+
+    It rebuilds them again if another reduction follows and this is not called then.
+    """
     wrapper.reducer._reset_state()
-    had, wrapper._has_rebuilt_buckets = bool(wrapper._has_rebuilt_buckets), False
-    return had
+    wrapper._has_rebuilt_buckets = False
