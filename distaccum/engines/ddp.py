@@ -76,7 +76,6 @@ class DDPEngine(Engine):
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
         # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
         self._may_part = len(self.wrappers) > 1 and bool(self._searching)
-        self._unreduced: list[DistributedDataParallel] = []  # searching ones that saw a backward and did not reduce
 
     def _refuse_dtensors(self) -> None:
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
@@ -148,7 +147,6 @@ class DDPEngine(Engine):
             self.run_backward(tuple(losses), tuple(seeds))
             self._settle(before)
         else:
-            self._unreduced = self._searching
             self.run_backward(tuple(losses), tuple(seeds))
 
     def _show_graphs(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
@@ -221,7 +219,7 @@ class DDPEngine(Engine):
                 shared.is_laid_out = False
             if is_absent:  # none of its parameters was in this backward (of another part, or model)
                 self._by_hand += self._covered[wrapper].values()
-        self._armed, self._unreduced = [], []
+        self._armed = []
 
     def _stamps(self, wrapper: DistributedDataParallel) -> list[Stamp]:
         """They change when DDP reduces: of one parameter where all must take part, else of all."""
@@ -238,8 +236,8 @@ class DDPEngine(Engine):
         self._release()
 
     def _release(self) -> None:
-        # Until it reduces, a DDP that looks for unused parameters remembers the used ones, also for the next window.
-        for wrapper in {*self._armed, *self._unreduced}:
+        # Until it reduces, a DDP that looks for unused parameters remembers the used ones, also after the window.
+        for wrapper in {*self._armed, *self._searching}:
             private.disarm(wrapper)
         for wrapper in self.wrappers:
             shared = _shared(wrapper)
@@ -247,7 +245,7 @@ class DDPEngine(Engine):
                 shared.takers.remove(self)
                 if not shared.takers:
                     wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = shared.found
-        self._armed, self._unreduced, self._by_hand = [], [], []
+        self._armed, self._by_hand = [], []
 
     hides_own = staticmethod(why_tensor_parallel)
 

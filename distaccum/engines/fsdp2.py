@@ -76,7 +76,6 @@ class FullyShardEngine(Engine):
         self._found: list[private.GroupFlags] = []
         self._hooks = ExitStack()  # of the current window
         self._by_hand: list[nn.Parameter] = []
-        self._is_open = False  # a window began and did not finish
         self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
         parts = self._cut_over_ranks(self._outside(self.parameters()))
         parts += [p.sharded_param for few in over if few != ranks for one in over[few] for p in one.fsdp_params]
@@ -148,7 +147,7 @@ class FullyShardEngine(Engine):
                 self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
         for module in self._modules if self._policy == "gathered" and plan.uneven else ():
             self._hooks.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
-        self._is_open, self._stands_in = True, False
+        self._stands_in = False
         if plan.agrees and self._policy == "gathered":
             for module in self._modules:
                 module.unshard()
@@ -221,7 +220,6 @@ class FullyShardEngine(Engine):
         average(self, self._by_hand, copies_of=None if self._experts is None else self._experts.copies_of)
         self._reduce_the_rest()
         self.show_parameters()
-        self._is_open = False
         self._release()
 
     def show_parameters(self) -> None:
@@ -235,9 +233,7 @@ class FullyShardEngine(Engine):
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()
-        if self._is_open or any(map(private.holds_gradients, self._groups)):
-            private.discard_gradients(self._states)
-            self._is_open = False
+        private.discard_gradients(self._states)
         self.show_parameters()  # those gathered by an evaluation after the last backward are out of date after a step
         super().clear(parameters)
 

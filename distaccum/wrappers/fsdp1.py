@@ -58,7 +58,6 @@ class FSDPEngine(Engine):
                 )
         self._found: list[bool] = []
         self._by_hand: list[nn.Parameter] = []
-        self._is_open = False  # a window began and did not finish
 
     def check(self, plan: Plan) -> None:
         super().check(plan)
@@ -70,7 +69,6 @@ class FSDPEngine(Engine):
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
         self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
         self._found = [private.reduces(wrapper) for wrapper in self._wrappers]
-        self._is_open = True
 
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         private.set_reduces(self._wrappers, [reduce] * len(self._wrappers))
@@ -84,7 +82,6 @@ class FSDPEngine(Engine):
 
     def finish(self) -> None:
         average(self, self._by_hand)
-        self._is_open = False
         self._release()
 
     def _release(self) -> None:
@@ -96,10 +93,8 @@ class FSDPEngine(Engine):
         super().clear(parameters)
         for wrapper in self._wrappers:
             private.free_gathered(wrapper)
-        if self._is_open:
-            for handle in self._handles:
-                private.discard_gradient(handle)
-            self._is_open = False
+        for handle in self._handles:
+            private.discard_gradient(handle)
 
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """Gradients of this rank, by the groups over which they are cut: not over replicas, which have the same."""
