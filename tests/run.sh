@@ -31,7 +31,8 @@ while (($#)); do
     esac
     shift
 done
-VENV=$venv ONLY=$only bash launch/venv.sh test
+export ONLY=$only # for tests that run launch/venv.sh too
+VENV=$venv bash launch/venv.sh test
 export PATH="$PWD/$venv/bin:$PATH"
 unset PYTHONDONTWRITEBYTECODE # or each process that starts compiles all that it imports
 if [[ -n $lint ]]; then

@@ -95,17 +95,14 @@ def test_norms_equal_those_of_big_batches(case):
 SHARDS = ("FSDP2", "FSDP2, parts", "HSDP, 2 replicas of 1 shard")
 GRID = [("DDP", case, sync) for case in ("samples mean", "samples sum_to_mean") for sync in ("last", "every")]
 GRID += [(name, "samples mean", sync) for name in SHARDS for sync in KINDS[name].policies]
-GRID += [
-    (name, "samples mean", "last") for name in ("HSDP, 2 replicas of 2 shards", "ZeRO 0", "ZeRO 1", "ZeRO 2", "ZeRO 3")
-]
+ZERO = ("ZeRO 0", "ZeRO 1", *(("ZeRO 2", "ZeRO 3") if COALESCES else ()))  # else they reduce in each micro-step
+GRID += [(name, "samples mean", "last") for name in ("HSDP, 2 replicas of 2 shards", *ZERO)]
 GRID += [("DDP", "tokens sum", "every"), ("FSDP2", "tokens sum", "last")]
 
 
 @pytest.mark.parametrize(("name", "case", "sync"), GRID)
 @on_ranks(lambda name, **_: KINDS[name].world)
 def test_norms_are_exact_on_uneven_ranks(name, case, sync):
-    if name in ("ZeRO 2", "ZeRO 3") and not COALESCES:
-        pytest.skip("this version reduces in each micro-step")
     zero = name.startswith("ZeRO")
     layouts = EVERYBODY if zero else UNEVEN if KINDS[name].world == 2 else [layout * 2 for layout in UNEVEN[:3]]
     assert off(name, case, layouts, sync=sync) <= (1e-5 if zero else 1e-12)
@@ -115,7 +112,7 @@ def test_norms_are_exact_on_uneven_ranks(name, case, sync):
 def test_engines_that_hide_gradients_are_refused():
     from deepspeed.accelerator import get_accelerator
 
-    measuring = {"extensions": [NoiseScale()]}
+    measuring = {"extensions": [NoiseScale()], "on_nonfinite": "ignore"}  # which older versions need
     model, _ = zero(2)(make_net(torch.float32), 0.1)
     assert "reduces in each micro-step" in refused(Accumulator, model, sync="every", **measuring)
     get_accelerator().is_fp16_supported = lambda: True  # DeepSpeed reports False on CPUs
