@@ -174,9 +174,6 @@ def spread(tensor: Tensor) -> float:
     return max(float((one - both[0]).abs().max()) for one in both)
 
 
-# Forwards that only some ranks run
-
-
 @on_ranks(2)
 def test_windows_stay_exact_after_forwards_of_one_rank_alone():
     """Rank 0 runs forwards between windows without no_grad(). Before, DDP has rebuilt its buckets on all ranks."""
@@ -188,9 +185,6 @@ def test_windows_stay_exact_after_forwards_of_one_rank_alone():
             ddp(torch.ones(1, 5, dtype=torch.float64))
         found += gradients_off(ddp, accumulator, [[[2, 1], [2, 3]]])
     assert max(found) <= 1e-12
-
-
-# Windows of several accumulators
 
 
 # Settings of DDP that a window cannot accept

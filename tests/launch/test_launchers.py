@@ -11,7 +11,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -42,21 +41,6 @@ def run(*command: object, status: int = 0, seconds: float = 400, cwd: Path = ROO
 def weights_of(folder: Path) -> torch.Tensor:
     weights = torch.load(folder / "weights.pt", weights_only=True)
     return torch.cat([weights[name].flatten().double() for name in sorted(weights)])
-
-
-@pytest.fixture(scope="session")
-def big_batch(programs, tmp_path_factory) -> Callable[..., torch.Tensor]:
-    """The weights of a hand-written loop in one process with one batch per update, with these options."""
-
-    @cache
-    def of(*options: object) -> torch.Tensor:
-        out = tmp_path_factory.mktemp("big") / "run"
-        assert programs.run("train", *options, "--out", out).status == 0
-        done = programs.run("prove", out, "--bound", 1e-5)
-        assert done.status == 0, done.text
-        return weights_of(out)
-
-    return of
 
 
 def launch(*command: object, **environment: str) -> Callable[[Path], str]:
@@ -96,19 +80,15 @@ LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
 }  # fmt: skip
 
 
-def error(folder: Path, exact: torch.Tensor) -> float:
-    return float((weights_of(folder) - exact).norm() / exact.norm())
-
-
 @pytest.mark.parametrize("job", LAUNCHERS)
-def test_launchers_end_with_the_weights_of_the_big_batch(big_batch, tmp_path, job):
+def test_launchers_end_with_the_weights_of_the_big_batch(programs, tmp_path, job):
     ranks, start = LAUNCHERS[job]
     text = start(tmp_path)
     assert f"{ranks} rank" in text and "cnn on digits" in text
     assert ("DeepSpeed ZeRO 2" in text) == (job == "deepspeed")
     assert ("Accelerate on cpu" in text) == job.startswith("accelerate")
     assert ("starts anew" in text) == (job == "two nodes of Slurm"), "that script always passes --resume"
-    assert error(tmp_path / "run", big_batch(*SMALL)) <= 1e-5
+    assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0
 
 
 def test_srun_may_start_the_ranks_itself(programs, tmp_path):

@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
-from tests.support.engines import KINDS, fully_sharded
+from tests.support.engines import KINDS, full, fully_sharded
 from tests.support.problems import error, gradient, join, weights
 from tests.support.ranks import on_ranks
 
@@ -53,17 +53,13 @@ def pairs(size: int, seed: int, dtype: torch.dtype = torch.float64) -> Pair:
     }
 
 
-def whole(parameter: Tensor) -> Tensor:
-    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-
-
 def clip(model: Towers, images: Tensor, texts: Tensor) -> Tensor:
-    logits, places = images @ texts.T * whole(model.scale).exp(), torch.arange(len(images))
+    logits, places = images @ texts.T * full(model.scale).exp(), torch.arange(len(images))
     return (cross_entropy(logits, places) + cross_entropy(logits.T, places)) / 2
 
 
 def siglip(model: Towers, images: Tensor, texts: Tensor) -> Tensor:
-    logits = images @ texts.T * whole(model.scale).exp() + whole(model.bias)
+    logits = images @ texts.T * full(model.scale).exp() + full(model.bias)
     return -logsigmoid(logits * (2 * torch.eye(len(logits)) - 1)).sum() / len(logits)
 
 
