@@ -25,7 +25,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.extensions import NoiseScale, WideSums
 from tests.support.engines import TORCH
-from tests.support.oracle import flat
+from tests.support.oracle import flat, step_off
 from tests.support.problems import IGNORED, error, gradient, make_batch, refused
 from tests.support.ranks import on_ranks
 
@@ -83,8 +83,17 @@ class Pipe:
     def parameters(self) -> list[nn.Parameter]:
         return [p for module in self.modules for p in module.parameters()]
 
-    def of_rank(self, every: nn.Sequential) -> list[nn.Parameter]:
-        return [p for i in self.here for p in every[i].parameters()]
+    def weights(self, _: Any = None) -> Tensor:
+        """Those of all stages, in their order."""
+        mine = {i: flat(module.parameters()) for i, module in zip(self.here, self.modules, strict=True)}
+        dist.all_gather_object(both := [mine] * 2, mine, group=self.mesh["stage"].get_group())
+        return torch.cat([values for _, values in sorted({**both[0], **both[1]}.items())])
+
+    def window_off(self, window: Any, exact: nn.Module, batch: Any, loss_fn: Any = None, clip: float = 1e9) -> float:
+        """The largest error of the step, the norm and the loss."""
+        of_all = lambda net, both: (loss_fn or criterion)(net(both[0]), both[1])  # noqa: E731
+        run = lambda both: window.run(both[0], target=both[1])  # noqa: E731
+        return max(step_off(self.schedule, window, exact, batch, of_all, run, clip, self.weights))
 
 
 def batches_of(window: int, rank: int, num: int) -> list[Any]:
@@ -107,31 +116,6 @@ def run(window: Any) -> Any:
     return outputs if len(window) else None
 
 
-def window_off(
-    window: Any,
-    parameters: Any,
-    exact: nn.Module,
-    of_rank: Any,
-    batch: Any,
-    loss_fn: Any = criterion,
-    clip: float = 1e9,
-) -> tuple[float, ...]:
-    """How far the step of these parameters, the norm and the loss are off; `exact` takes the same step."""
-    before = flat(parameters)
-    run(window)
-    update = window.step()
-    exact.zero_grad()
-    loss = loss_fn(exact(batch[0]), batch[1])
-    loss.backward()
-    norm = float(gradient(exact).norm())
-    with torch.no_grad():
-        for p in exact.parameters():
-            p.grad.mul_(min(1.0, clip / (norm + 1e-6)))
-            p.sub_(p.grad)
-    moved = error(before - flat(parameters), torch.cat([p.grad.flatten() for p in of_rank]))
-    return moved, abs(update.grad_norm - norm) / norm, abs(update.loss - loss.item()) / abs(loss.item())
-
-
 @pytest.mark.parametrize(
     ("world", "kind", "wrap", "reduction", "clip"),
     [
@@ -152,8 +136,7 @@ def test_law_holds_over_stages(world, kind, wrap, reduction, clip):
         batch = whole(index, layout := layout[-pipe.num :])
         window = accumulator.window(batches_of(index, pipe.rank, layout[pipe.rank]))
         assert window.counts == {"tokens": int(batch[1].ne(IGNORED).sum())}
-        off = window_off(window, pipe.parameters(), exact, pipe.of_rank(exact), batch, of_all, clip)
-        assert max(off) <= 1e-10
+        assert pipe.window_off(window, exact, batch, of_all, clip) <= 1e-10
 
 
 def two_losses(outputs: Tensor, labels: Tensor) -> dict[str, Tensor]:
@@ -169,11 +152,10 @@ def test_named_losses_are_exact_over_stages():
     exact, (x, labels) = nn.Sequential(*by_stage("1F1B")), whole(1, (3, 3))
     wanted = two_losses(exact(x), labels)
     sum(wanted.values()).backward()
-    before = flat(pipe.parameters())
-    window = accumulator.window(batches_of(1, pipe.rank, 3))
+    before, window = pipe.weights(), accumulator.window(batches_of(1, pipe.rank, 3))
     assert (run(window) is not None) == pipe.is_last
     update = window.step()
-    off = error(before - flat(pipe.parameters()), torch.cat([p.grad.flatten() for p in pipe.of_rank(exact)]))
+    off = error(before - pipe.weights(), gradient(exact))
     of_loss = max(abs(update.losses[name] - value.item()) for name, value in wanted.items())
     assert off <= 1e-10 and of_loss <= 1e-10
 
@@ -251,10 +233,8 @@ def test_window_that_is_left_leaves_no_trace_in_a_pipeline():
         evaluated(pipe, 3)
     assert "gradients were cleared between the window's loop and its step()" in refused(window.step)
     window.discard()
-    exact = nn.Sequential(*by_stage("1F1B"))
     window = accumulator.window(batches_of(0, pipe.rank, 2))
-    off = window_off(window, pipe.parameters(), exact, pipe.of_rank(exact), whole(0, (2, 2)))
-    assert max(off) <= 1e-10
+    assert pipe.window_off(window, nn.Sequential(*by_stage("1F1B")), whole(0, (2, 2))) <= 1e-10
     assert all(float(loss) > 0.5 for loss in losses), "whole: no window weighs what is only looked at"
 
 

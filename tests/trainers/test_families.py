@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +25,6 @@ EXACT = 2e-6  # of losses that transformers takes in float32
 LENGTHS = (9, 2, 4, 3, 7, 5, 2)  # in micro-batches of two rows; the last has one
 TEXT = {"vocab_size": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
-BART = {
-    **{"d_model": 16, "decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 16},
-    **{"encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 16, "max_position_embeddings": 32},
-}
 LLAMA = {**TEXT, **SMALL, "num_key_value_heads": 2}
 
 Rows = list[dict[str, Any]]
@@ -56,13 +51,8 @@ def of(name: str, config: str, **options: Any) -> Callable[[], nn.Module]:
     return make
 
 
-def whole(**columns: Tensor) -> Rows:
-    """Rows of tensors; a column of texts has a mask and is padded."""
-    return [{name: column[row] for name, column in columns.items()} for row in range(len(LENGTHS))]
-
-
 def texts() -> Rows:
-    """Texts of several lengths; labels on some tokens or all."""
+    """Of several lengths; a column of texts has a mask and is padded."""
     return [{"input_ids": torch.randint(3, 40, (n,)), "attention_mask": torch.ones(n).long()} for n in LENGTHS]
 
 
@@ -83,19 +73,8 @@ def classes() -> Rows:
     return [{**row, "labels": torch.randint(0, 2, ())} for row in texts()]
 
 
-def questions() -> Rows:
-    ids = torch.randint(3, 40, (len(LENGTHS), 12))
-    at = torch.tensor([3, 4, 5, 99, 6, 99, 7])
-    return whole(input_ids=ids, start_positions=at, end_positions=at)
-
-
 def pairs() -> Rows:
     return [{**row, "labels": torch.randint(3, 40, (n,))} for row, n in zip(texts(), reversed(LENGTHS), strict=True)]
-
-
-def prepared() -> Rows:
-    """With what the decoder gets, as the collator makes it where the model does not see the labels."""
-    return [{**row, "decoder_input_ids": row["labels"].roll(1)} for row in pairs()]
 
 
 def audio() -> Rows:
@@ -104,11 +83,7 @@ def audio() -> Rows:
 
 
 def images() -> Rows:
-    return whole(pixel_values=torch.randn(len(LENGTHS), 3, 16, 16))
-
-
-def labelled() -> Rows:
-    return [{**row, "labels": torch.randint(0, 2, ())} for row in images()]
+    return [{"pixel_values": image} for image in torch.randn(len(LENGTHS), 3, 16, 16)]
 
 
 def segments() -> Rows:
@@ -119,23 +94,8 @@ def segments() -> Rows:
     return found
 
 
-def boxes() -> Rows:
-    found = whole(pixel_values=torch.randn(len(LENGTHS), 3, 32, 32), pixel_mask=torch.ones(len(LENGTHS), 32, 32).long())
-    for row, n in zip(found, LENGTHS, strict=True):
-        row["labels"] = {"class_labels": torch.randint(0, 3, (n,)), "boxes": 0.2 + 0.3 * torch.rand(n, 4).double()}
-    return found
-
-
-def captions() -> Rows:
-    return [{**image, **text} for image, text in zip(images(), causal(), strict=True)]
-
-
 def matches() -> Rows:
-    found = captions()
-    for row in found:
-        del row["labels"]
-        row["return_loss"] = True
-    return found
+    return [{**image, **text, "return_loss": True} for image, text in zip(images(), texts(), strict=True)]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -143,8 +103,8 @@ def collate(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     for name, first in rows[0].items():
         column = [row[name] for row in rows]
         if not isinstance(first, Tensor):
-            batch[name] = column if isinstance(first, dict) else first
-        elif first.dim() and name not in ("pixel_values", "pixel_mask"):
+            batch[name] = first
+        elif first.dim() and name != "pixel_values":
             fill = IGNORED if name == "labels" else 0
             batch[name] = torch.nn.utils.rnn.pad_sequence(column, batch_first=True, padding_value=fill)
         else:
@@ -172,59 +132,22 @@ def segformer() -> nn.Module:
     return model
 
 
-def detr() -> nn.Module:
-    from transformers import DetrConfig, DetrForObjectDetection, ResNetConfig
-
-    backbone = ResNetConfig(
-        embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], out_features=["stage2"], layer_type="basic"
-    )
-    options = {**BART, "num_queries": 10, "num_labels": 3, "auxiliary_loss": False, "use_pretrained_backbone": False}
-    return DetrForObjectDetection(
-        DetrConfig(use_timm_backbone=False, backbone_config=backbone, backbone=None, **options)
-    )
-
-
-def with_lora() -> nn.Module:
-    import peft
-
-    return peft.get_peft_model(
-        gpt2(), peft.LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, init_lora_weights=False)
-    )
-
-
-def wav2vec(reduction: str) -> Callable[[], nn.Module]:
+def wav2vec() -> nn.Module:
     sizes = {"conv_dim": (8, 8), "conv_stride": (4, 4), "conv_kernel": (8, 4), "num_feat_extract_layers": 2}
     norm = {"feat_extract_norm": "layer", "do_stable_layer_norm": True, "num_conv_pos_embedding_groups": 2}
-    more = {
-        "layerdrop": 0.0,
-        "num_conv_pos_embeddings": 4,
-        "apply_spec_augment": False,
-        "pad_token_id": 0,
-        "vocab_size": 20,
-    }
-    return of(
-        "Wav2Vec2ForCTC",
-        "Wav2Vec2Config",
-        **SMALL,
-        **sizes,
-        **norm,
-        **more,
-        ctc_loss_reduction=reduction,
-    )
+    more = {"layerdrop": 0.0, "num_conv_pos_embeddings": 4, "apply_spec_augment": False, "vocab_size": 20}
+    options = {**SMALL, **sizes, **norm, **more, "pad_token_id": 0, "ctc_loss_reduction": "sum"}
+    return of("Wav2Vec2ForCTC", "Wav2Vec2Config", **options)()
 
 
 VISION = {**SMALL, "image_size": 16, "patch_size": 8}
 BERT = ("BertConfig", {**TEXT, **SMALL, "max_position_embeddings": 32})
-gpt2 = of("GPT2LMHeadModel", "GPT2Config", **TEXT, n_positions=32, n_embd=16, n_layer=1, n_head=2)
 llama = of("LlamaForCausalLM", "LlamaConfig", **LLAMA)
-mixtral = {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+mixtral = {**LLAMA, **experts, "output_router_logits": True}
 sizes = {"vocab_size": 40, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
 t5 = of("T5ForConditionalGeneration", "T5Config", **sizes, decoder_start_token_id=0)
 text_and_vision = {"text_config": {**TEXT, **SMALL, "max_position_embeddings": 32}, "vision_config": VISION}
-
-
-def inside(batch: dict[str, Tensor]) -> Tensor:
-    return batch["start_positions"].lt(batch["input_ids"].shape[1]).sum()
 
 
 def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tensor:
@@ -233,44 +156,26 @@ def summed(outputs: Any, labels: Tensor, num_items_in_batch: Any = None) -> Tens
     return loss / (labels.ne(IGNORED).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def smoothed(shift: bool) -> Callable[[nn.Module, dict[str, Any]], Tensor]:
-    def big(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        from transformers.trainer_pt_utils import LabelSmoother
+def smoothed(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+    from transformers.trainer_pt_utils import LabelSmoother
 
-        return LabelSmoother(epsilon=0.1)(model(**batch), batch["labels"], shift_labels=shift)
-
-    return big
+    return LabelSmoother(epsilon=0.1)(model(**batch), batch["labels"], shift_labels=True)
 
 
 FAMILIES = {
     "Llama": Family(llama, causal),
-    "GPT-2": Family(gpt2, causal),
     "BERT, masked tokens": Family(of("BertForMaskedLM", BERT[0], **BERT[1]), masked),
     "BERT, classes": Family(of("BertForSequenceClassification", BERT[0], **BERT[1]), classes),
-    "BERT, questions": Family(of("BertForQuestionAnswering", BERT[0], **BERT[1]), questions, {"count": inside}, "own"),
     "T5": Family(t5, pairs),
-    "BART": Family(of("BartForConditionalGeneration", "BartConfig", **TEXT, **BART), pairs),
-    "Wav2Vec2, CTC mean": Family(wav2vec("mean"), audio, {"count": count_samples}, "count=count_samples fits"),
-    "Wav2Vec2, CTC sum": Family(wav2vec("sum"), audio, {"reduction": "sum", "count": count_samples}, "sum_to_mean"),
-    "ViT": Family(of("ViTForImageClassification", "ViTConfig", **VISION), labelled),
+    "Wav2Vec2, CTC sum": Family(wav2vec, audio, {"reduction": "sum", "count": count_samples}, "sum_to_mean"),
     "SegFormer": Family(
         segformer, segments, {"count": count_tokens("labels", ignore_index=255)}, "ignore_index=255.* fits"
     ),
-    "DETR": Family(detr, boxes, {}, "several denominators"),
     "CLIP": Family(of("CLIPModel", "CLIPConfig", **text_and_vision, projection_dim=8), matches, {}, "over pairs"),
-    "Mixtral": Family(of("MixtralForCausalLM", "MixtralConfig", **mixtral), causal),
-    "Mixtral, router's loss": Family(
-        of("MixtralForCausalLM", "MixtralConfig", **mixtral, output_router_logits=True),
-        causal,
-        {},
-        "several denominators",
-    ),
-    "Llama, label smoothing": Family(llama, causal, options={"label_smoothing_factor": 0.1}, big=smoothed(True)),
-    "T5, label smoothing": Family(t5, prepared, options={"label_smoothing_factor": 0.1}, big=smoothed(False)),
+    "Mixtral, router's loss": Family(of("MixtralForCausalLM", "MixtralConfig", **mixtral), causal, {}, "several den"),
+    "Llama, label smoothing": Family(llama, causal, options={"label_smoothing_factor": 0.1}, big=smoothed),
     "Llama, compute_loss_func": Family(llama, causal, options={"compute_loss_func": summed}),
 }
-if importlib.util.find_spec("peft") is not None:
-    FAMILIES["GPT-2 with LoRA"] = Family(with_lora, causal)
 
 
 def train(family: Family, model: nn.Module, rows: Rows, **options: Any) -> None:
