@@ -52,7 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_check(commands)
     _add_audit(commands)
     _add_doctor(commands)
-    given = parser.parse_args(arguments)
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    launcher = [word for word in words[:1] if word.startswith("--local_rank=")]  # by deepspeed, for the program
+    given = parser.parse_args(words[len(launcher) :], argparse.Namespace(launcher=launcher))
     if given.command is None:
         parser.print_help()
         return 0
@@ -201,7 +203,7 @@ def _add_plan(commands: Any) -> None:
 
 
 def _plan(given: argparse.Namespace) -> int:
-    unknown = ("command", "run", "json", "traceback", "measure", "meta")
+    unknown = ("command", "launcher", "run", "json", "traceback", "measure", "meta")
     options = {name: value for name, value in vars(given).items() if name not in unknown}
     if given.measure is not None:
         *made, others = _made_by(given.measure, on_meta=given.meta)

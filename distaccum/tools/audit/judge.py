@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Container, Mapping, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -12,22 +12,29 @@ from torch import Tensor
 
 from ...law import shorten
 from .receipts import Fault, Reckoning, same_on_all
-from .weights import Key, among_updates, terms_of, within_updates
+from .weights import Key, among_updates, terms_of, within_updates, without_backward
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Updates = Mapping[Key, list[dict[str, Any]]]  # by optimizer and index, by rank
+ONE = torch.ones(1)
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
     "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
     "schedule": ("steps the schedule in the middle of a window", "step it after the optimizer, once per update"),
-    "empty": ("steps without a gradient, since all were cleared", "clear gradients after the step alone"),
     "eval": ("trains in eval mode, and did not at first", "call model.train() after each evaluation"),
 }
 
 
 def verdict(seen: Seen) -> tuple[list[Fault], list[str], str]:
     """Faults, notes, and what was looked at."""
+    judged = [_judge([one]) for one in seen] if _share_nothing(seen) else [_judge(seen)]
+    faults = {(one.kind, one.where): one for found, _, _ in reversed(judged) for one in reversed(found)}
+    notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
+    return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
+
+
+def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
     by_key: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for one in seen:
         for update in one["updates"]:
@@ -36,54 +43,96 @@ def verdict(seen: Seen) -> tuple[list[Fault], list[str], str]:
     notes = [_pace(seen)] if any(one["updates"] for one in seen) else []
     faults: list[Fault] = []
     factors: dict[Key, float] = {}
+    shared: dict[Key, str] = {}
+    kept: set[int] = set()  # optimizers whose script keeps gradients elsewhere when it clears them
     before: dict[int, Tensor] = {}
+    compared = 0
     for (place, index), ranks in updates.items():
         places = [one.get("places") for one in ranks]
-        if places[0] and all(one == places[0] for one in places):
-            receipts = Reckoning(seen, ranks, before.get(place))
-            factor, found, more = receipts.judge()
-            faults, notes, before[place] = faults + found, notes + more, receipts.closed
-            if factor is not None:
-                factors[place, index] = factor
+        if not places[0] or any(one != places[0] for one in places):
+            continue
+        compared, receipts = compared + 1, Reckoning(seen, ranks, before.get(place))
+        factor, found, more = receipts.judge()
+        if (factor is None or found or more) and any(
+            backward["cleared"] for one in ranks for backward in one["backwards"]
+        ):
+            every = Reckoning(seen, ranks, before.get(place), with_cleared=True)
+            again = every.judge()
+            if again[0] is not None or any(fault.kind == "lost" for fault in again[1]):
+                kept.add(place)
+                (factor, found, more), receipts = again, every
+        faults, notes, before[place] = faults + found, notes + more, receipts.closed
+        shared[place, index] = receipts.shared
+        if factor is not None:
+            factors[place, index] = factor
+    faults += _cleared(seen, kept)
+    updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
+    updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
     terms = terms_of(updates, notes)
-    faults += _cleared(seen, updates) + within_updates(terms, len(seen)) + among_updates(terms, len(seen), factors)
+    faults += within_updates(terms, len(seen)) + among_updates(terms, len(seen), factors, shared)
+    faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates) + _apart(seen, updates)
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
         faults = [one for one in faults if one.kind != "window"]
-    once = {(one.kind, one.where): one for one in reversed(faults)}
-    about = f"weights in {len(terms)} criterions, receipts of {len(factors)} updates, order of calls"
-    if not factors:
+    about = f"weights in {len(terms)} criterions, receipts of {compared} updates, order of calls"
+    if not compared:
         notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
-    return sorted(once.values(), key=lambda one: one.where), list(dict.fromkeys(filter(None, notes))), about
+    return faults, notes, about
 
 
-def _cleared(seen: Seen, updates: Updates) -> list[Fault]:
+def _share_nothing(seen: Seen) -> bool:
+    """True for ranks that train parameters of their own, as stages of a pipeline do: each is judged alone."""
+    first = [one["updates"][0] for one in seen if one["updates"] and "places" in one["updates"][0]]
+    if len(first) < max(2, len(seen)) or seen[0]["sharded"]:
+        return False
+    places, values = first[0]["places"], [one["values"] for one in first]
+    if any(one["places"] != places for one in first) or len({one.shape for one in values}) > 1:
+        return True
+    return not same_on_all(values, places, seen[0]["vectors"]).any()
+
+
+def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:
+    """The update with the backwards that its step used."""
+    which = [i for i, one in enumerate(update["backwards"]) if has_cleared or not one["cleared"]]
+    if len(which) == len(update["backwards"]):
+        return update
+    parts = {key: update[key][which] for key in ("received",) if key in update}
+    left = {"left": [update["left"][i] for i in which]} if "left" in update else {}
+    return {**update, **parts, **left, "backwards": [update["backwards"][i] for i in which]}
+
+
+def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
     """Backwards like those that steps use, which none used."""
     faults = []
-    for one in seen:
-        lost = [cleared for cleared in one["cleared"] if set(cleared["lines"]) & set(one["own"][cleared["optimizer"]])]
-        usual = {place: max(len(one["backwards"]) for one in ranks) for (place, _), ranks in updates.items()}
-        times = Counter(place for place, _ in updates)
-        short = [  # no whole window, now and then, as where its norm is not finite
-            cleared
-            for cleared in lost
-            if len(cleared["lines"]) < usual.get(cleared["optimizer"], 1) or len(lost) > times[cleared["optimizer"]]
-        ]
-        for line in {cleared["line"] for cleared in short}:
-            here = [cleared for cleared in short if cleared["line"] == line]
-            num = sum(len(cleared["lines"]) for cleared in here)
-            if all(cleared["ended"] for cleared in here):
+    for one, place in ((rank, place) for rank in seen for place in rank["rest"] if place not in kept):
+        used = [update["backwards"] for update in one["updates"] if update["optimizer"] == place]
+        lengths = {sum(not backward["cleared"] for backward in backwards) for backwards in used}
+        own = {backward["line"] for backwards in used for backward in backwards if not backward["cleared"]}
+        empty = (
+            update for update in one["updates"] if update["optimizer"] == place and not update.get("closed", ONE).any()
+        )
+        own |= {update["backwards"][-1]["line"] for update in empty if update["backwards"][-1]["cleared"]}
+        groups: dict[tuple[int, str, bool], int] = Counter(
+            tuple(backward["cleared"])
+            for backward in chain(*used, one["rest"][place])
+            if backward["cleared"] and backward["line"] in own
+        )
+        by_line: dict[tuple[str, bool], int] = defaultdict(int)
+        for (_, line, ended), num in groups.items():
+            is_whole = num == max(lengths) if ended else num in lengths
+            if not is_whole or 2 * len(groups) > len(used):  # else a window, now and then: its norm may not be finite
+                by_line[line, ended] += num
+        for (line, ended), num in by_line.items():
+            if (line, False) not in by_line:
                 faults.append(
                     Fault("tail", line, f"clears {num} micro-batches at an epoch's end before any step", TAIL)
                 )
-            else:
-                hand = "clear gradients after the step alone"
-                faults.append(Fault("cleared", line, f"clears {num} backwards before any step", hand))
-        for place, lines in one["pending"].items():
-            if left := [line for line in lines if line in one["own"][place]]:
-                faults.append(
-                    Fault("tail", left[-1], f"no step follows the run's last {len(left)} micro-batches", TAIL)
-                )
+            elif not ended:
+                text = f"clears {num + by_line.get((line, True), 0)} backwards before any step"
+                faults.append(Fault("cleared", line, text, "clear gradients after the step alone"))
+        left = [backward["line"] for backward in one["rest"][place] if not backward["cleared"]]
+        if left := [line for line in left if line in own]:
+            faults.append(Fault("tail", left[-1], f"no step follows the run's last {len(left)} micro-batches", TAIL))
     return faults
 
 
@@ -104,34 +153,50 @@ def _events(seen: Seen, updates: Updates) -> list[Fault]:
 
 def _traffic(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault]:
     """Reductions before a window's last backward: where gradients are alike on all ranks that got different ones."""
-    early: Counter[str] = Counter()
-    windows = sharded = 0
+    early, scattered, mixed = Counter[str](), Counter[str](), 0  # by line
+    windows = sent = least = shards = 0  # bytes
     for ranks in updates.values() if len(seen) > 1 else ():
         left = [one.get("left") or [None] for one in ranks]
         if len({len(one) for one in left}) > 1 or any(each is None for one in left for each in one) or len(left[0]) < 2:
             continue
-        whole = [i for i, place in enumerate(ranks[0]["places"]) if place not in seen[0]["sharded"]]
-        parts = [i for i, place in enumerate(ranks[0]["places"]) if place in seen[0]["sharded"]]
-        windows += 1
+        places, windows = ranks[0]["places"], windows + 1
+        size = torch.tensor([seen[0]["bytes"][place] for place in places])
+        copies = torch.tensor([seen[0]["sharded"].get(place, 0) for place in places])
+        shards = int(size[copies > 0].sum())
         for k, backward in enumerate(ranks[0]["backwards"][:-1]):
             after, got = (torch.stack([one[key][k] for one in ranks]) for key in ("left", "received"))
-            sharded += bool(parts) and bool(after[:, parts].any())
-            if whole and after[:, whole].any() and _alike(after[:, whole]) and not _alike(got[:, whole]):
+            reduced = (copies == 0) & _alike(after, 1) & ~_alike(got, 1)
+            if reduced.any():
                 early[backward["line"]] += 1
-    size = f"{seen[0]['bytes'] / 2**20:.3g} MiB"
-    if sharded:
-        notes.append(
-            f"shards are reduced {sharded / windows + 1:.3g} times per update, {size} each, which saves memory"
-        )
+                sent += int(size[reduced].sum())
+            scattered[backward["line"]] += bool(after[:, copies > 0].any())
+            mixed += bool(((copies > 1) & _alike(after, len(seen) // copies.clamp(min=1)) & ~_alike(got, 1)).any())
+        least += int(size[(copies == 0) & after.any(-1).any(0)].sum())
+    if num := scattered.total():
+        (line, _), times = scattered.most_common(1)[0], f"{num / windows + 1:.3g} times per update"
+        note = f"{line}: shards are reduced {times}, {_mib(shards)} each, which saves memory"
+        more = "; so are their replicas, which does not: set_requires_all_reduce(False) before a window's last backward"
+        notes.append(note + more * (mixed > 0))
     if not early:
         return []
-    text = f"{early.total() / windows + 1:.3g} reductions of {size} per update, and the last would do"
+    num = early.total()
+    text = f"{num / windows + 1:.3g} reductions of {_mib(sent / num)} per update, and the last would do"
+    if abs(sent * windows - least * num) > 0.01 * least * num:  # of a part of the parameters
+        text += f" ({_mib((sent + least) / windows)}, where {_mib(least / windows)} is enough)"
     hand = "run forward and backward of all micro-batches of a window but the last in model.no_sync()"
     return [Fault("traffic", early.most_common(1)[0][0], text, hand)]
 
 
-def _alike(values: Tensor) -> bool:
-    return float((values - values[:1]).abs().max()) <= 1e-6 * float(values.abs().max())
+def _mib(size: float) -> str:
+    return f"{size / 2**20:.3g} MiB"
+
+
+def _alike(values: Tensor, groups: Tensor | int) -> Tensor:
+    """Tells which parameters have as many different receipts, none of them 0, as there are groups of ranks."""
+    size = values.abs().amax((0, 2)).clamp(min=1e-300)
+    same = (values[:, None] - values[None]).abs().amax(-1) <= 1e-6 * size  # rank, rank, parameter
+    firsts = (~(same & torch.ones(len(values), len(values)).tril(-1).bool()[:, :, None]).any(1)).sum(0)
+    return (firsts <= groups) & values.any(-1).all(0)
 
 
 def _apart(seen: Seen, updates: Updates) -> list[Fault]:
@@ -152,12 +217,12 @@ def _apart(seen: Seen, updates: Updates) -> list[Fault]:
 
 
 def _pace(seen: Seen) -> str:
-    """How long the slowest rank waited for its loader, and the quickest for other ranks."""
-    every = [one["updates"] for one in seen]
+    """How long the slowest rank waited for its loader, and the quickest for other ranks, after the first update."""
+    every = [one["updates"][1:] for one in seen]
     total = sum(update["seconds"] for update in every[0]) or 1.0
     loader = max(sum(update["waited"] for update in updates) for updates in every) / total
-    begins = [[update["backwards"][-1]["begun"] for update in updates] for updates in every]
-    others = sum(max(one) - min(one) for one in zip(*begins, strict=False)) / total
+    works = [[update["worked"] for update in updates] for updates in every]  # up to where the last backward begins
+    others = sum(max(one) - min(one) for one in zip(*works, strict=False)) / total
     drawn = [[backward["drawn"] for backward in update["backwards"]] for update in every[0]]
     at_once = sum(two[0] - one[-1] >= len(two) > 1 for one, two in pairwise(drawn))
     text = f"waits for the loader {loader:.0%}, and for other ranks {others:.0%} of the time"

@@ -28,14 +28,13 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]
 
 
 def note_divisors(roots: Any, most: int = 24) -> None:
-    """Tells each criterion's call near `roots` by which numbers the graph divides, and multiplies (negative)."""
-    nodes = [one.grad_fn for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
+    """Tells each criterion's call near `roots` by which numbers the graph divides, or multiplies ("mul")."""
+    nodes = [getattr(one, "grad_fn", None) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
     todo: list[tuple[Any, list[Any]]] = [(node, []) for node in nodes if node is not None]
     for node, path in todo:
         if (term := node.metadata.get("distaccum")) is not None:
             term["divisors"] = path
         elif len(todo) < most:
             if (name := node.name()) in ("DivBackward0", "MulBackward0"):  # `_saved` is so spelt in torch's notes
-                factor = node._saved_other
-                path = [*path, -factor if name == "MulBackward0" and factor is not None else factor]
+                path = [*path, (name[:3].lower(), node._saved_other)]
             todo += [(following, path) for following, _ in node.next_functions if following is not None]

@@ -29,15 +29,23 @@ class Reckoning:
     """Compares one optimizer's parameters on all ranks."""
 
     def __init__(
-        self, seen: Sequence[dict[str, Any]], updates: Sequence[dict[str, Any]], before: Tensor | None
+        self,
+        seen: Sequence[dict[str, Any]],
+        updates: Sequence[dict[str, Any]],
+        before: Tensor | None,
+        with_cleared: bool = False,
     ) -> None:
         first, about = updates[0], seen[0]
         self.index, self.line, self.where = first["index"], first["line"], first["backwards"][-1]["line"]
+        self.shared, self.ranks = "", [one["rank"] for one in seen]
         self.names = [about["names"].get(place, f"parameter {place}") for place in first["places"]]
         sharded = torch.tensor([place in about["sharded"] for place in first["places"]])
         copies = torch.tensor([about["sharded"].get(place, 1) for place in first["places"]])
         self.bound = torch.tensor([COARSE if place in about["coarse"] else FINE for place in first["places"]]).double()
-        self.received = [one["received"] for one in updates]  # by rank: backwards, parameters, projections
+        self.received = []  # by rank: backwards, parameters, projections
+        for one in updates:
+            used = [with_cleared or not backward["cleared"] for backward in one["backwards"]]
+            self.received.append(one["received"][torch.tensor(used)])
         own = torch.stack([one.sum(0) for one in self.received])  # ranks, parameters, projections
         self.own, self.whole = own, own.mean(0)
         self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
@@ -66,21 +74,34 @@ class Reckoning:
         factor = float(ratios[judged].median())
         off = (self.closed - factor * self.whole).norm(dim=-1).amax(0) / (abs(factor) * self.size).clamp(min=1e-300)
         wrong = judged & ~(off <= self.bound)
-        if not wrong.any():
+        repeats = judged & ~wrong & self._repeats()
+        self.shared = self._named(repeats) if repeats.any() and not repeats[judged].all() else ""
+        rounded = judged & (self.bound == FINE) & (off > 5e-5) & (off < 1e-2)
+        if not (wrong | rounded).any():
             return factor, faults, notes
         most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor is nobody's
-        found = self._explain(judged if most else wrong, None if most else factor)
-        if not found and self._is_scaled(wrong):
+        found = self._explain(judged if most else wrong, None if most else factor) if wrong.any() else []
+        if not found and (wrong & ~rounded).any() and self._is_scaled(wrong):
             ratio = float((self.closed[0] * self.whole)[wrong].sum() / self.whole[wrong].square().sum()) / factor
             if len(self.own) > 1 and any(abs(ratio / one - 1) < FINE for one in (len(self.own), 1 / len(self.own))):
                 text = f"{self._named(wrong)}: the gradient in update {self.index} is {ratio:.4g} times the others'"
                 found = [Fault("divisor", self.where, text, "let all reductions divide by the same number of ranks")]
-        if not found:
+        if not found and (wrong & ~rounded).any():
             notes.append(f"not seen: what the script does with the gradient of {self._named(wrong)} before it steps")
+        elif not found:
+            half = "bfloat16" if float(off[rounded].median()) > 4e-4 else "float16"
+            notes.append(f"the gradient of {self._named(rounded)} is rounded on its way to the step, as {half} rounds")
+            most = False
         return (None if most else factor), faults + found, notes
 
     def _named(self, places: Tensor) -> str:
         return shorten([name for name, is_one in zip(self.names, places.tolist(), strict=True) if is_one])
+
+    def _repeats(self) -> Tensor:
+        """Tells to which parameters each backward gives the same."""
+        most = [one.abs().amax((0, 2)) * (len(one) > 1) for one in self.received]
+        apart = [(one - one[:1]).abs().amax((0, 2)) for one in self.received]
+        return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
 
     def _is_scaled(self, wrong: Tensor) -> bool:
         return bool((_rest(self.closed, self.whole) < self.bound)[wrong].all())
@@ -106,7 +127,7 @@ class Reckoning:
                 found.append(Fault("stale", self.line, text, "clear gradients after each step"))
             elif float(shares.max() - shares.min()) > 2 * bound:
                 what = f"{lost} of {len(mine)} backwards are lost" if lost else "backwards count differently"
-                text = f"{names}: {what} in update {self.index} on rank {rank} (their weights: {shown})"
+                text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
                 found.append(Fault("lost" if lost else "uneven", self.where, text, hand))
         return found
 

@@ -30,14 +30,14 @@ def run(given: Any) -> int:
         status = 2
     finally:  # also where Ctrl-C ends it
         watch.stop()
-        report.fill(watch, given.folder)
-        if report.rank == 0:
-            sys.stdout.flush()
-            print(report, file=sys.stderr, flush=True)
-            if given.json is not None:
-                Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
-            if given.plot is not None:
-                report.plot(given.plot)
+        with report.filled(watch, given.folder, ended=status != 2):
+            if report.rank == 0:
+                sys.stdout.flush()
+                print(report, file=sys.stderr, flush=True)
+                if given.json is not None:
+                    Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
+                if given.plot is not None:
+                    report.plot(given.plot)
     if isinstance(status, str):  # as of sys.exit("a message")
         print(status, file=sys.stderr)
     return 1 if isinstance(status, str) else status or report.status
@@ -59,6 +59,6 @@ def _prepare(given: Any) -> CodeType:
     else:
         main.__spec__ = None  # as Python itself has it
         sys.path.insert(0, str(Path(path).resolve().parent))
-    main.__file__, sys.argv[:] = path, [path, *given.arguments]
+    main.__file__, sys.argv[:] = path, [path, *given.launcher, *given.arguments]
     sys.modules["__main__"] = main
     return compile(Path(path).read_bytes(), str(Path(path).resolve()), "exec")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from ..terminal import fitted
 from .judge import verdict
 from .ledger import failures
 from .receipts import Fault
-from .share import exchange, place_in_job
+from .share import exchanged, place_in_job
 from .watch import Enough, Watch
 
 _numbers = itertools.count()  # of audits in this process, the same on all ranks
@@ -66,20 +67,28 @@ class Audit:
         lines += [f"  note: {note}" for note in self.notes]
         return fitted(line.replace(f"{Path.cwd()}{os.sep}", "") for line in lines)
 
-    def fill(self, watch: Watch, folder: str | None) -> None:
+    @contextmanager
+    def filled(self, watch: Watch, folder: str | None, ended: bool = True) -> Iterator[None]:
+        """Judges what all ranks saw; they stay together in the block."""
         self.rank, world = place_in_job()
-        mine = {"rank": self.rank, "world": world, **watch.as_dict()}
-        self.seen = exchange(mine, folder, next(_numbers))
+        mine = {"rank": self.rank, "world": world, "ended": ended, **watch.as_dict()}
+        with exchanged(mine, folder, next(_numbers)) as self.seen:
+            self._judge(watch, mine)
+            yield
+
+    def _judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
         self.findings, self.notes, self.about = verdict(self.seen)
         self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
-        if self.ranks < world:
-            self.notes.append(f"not seen: {world - self.ranks} of {world} ranks, which did not tell what they saw")
+        if lost := mine["world"] - self.ranks:
+            self.notes.append(f"not seen: {lost} of {mine['world']} ranks, which did not tell what they saw (--folder)")
         norms = [name for root in watch.ledger.roots() for name, one in batchnorms(root) if one.training]
         if norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
             self.notes.append(f"{norms[0]} normalises by each micro-batch, so that no window equals one big batch")
-        for length, total in mine["padded"]:
-            self.notes.append(f"DistributedSampler repeats {total - length} of {length} samples to pad each epoch")
+        for line, (length, total) in mine["padded"].items():
+            self.notes.append(
+                f"{line}: DistributedSampler repeats {total - length} of {length} samples to pad each epoch"
+            )
         self.status = int(bool(self.findings)) if self.updates or self.findings else 2
 
     def plot(self, path: str) -> None:
@@ -130,4 +139,5 @@ def audit(model: nn.Module | None = None, *, updates: int | None = None, folder:
         pass
     finally:
         watch.stop()
-        report.fill(watch, folder)
+        with report.filled(watch, folder, ended=sys.exc_info()[0] is None):
+            pass

@@ -6,13 +6,15 @@ import os
 import shutil
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-PATIENCE = 30.0  # seconds for the other ranks to end
+PATIENCE, HASTE = 30.0, 3.0  # seconds for the other ranks to end; after an error, for which they may wait
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
 COMMON = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
@@ -24,21 +26,38 @@ def place_in_job() -> tuple[int, int]:
     return next(((int(os.environ[a]), int(os.environ[b])) for a, b in LAUNCHERS if {a, b} <= os.environ.keys()), (0, 1))
 
 
-def exchange(mine: dict[str, Any], folder: str | None, number: int) -> list[dict[str, Any]]:
-    """Returns those of all ranks that come in time, in a folder that is named by what ranks of a job have in common."""
-    if mine["world"] == 1:
-        return [mine]
+@contextmanager
+def exchanged(mine: dict[str, Any], folder: str | None, number: int) -> Iterator[list[dict[str, Any]]]:
+    """What ranks tell each other, of those that come in time. Ranks leave together, as soon as rank 0 does.
+
+    They meet in a folder that is named by what ranks of a job have in common. Without a `folder` only those of a
+    machine can.
+    """
+    world = mine["world"] if folder else min(mine["world"], int(os.environ.get("LOCAL_WORLD_SIZE", mine["world"])))
+    if world == 1:
+        yield [mine]
+        return
     common = [*(os.environ.get(name, "") for name in COMMON), str(number), "" if folder else str(os.getppid())]
     meeting = Path(folder or tempfile.gettempdir()) / "-".join(["distaccum-audit", *common]).replace(os.sep, "_")
     meeting.mkdir(parents=True, exist_ok=True)
     part = meeting / f"{mine['rank']}.part"
     torch.save(mine, part)
     part.rename(part.with_suffix(".pt"))
-    until = time.monotonic() + PATIENCE
-    while len(found := sorted(meeting.glob("*.pt"))) < mine["world"] and time.monotonic() < until:
-        time.sleep(0.01)
-    seen = sorted((torch.load(path, weights_only=True) for path in found), key=lambda one: int(one["rank"]))
+    _wait(lambda: len([*meeting.glob("*.pt")]) >= world, PATIENCE if mine["ended"] else HASTE)
+    found = (torch.load(path, weights_only=True) for path in meeting.glob("*.pt"))
+    seen = sorted(found, key=lambda one: int(one["rank"]))
     part.with_suffix(".read").touch()
-    if len(list(meeting.glob("*.read"))) == len(found):
-        shutil.rmtree(meeting, ignore_errors=True)
-    return seen
+    try:
+        yield seen
+    finally:
+        if seen[0]["rank"] == mine["rank"]:
+            _wait(lambda: len([*meeting.glob("*.read")]) >= len(seen))
+            shutil.rmtree(meeting, ignore_errors=True)
+        else:  # a launcher would end the first for the status of another
+            _wait(lambda: not meeting.exists())
+
+
+def _wait(until: Callable[[], bool], seconds: float = PATIENCE) -> None:
+    latest = time.monotonic() + seconds
+    while not until() and time.monotonic() < latest:
+        time.sleep(0.01)

@@ -11,7 +11,7 @@ import os
 import sys
 import sysconfig
 import time
-import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -63,18 +63,19 @@ class Backward:
     """A call of backward, as of a micro-step."""
 
     def __init__(self, line: str, drawn: int) -> None:
-        self.line, self.drawn, self.begun = line, drawn, time.time()
+        self.line, self.drawn, self.begun = line, drawn, time.perf_counter()
         self.terms: list[dict[str, Any]] = []
+        self.cleared: tuple[int, str, bool] | None = None  # which time, the line, and if a loader had ended before
         self.received: Receipts | None = None
         self.left: Receipts | None = None  # of gradients, after it
 
     def as_dict(self) -> dict[str, Any]:
         for term in self.terms:
-            for key in ("seed", "low", "count"):
+            for key in ("seed", "low", "count", "print"):
                 term[key] = None if term[key] is None else abs(float(term[key]))
             if term["divisors"] is not None:
-                term["divisors"] = list(map(_number, term["divisors"]))
-        return {"line": self.line, "drawn": self.drawn, "begun": self.begun, "terms": self.terms}
+                term["divisors"] = [(how, _number(value)) for how, value in term["divisors"]]
+        return {name: getattr(self, name) for name in ("line", "drawn", "terms", "cleared")}
 
 
 class Trained:
@@ -85,10 +86,14 @@ class Trained:
         self.pending: list[Backward] = []
         self.events: list[tuple[str, str, int]] = []  # kind, line, and how many backwards came before
         self.closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
-        self.own: set[str] = set()  # lines of backwards that a step used
 
     def forget(self) -> None:
         self.pending, self.closed, self.events = [], None, []
+
+    @property
+    def is_waiting(self) -> bool:
+        """True where a backward gave what was neither used nor cleared."""
+        return bool(self.pending) and self.pending[-1].cleared is None
 
 
 @final
@@ -98,15 +103,15 @@ class Watch:
     def __init__(self, model: nn.Module | None = None, most: int | None = None) -> None:
         self.most, self.ledger = most, Ledger()
         self.updates: list[dict[str, Any]] = []
-        self.cleared: list[dict[str, Any]] = []
         self.found: dict[tuple[str, str], dict[str, int]] = {}  # by kind and line
-        self.padded: set[tuple[int, int]] = set()
+        self.padded: dict[str, tuple[int, int]] = {}  # by line
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._touches: dict[str, set[int]] = {}  # optimizers, by the line of a backward
         self._modes: dict[tuple[str, int], bool] = {}
         self._current: Backward | None = None
         self._early: list[Backward] = []  # before any optimizer was known
-        self._targets: dict[Any, tuple[Any, int]] = {}
+        self._heard: list[dict[str, Any]] = []  # criterions since the last step
+        self._num_cleared = 0
         self._stepping = self._scheduling = False
         self._scaler: Any = None
         self._drawn, self._waited, self._last = 0, 0.0, time.perf_counter()
@@ -158,12 +163,9 @@ class Watch:
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         (line, inner), (count, rows) = where(), count_of(name, given)
         term = {"site": [line, name, inner], "reduction": reduction_of(given), "count": count, "rows": rows}
-        term |= {"divisors": None, "unit": torch.finfo(loss.dtype).eps, "seed": None, "low": None, "same": False}
-        target = given.get("target", given.get("targets"))
-        if isinstance(target, Tensor):  # the same memory, still alive: the same samples once more
-            known, address = self._targets.get((line, inner), (lambda: None, 0))
-            term["same"] = known() is not None and address == target.data_ptr()
-            self._targets[line, inner] = weakref.ref(target), target.data_ptr()
+        term |= {"divisors": None, "unit": torch.finfo(loss.dtype).eps, "seed": None, "low": None}
+        term["print"] = print_of(given.get("target", given.get("targets")))
+        self._heard = [*self._heard[-KEPT:], term]
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
 
@@ -249,8 +251,6 @@ class Watch:
         self._close(one)
         if one.pending:
             self._record(one)
-        elif self.cleared and self.cleared[-1]["optimizer"] == one.place:
-            self.note("empty", where()[0], one.num)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         one = self.trained.get(id(optimizer))
@@ -270,13 +270,14 @@ class Watch:
             lines = {made.line for made in one.pending[:before]}
             if kind != "ended" and lines & {made.line for made in one.pending[before:]}:
                 self.note(kind, line, one.num)
-        one.own.update(made.line for made in one.pending)
         schedules = [line for kind, line, _ in one.events if kind == "schedule"]
         record: dict[str, Any] = {"optimizer": one.place, "index": one.num, "line": where()[0]}
         record |= {"scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
-        record |= {"seconds": now - self._last, "waited": self._waited}
+        record |= {"seconds": now - self._last, "waited": self._waited, "worked": one.pending[-1].begun - self._last}
         record |= {"schedules": {line: schedules.count(line) for line in schedules}}
         record |= {"backwards": [made.as_dict() for made in one.pending]}
+        record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
+        self._heard = []
         if one.closed is not None:
             received = [made.received or {} for made in one.pending]
             places = sorted(set(one.closed).union(*received))
@@ -313,12 +314,14 @@ class Watch:
 
     def _drop(self, parameters: Iterable[nn.Parameter]) -> None:
         """These are cleared: what was pending for their optimizers is lost, unless nothing was there."""
-        waiting = [] if self._stepping else [one for one in self.trained.values() if one.pending]
+        waiting = [] if self._stepping else [one for one in self.trained.values() if one.is_waiting]
         owners = self.ledger.owners_of(parameters if waiting else (), with_gradient=True)
         for one in (one for one in waiting if one.place in owners):
-            lines, ended = [made.line for made in one.pending], any(kind == "ended" for kind, _, _ in one.events)
-            self.cleared.append({"optimizer": one.place, "line": where()[0], "lines": lines, "ended": ended})
-            one.forget()
+            self._num_cleared += 1
+            cleared = self._num_cleared, where()[0], any(kind == "ended" for kind, _, _ in one.events)
+            for made in one.pending:
+                made.cleared = made.cleared or cleared
+            one.events, one.closed = [], None
 
     def _note_root(self, original: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
         self.ledger.add_root(module)
@@ -344,7 +347,7 @@ class Watch:
 
     def _pad(self, original: Any, sampler: Any) -> Any:
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
-            self.padded.add((len(sampler.dataset), sampler.total_size))
+            self.padded[where()[0]] = len(sampler.dataset), sampler.total_size
         return original(sampler)
 
     def _scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
@@ -365,24 +368,33 @@ class Watch:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers, for other ranks too."""
-        ledger, trained = self.ledger, self.trained.values()
-        owned = [ledger.parameters[place] for place in ledger.owners]
+        ledger = self.ledger
         return {
             "updates": self.updates,
             "found": self.found,
-            "cleared": self.cleared,
-            "own": {one.place: sorted(one.own) for one in trained},
-            "pending": {one.place: [] if self.most else [made.line for made in one.pending] for one in trained},
-            "padded": sorted(self.padded),
+            "rest": {
+                one.place: [] if self.most else [made.as_dict() for made in one.pending]
+                for one in self.trained.values()
+            },
+            "padded": self.padded,
             "names": ledger.names,
             "sharded": ledger.sharded(),
             "coarse": sorted(ledger.coarse),
             "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
-            "bytes": sum(one.numel() * one.element_size() for one in owned),
+            "bytes": [one.numel() * one.element_size() for one in ledger.parameters],
         }
 
 
 CLIPS = ("norm", "value")
+
+
+def print_of(target: Any) -> Tensor | None:
+    """A number that tells targets apart, as sums of theirs would; 0 for those that are all alike."""
+    if not isinstance(target, Tensor):
+        return None
+    ramp = torch.arange(target.numel(), device=target.device, dtype=torch.float32)
+    with torch.no_grad():
+        return ((ramp - (target.numel() - 1) / 2) * target.flatten()).sum()
 
 
 def _number(value: Any) -> float | None:

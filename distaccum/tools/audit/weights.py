@@ -11,6 +11,7 @@ from .criterions import BY_CLASS
 from .receipts import Fault
 
 MEANS = ("mean", "batchmean")
+CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
 Key = tuple[int, int]  # an optimizer and its update
 Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, by update
 
@@ -79,14 +80,35 @@ def _ends(values: Any) -> tuple[float, float]:
     return (min(found), max(found)) if found else (0.0, 0.0)
 
 
-def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float]) -> list[Fault]:
+def without_backward(terms: Terms, updates: Mapping[Key, Sequence[dict[str, Any]]]) -> list[Fault]:
+    """Losses that no backward follows, and that are yet counted in the divisor of those that one does."""
+    faults = []
+    for (place, *site, _), by_update in terms.items():
+        lost = {i: sum(one["unused"].get(tuple(site), 0) for one in updates[place, i]) for i in by_update}
+        shares = {i: len(by_update[i]) / (len(by_update[i]) + num) for i, num in lost.items() if num}
+        means = all(one["reduction"] in MEANS for i in shares for one in by_update[i])
+        if (
+            means
+            and 3 * len(shares) > len(by_update) > 3
+            and all(_is(sum(one["total"] for one in by_update[i]), share) for i, share in shares.items())
+        ):
+            index = min(shares, key=lambda i: shares[i])
+            text = (
+                f"no backward follows {sum(lost.values())} losses, which count as micro-batches: update {index} weighs "
+                f"{shares[index]:.3g}; so {len(shares)} of {len(by_update)} updates"
+            )
+            faults.append(Fault("unused", site[0], text, "call backward on each loss, and clear after the step alone"))
+    return faults
+
+
+def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float], shared: Mapping[Key, str]) -> list[Fault]:
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
     faults = []
     sums: dict[Key, float] = defaultdict(float)
     for (place, *_), by_update in terms.items():
         for index, every in by_update.items():
             sums[place, index] += sum(one["total"] for one in every) / ranks
-    for (place, line, *_), by_update in terms.items():
+    for (place, line, name, *_), by_update in terms.items():
         known = [factors[place, index] for index in by_update if (place, index) in factors]
         factor = statistics.median(known) if known else None
         steps = {index: max(Counter(one["rank"] for one in every).values()) for index, every in by_update.items()}
@@ -103,7 +125,8 @@ def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float]) -> lis
         is_sum, (low, high) = every[0]["reduction"] not in MEANS, _ends(one["each"] for one in every)
         if factor is not None and is_sum and common > 1 and _is(low * factor, 1.0) and _is(high * factor, 1.0):
             low, high = _ends(totals.values())
-            if high > 1.01 * low:
+            alike = max(sum(_is(one, other) for one in totals.values()) for other in totals.values())
+            if 2 * alike <= len(totals):  # else one that is meant, and a short last micro-batch
                 text = f"nothing divides this sum: updates weigh {low:.4g} to {high:.4g}, as their tokens do"
                 faults.append(Fault("divisor", line, text, "divide by the window's number of tokens on all ranks"))
         if not all(_is(totals[index], level) for index in usual):
@@ -119,30 +142,51 @@ def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float]) -> lis
             faults.append(Fault("window", line, text, hand))
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
-        if factor is None or not paths or whole or any(one["same"] for one in every[1:]):
-            continue  # terms that are one mean together, or tasks of the same samples
+        if factor is None or not paths or whole:
+            continue  # terms that are one mean together
+        if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
+            names = shared.get((place, usual[0]), "")
+            if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
+                text = f"{names} gets the same gradient from each of {common} backwards of the same samples"
+                hand = f"divide its gradient by {common} before the step"
+                faults.append(Fault("shared", line, text, hand, CONTRAST))
+            continue
         if len({one["rank"] for one in every}) < ranks:
             continue  # stages of a pipeline
-        if found := _why(level, common, ranks, is_sum, paths[0]):
+        if found := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0]):
             text = f"{found[0]}: the gradient is {level:.4g} times that of the mean"
             faults.append(Fault("divisor", line, text, found[1]))
     return faults
 
 
-def _why(level: float, steps: int, ranks: int, is_sum: bool, path: Sequence[float | None]) -> tuple[str, str] | None:
-    """Tells what is divided too often or too rarely, and the cure; `path` are divisions between loss and criterion."""
-    plain = [value for value in path if value is not None and value > 0]
+def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
+    """True where most of these have the targets of another."""
+    prints = {(one["rank"], one["print"]) for one in terms if one["print"]}
+    return len(prints) * 2 <= sum(bool(one["print"]) for one in terms) > 0
+
+
+def _why(
+    level: float, factor: float, steps: int, ranks: int, what: str, path: Sequence[tuple[str, float | None]]
+) -> tuple[str, str] | None:
+    """Tells what is divided too often or too rarely, and the cure; `path` leads from the loss to its criterion."""
+    plain = [value for how, value in path if how == "div" and value is not None]
+    by_ranks = [value for how, value in path if how == "mul" and value is not None and _is(value, ranks)]
+    if ranks > 1 and _is(factor, ranks) and _is(level, ranks) and len(plain) + len(by_ranks) == len(path):
+        return "the ranks are added up, not averaged", f"divide by {ranks}"
     by_steps = sum(_is(value, steps) for value in plain)
-    if steps > 1 and _is(level, steps) and not is_sum and not path:
+    if steps > 1 and _is(level, steps) and what == "mean" and not path:
         return f"nothing divides by the {steps} micro-batches", f"loss / {steps}"
-    if steps > 1 and _is(level * steps, 1.0) and by_steps > (not is_sum):
-        if is_sum:
+    if steps > 1 and _is(level * steps, 1.0) and by_steps > (what == "mean"):
+        if what != "mean":
             return f"the {steps} micro-batches divide what their tokens divide already", "leave one division out"
         return f"the {steps} micro-batches divide twice", "divide once: here, or in the library that does so too"
     if ranks == 1 or len(plain) < len(path):
         return None
-    if _is(level * ranks, 1.0) and (is_sum or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)):
-        return f"the {ranks} ranks divide twice, since the wrapper averages", f"multiply by {ranks}"
+    if _is(level * ranks, 1.0) and (
+        what in BY_CLASS or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)
+    ):
+        text = f"the {ranks} ranks divide twice" + ", since the wrapper averages" * _is(factor, 1.0)
+        return text, f"multiply by {ranks}"
     return ("the ranks are added up, not averaged", f"divide by {ranks}") if _is(level, ranks) else None
 
 
