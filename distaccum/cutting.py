@@ -6,7 +6,6 @@ import copy
 import dataclasses
 import itertools
 import operator
-import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from functools import cached_property, partial
@@ -133,6 +132,16 @@ def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
     if isinstance(item, Tensor):
         return [(where, item)]
     return [found for key, child in entries_of(item).items() for found in tensors_in(child, repr(key))]
+
+
+class WouldWait(Exception):  # noqa: N818  # it never leaves this library
+    """Numbers are on a device, and nobody shall wait for it now."""
+
+
+def refuse_to_wait(values: Any) -> None:
+    """Raises WouldWait where a tensor is not on the host."""
+    if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
+        raise WouldWait
 
 
 def map_tensors(item: Any, change: Callable[[Tensor], Any]) -> Any:
@@ -263,15 +272,6 @@ def largest_sample(micro_batches: Iterable[Any]) -> int:
         elif isinstance(item, Tensor) and item.ndim and len(item):
             found.append(-(-item.numel() // len(item)))
     return max(found)
-
-
-def fingerprint(batch: Any) -> int:
-    """A number that differs where another rank's batch does: of some values of each tensor, read at once."""
-    found = [one.detach() for _, one in tensors_in(batch) if not hasattr(one, "to_local")]
-    dense = [one for one in found if one.layout is torch.strided and not one.is_nested and one.numel()]
-    some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
-    values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []
-    return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
 
 
 # Cuts

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .batches import Batches, Make, cut_up
-from .cutting import Columns, Count, count_samples, fingerprint, largest_sample, tensors_in
+from .cutting import Columns, Count, WouldWait, count_samples, largest_sample, refuse_to_wait, tensors_in
 from .job import LOOP, Counts, Job, Manner, Micro
 from .law import DistaccumError, RankReport
 from .private import own_version_of
@@ -189,7 +189,7 @@ def num_items(job: Job, index: int) -> int:
         return 1  # which is cut
     if isinstance(config.steps, int):
         return config.steps
-    steps, warning = config.grouped_at(index, len(job.engine.peers.parts))
+    steps, warning = config.grouped_at(index, job.engine.peers.num_data_ranks)
     if warning is not None:
         job.once("batch_size", warning)
     return steps
@@ -362,10 +362,6 @@ def _look_at(item: Any) -> list[_Seen]:
 # Counting
 
 
-class WouldWait(Exception):  # noqa: N818  # it never leaves this library
-    """Numbers are on a device, and nobody shall wait for it now."""
-
-
 def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool = False) -> Draw:
     """Counts what `make` gives for update `index`; keeps an error until the other ranks have the report.
 
@@ -373,8 +369,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
     its time and would have to wait for a device.
     """
     engine, peers = job.engine, job.engine.peers
-    batches, counts, pieces, error = Batches([]), list[Counts](), list[list[Counts]](), None
-    compares = peers.shares_samples or peers.has_parts
+    batches, counts, pieces, error, fingerprint = Batches([]), list[Counts](), list[list[Counts]](), None, 0
     try:
         batches = make(index)
         if manner.is_sum:
@@ -384,8 +379,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         else:
             pieces = _count_pieces(job, batches.micro_batches, ahead)
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
-        if compares and ahead:
-            refuse_to_wait(batches.micro_batches[:1])
+        fingerprint = peers.fingerprint(batches.micro_batches, ahead=ahead)
     except WouldWait:
         raise
     except Exception as caught:
@@ -413,7 +407,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         reduce_afterwards=_reduces_by_hand(job, manner, batches),
         largest=0 if batches.lengths is None else batches.largest,
         largest_sample=largest_sample(batches.micro_batches) if manner.agrees else 0,
-        fingerprint=fingerprint(batches.micro_batches[:1]) if compares else 0,
+        fingerprint=fingerprint,
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if manner.is_sum else len(job.config.counts)),
     )
     try:
@@ -435,12 +429,6 @@ def _reduces_by_hand(job: Job, manner: Manner, batches: Batches) -> bool:
     if job.forwards_communicate and not (job.config.most == "auto" and "gathered" in job.engine.policies):
         return False
     return not job.size.is_proven(batches.largest, largest_sample(batches.micro_batches))
-
-
-def refuse_to_wait(values: Any) -> None:
-    """Raises WouldWait where a tensor is not on the host."""
-    if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
-        raise WouldWait
 
 
 def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) -> list[Counts]:

@@ -198,53 +198,6 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "agrees": ("who runs the window", lambda one: "update()" if one else "a loop", "call update(), or make a loop,"),
     "steps": ("steps", lambda one: one or "any", "give the same steps, batch_size and kind of window"),
 }
-# Fields that must be equal on ranks that share their samples, and how an error says what they have.
-ALIKE = {
-    "num_drawn": "micro-batches {}",
-    "num_counted": "micro-batches that count {}",
-    "totals": "counts {}",
-    "fingerprint": "other numbers in their first micro-batch",
-}
-
-
-def reports_of(sharing: Sequence[Sequence[int]], rows: Sequence[Sequence[Sequence[float]]]) -> list[RankReport]:
-    """One report for each set of ranks that share their samples; an error where theirs differ."""
-    found = []
-    for ranks, of_set in zip(sharing, rows, strict=True):
-        reports = list(map(RankReport.from_row, of_set))
-        for name, seen in ALIKE.items() if len(reports) > 1 else ():
-            values = [getattr(one, name) for one in reports]
-            if len(set(values)) > 1:
-                raise DistaccumError(
-                    f"ranks {list(ranks)} compute on the same samples together, and have {seen.format(values)}; give "
-                    "them the same batches: draw and shuffle by the data-parallel rank, not by the rank in the job"
-                )
-        if len(reports) > 1:
-            reports[0] = reports[0]._replace(
-                no_more_after=all(one.no_more_after for one in reports),
-                has_stand_in=all(one.has_stand_in for one in reports),
-                reduce_afterwards=any(one.reduce_afterwards for one in reports),
-            )
-        found.append(reports[0])
-    return found
-
-
-def refuse_unlike_parts(parts: Sequence[Sequence[int]], reports: Sequence[RankReport], counts_tokens: bool) -> None:
-    """An error where ranks that have parts of the same samples do not go through them together, or count them twice."""
-    for ranks in parts:
-        own = [reports[rank] for rank in ranks]
-        drawn, seen = [one.num_drawn for one in own], f"ranks {list(ranks)} of the group have parts of the same samples"
-        if len(set(drawn)) > 1:
-            raise DistaccumError(
-                f"{seen}, and have {drawn} micro-batches; give each of them its part of every micro-batch, also one in "
-                "which nothing counts"
-            )
-        if drawn[0] and counts_tokens and len({(one.fingerprint, one.totals) for one in own}) == 1:
-            raise DistaccumError(
-                f"{seen}, and each counted the same whole labels ({list(own[0].totals)}), so that all are counted "
-                f"{len(ranks)} times; cut them before the window; or, where the criterion sums, divide: "
-                f"count=lambda batch: tokens(batch) / {len(ranks)}, with tokens = count_tokens(...)"
-            )
 
 
 def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:

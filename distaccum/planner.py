@@ -21,8 +21,6 @@ from .law import (
     all_or_none,
     in_short,
     make_plan,
-    refuse_unlike_parts,
-    reports_of,
     shorten,
 )
 from .ranks import Rows
@@ -113,10 +111,7 @@ class Planner:
             failed = peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
             draw.raise_error()
             all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
-        reports = reports_of(peers.sharing, peers.by_samples(rows) if peers.shares_samples else [[row] for row in rows])
-        if peers.has_parts:
-            refuse_unlike_parts(peers.parts, reports, self.job.config.counts_tokens)
-        return reports
+        return peers.reports(rows, counts_tokens=self.job.config.counts_tokens)
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it, as the error says."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .law import DistaccumError, LostRanksError, in_short
+from .law import DistaccumError, LostRanksError, RankReport, in_short
 from .private import new_group, timeout_of
 
 # The errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
@@ -31,7 +31,7 @@ LOST = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|[Tt]imed
 logger = logging.getLogger("distaccum")  # by default to stderr
 PATIENCE = timedelta(seconds=10)  # at the end of a process, with a sum that other ranks have not joined
 
-Row = TypeVar("Row")
+Value = TypeVar("Value")
 Rows = list[list[float]]
 ABANDONED = -1.0  # in the place of an update's index: this rank has nothing to report of it
 
@@ -51,56 +51,33 @@ class Peers:
     Attributes:
         rank, num_ranks (int): In the group, and of it.
         global_rank, world_size (int): In the whole job, tensor-parallel ranks too, and of it.
-        sharing: For each rank of the group, the global ranks that compute on its samples.
-        parts: Lists of ranks in the group that have parts of the same samples.
-        is_alone, shares_samples, has_parts (bool): Derived from these.
+        num_data_ranks (int): Ranks with samples of their own: all of them, but on a mesh (`meshes/ranks.py`).
+        is_alone (bool): No other rank takes part in updates.
+        shares_samples, has_parts (bool): On a mesh, ranks outside of the group compute on the samples of each; some in
+            it have parts of the same samples.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, sharing: Sequence[Sequence[int]] | None = None) -> None:
+    shares_samples = has_parts = False
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
         self.rank, self.num_ranks, self.global_rank, self.world_size = 0, 1, 0, 1
-        self._here = [0]  # the global ranks
         if group is not None:
             self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
             self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
-            self._here = dist.get_process_group_ranks(group)
-        self.host_group = self._record_host = None if group is None else own_group(group)
-        self._record_group = group  # of the ranks whose losses add up
-        self._take(sharing or [[rank] for rank in self._here], [[rank] for rank in range(self.num_ranks)])
+        self.num_data_ranks, self.is_alone = self.num_ranks, self.num_ranks == 1
+        self.host_group = None if group is None else own_group(group)
+        self.plan_with(None)
+        self.record_over(group)
 
-    def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
-        self.sharing, self.parts = sharing, parts
-        self.is_alone = len(sharing) == len(sharing[0]) == 1
-        self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
-        # All ranks that take part in updates: the ranks here, and those that share their samples.
-        ranks = sorted({rank for ranks in sharing for rank in ranks})
+    def plan_with(self, ranks: Sequence[int] | None) -> None:
+        """Lets these ranks take part in updates; None: those of the group."""
         self._plans = None if self.group is None else own_group(self.group, ranks, use="plans")
         self._everyone = None if self.group is None else own_group(self.group, ranks)
 
-    def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
-        """Declares that only `data_ranks` have samples of their own; the other ranks have parts of the same samples."""
-        by_rank = self.gather_objects(list(data_ranks))
-        places = [ranks.index(one) if one in ranks else -1 for one, ranks in zip(self._here, by_rank, strict=True)]
-        parts = [[rank for rank, place in enumerate(places) if place == one] for one in range(len(data_ranks))]
-        if not set(data_ranks) <= set(self._here) or len({len(ranks) for ranks in parts}) != 1 or -1 in places:
-            raise ValueError(
-                f"mesh has the data ranks {list(data_ranks)}, and {name} reduces over ranks {self._here}, expected "
-                "some of these; give the dimensions of one mesh that carry data, as mesh=mesh['data'], and wrap the "
-                "model over them and those that cut samples"
-            )
-        self._take(self.sharing, parts)
-
-    def add_stages(self, group: dist.ProcessGroup) -> None:
-        """Declares that the ranks of `group` hold other stages of the model, for the same samples."""
-        if self.group is None:
-            return  # a schedule on one rank alone
-        column = dist.get_process_group_ranks(group)
-        of_stages: list[Any] = [None] * len(column)
-        dist.all_gather_object(of_stages, list(self.sharing[self.rank]), group=own_group(group))
-        rows = self.gather_objects(({rank for ranks in of_stages for rank in ranks}, column))
-        self._take([sorted(ranks) for ranks, _ in rows], self.parts)
-        made = own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None)
-        self._record_group, self._record_host = made, own_group(made)
+    def record_over(self, group: dist.ProcessGroup | None) -> None:
+        """Lets losses of these ranks add up."""
+        self._record_group, self._record_host = group, None if group is None else own_group(group)
 
     # Plans
 
@@ -140,12 +117,17 @@ class Peers:
         rows = owed.wait()
         return None if any(row[0] == ABANDONED for row in rows) else rows
 
-    def by_samples(self, rows: Sequence[Row]) -> list[list[Row]]:
-        """For each rank the rows (or other values) of those that share its samples, of all that take part."""
-        if self._everyone is None or not self.shares_samples:
-            return [[row] for row in rows]
-        by_rank = dict(zip(dist.get_process_group_ranks(self._everyone), rows, strict=True))
-        return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
+    def reports(self, rows: Rows, *, counts_tokens: bool) -> list[RankReport]:
+        """The reports of the ranks of the group, from the rows of all that take part in updates."""
+        return list(map(RankReport.from_row, rows))
+
+    def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
+        """For each rank of the group the values of those that share its samples, of all that take part in updates."""
+        return [[value] for value in values]
+
+    def fingerprint(self, micro_batches: Sequence[Any], *, ahead: bool) -> int:
+        """A number that differs where another rank's first micro-batch does; 0 where ranks do not compare them."""
+        return 0
 
     # Small values
 

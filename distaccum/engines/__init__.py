@@ -53,7 +53,7 @@ def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine
         engine = _engine_of(pipeline.modules, sync, pipeline.group.size())
         pipeline.join(engine)
     if mesh is not None:
-        engine.peers.cut_samples(mesh.mesh.flatten().tolist(), engine.name)
+        import_module("distaccum.meshes.ranks").on_mesh(engine).cut_samples(mesh.mesh.flatten().tolist(), engine.name)
     return engine
 
 

@@ -18,6 +18,7 @@ from ..cutting import count_samples, cut_batch
 from ..engines.base import Engine
 from ..law import DistaccumError, shorten
 from . import private
+from .ranks import on_mesh
 
 
 class PipelineSchedule(Protocol):
@@ -85,7 +86,7 @@ class Pipeline:
                 f"sync={engine.sync!r} with a pipeline, whose stages reduce at the window's end; use 'last'"
             )
         engine.pipeline, engine.policies, engine.run_backward = self, ("last",), self._refuse_backward
-        engine.peers.add_stages(self.group)
+        on_mesh(engine).add_stages(self.group)
         engine.norm_in = self.device, torch.float64, (self.group,)  # a stage may have no gradient
         if self.splits_backward:
             self._refuse_frozen_beginning(engine)
