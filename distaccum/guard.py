@@ -26,11 +26,12 @@ class Stage(Enum):
     PLANNED = "not begun"
     RUNNING = "in its loop"
     COMPLETE = "complete but not stepped"  # gradients are final
+    STEPPING = "being stepped"
     STEPPED = "stepped already"
     LEFT = "discarded (its loop was left, or another window was requested)"
 
 
-OPEN = Stage.RUNNING, Stage.COMPLETE  # it holds gradients
+OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING  # it holds gradients
 OVER = Stage.STEPPED, Stage.LEFT
 
 
@@ -120,6 +121,15 @@ def refuse_backward(window: Any) -> NoReturn:
     )
 
 
+def give_up(window: Any, what: str) -> NoReturn:
+    """Discards the window, and says why."""
+    window.discard()
+    raise DistaccumError(
+        f"{what}, so the window's gradient is lost and the window is discarded; leave gradients alone in the loop, "
+        "and their clearing to window.step()"
+    )
+
+
 def refuse_unfinished(window: Any) -> None:
     """Raises where the micro-batch at work lacks a backward, a part or a named loss."""
     if window.stage is Stage.LEFT:
@@ -129,7 +139,7 @@ def refuse_unfinished(window: Any) -> None:
     refuse_missing_backward(window, "a micro-batch")
     if missing := window.losses.missing(window.counts_here):
         raise DistaccumError(
-            f"micro-batch {window.num_done - 1} got no loss for {missing}, although its count is above 0; give each "
+            f"micro-batch {window.place} got no loss for {missing}, although its count is above 0; give each "
             "name its loss, or let count give 0 where there is none"
         )
 

@@ -38,6 +38,11 @@ class Micro:
     number: int  # among all that were drawn, also those in which nothing counts
     pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
 
+    def take(self) -> Any:
+        """Hands the batch over: it is the caller's to free."""
+        batch, self.batch = self.batch, None
+        return batch
+
 
 class Hooks(NamedTuple):
     """By event, the methods of extensions that override it, looked up once; the first argument is the window."""
@@ -49,6 +54,17 @@ class Hooks(NamedTuple):
     numbers: tuple[Callable[[Any], Tensor | None], ...] = ()
     judge: tuple[Callable[[Any], str | None], ...] = ()
     end: tuple[Callable[[Any, Any], None], ...] = ()
+
+    def tell_end(self, window: Any, update: Any) -> None:
+        """Calls all of `end`, whatever one raises."""
+        errors: list[Exception] = []
+        for hear in self.end:
+            try:
+                hear(window, update)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 @dataclass(frozen=True)
@@ -118,7 +134,6 @@ class Job:
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # that ended well in this process
         self.trace: Trace | None = None  # of the window that is open
-        self.is_stepping = False  # the optimizers, now
         self.size = MicroBatchSize(None if self.config.most == "auto" else self.config.most)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with

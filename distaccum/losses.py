@@ -25,8 +25,7 @@ Term = tuple[str, float, Loss]  # name, share, loss
 
 @final
 class Losses:
-    """Each loss goes backward with its share as the seed, so that no factor enters the graph; but a pipeline's schedule
-    takes no seed, and `weigh_chunks` multiplies.
+    """Each loss goes backward with its share as the seed, so that no factor enters the graph.
 
     A seed is made anew for each backward: a hook of the loss may write to it, and the scaler's scale moves.
     """

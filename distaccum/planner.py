@@ -47,7 +47,8 @@ class Planner:
 
     def forbids_steps(self) -> bool:
         """Returns whether the optimizers hold a window's gradients, and it is not the one that steps."""
-        return not self.job.is_stepping and self.has_open_window
+        window = self.window
+        return window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE)
 
     @property
     def window(self) -> Window | None:

@@ -20,8 +20,17 @@ from .law import DistaccumError
 from .private import version_of
 
 
-def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[Tensor]:
-    """Divides each optimizer's gradients by the scale, once; returns this rank's flags of overflow."""
+def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], stamp: object) -> list[Tensor]:
+    """Divides each optimizer's gradients by the scale, once; returns this rank's flags of overflow.
+
+    Raises if the scale is no longer that of the window's losses, whose `stamp` this is.
+    """
+    if stamp is not None and stamp != stamp_of_scale(scaler):
+        raise DistaccumError(
+            "the GradScaler's scale was updated while this window was open (by another Accumulator's step(), or "
+            "scaler.update()), so the gradient cannot be unscaled and the window is discarded; finish one window "
+            "before the next begins, or give each Accumulator a GradScaler of its own"
+        )
     found: list[Tensor] = []
     sharded = sys.modules.get("torch.distributed.fsdp.sharded_grad_scaler")
     # It sums its flags over ranks: a rank whose shards have no gradient takes part too.
@@ -36,16 +45,6 @@ def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> list[Tensor]
                 raise
         found += scaler._found_inf_per_device(optimizer).values()
     return found
-
-
-def refuse_another_scale(scaler: GradScaler, stamp: object) -> None:
-    """Raises if the scale is no longer that of the window's losses, whose stamp this is."""
-    if stamp is not None and stamp != stamp_of_scale(scaler):
-        raise DistaccumError(
-            "the GradScaler's scale was updated while this window was open (by another Accumulator's step(), or "
-            "scaler.update()), so the gradient cannot be unscaled and the window is discarded; finish one window "
-            "before the next begins, or give each Accumulator a GradScaler of its own"
-        )
 
 
 def note_overflow(scaler: GradScaler, optimizers: Sequence[Optimizer], overflow: Tensor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NoReturn, TypeVar, final
+from importlib import import_module
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from .guard import (
     Stage,
     Tamper,
     clear_stale,
+    give_up,
     refuse_backward,
     refuse_copy,
     refuse_unfinished,
@@ -33,8 +35,7 @@ from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss
 from .norms import EPSILON, clip
-from .parts import each_head, each_part, weigh_chunks
-from .scaling import forget, note_overflow, refuse_another_scale, unscale
+from .scaling import forget, note_overflow, unscale
 from .update import Update
 
 Item = TypeVar("Item")
@@ -78,13 +79,13 @@ class Window(Generic[Batch]):
         # For the library's own:
         self.plan, self.micros, self.spare = plan, list(micros), spare
         self.parameters: Sequence[nn.Parameter] = job.parameters()
-        self.losses = Losses(
-            job, SUM if manner.is_sum else job.config.reductions, plan.counts, self.parameters[0].device
-        )
+        reductions = SUM if manner.is_sum else job.config.reductions
+        self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
         self.numbers: dict[str, Tensor] = {}  # of extensions, by their key
         turns, self._num_early = job.engine.num_micro_steps(plan)
         self.num_micro_steps = 0 if plan.is_empty else turns  # stand-ins too
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
+        self.place = -1  # of the micro-batch at work
         self.at_work: Micro | None = None  # in the loop; None while this rank stands in
         self.counts_here = Counts()  # of the micro-batch that the loop has
         self.has_more_parts = False  # of parts() or heads()
@@ -93,8 +94,6 @@ class Window(Generic[Batch]):
         self._job, self._engine, self._num_own = job, job.engine, len(micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
         self._pace = pace  # draws a part of the next window
-        self._place = -1  # of the micro-batch at work
-        self._is_begun = False  # by begin(), and not iterated yet
         self._is_heard = False  # extensions heard of its begin, and not of its end
         self._is_first = True  # no backward ended yet
         self._has_stepped = False  # the weights have moved
@@ -122,12 +121,12 @@ class Window(Generic[Batch]):
     @property
     def num_done(self) -> int:
         """The micro-batches of this rank that went backward, stand-ins included."""
-        return self._place + (self.turn is DONE and not self.has_more_parts)
+        return self.place + (self.turn is DONE and not self.has_more_parts)
 
     def where(self) -> str:
         """The place of the loop, in words."""
-        here = "in a stand-in" if self.stand_in else f"in micro-batch {self._place} of {self._num_own}"
-        return here if self._place >= 0 else "outside the loop"
+        here = "in a stand-in" if self.stand_in else f"in micro-batch {self.place} of {self._num_own}"
+        return here if self.place >= 0 else "outside the loop"
 
     def describe(self) -> str:
         """The stage, in words."""
@@ -141,12 +140,11 @@ class Window(Generic[Batch]):
         Left early, by `break` or an exception, the window is discarded on this rank; other ranks are not told, and
         wait for it where they reduce. A micro-batch without `backward` is an error.
         """
-        if not self._is_begun:
+        if self.stage is not Stage.RUNNING or self.place >= 0:  # else begin() was called
             self.begin()
-        self._is_begun = False
         try:
             for place in range(self.num_micro_steps):
-                self._place, self.turn, self.stand_in = place, WAITING, place >= self._num_own
+                self.place, self.turn, self.stand_in = place, WAITING, place >= self._num_own
                 self._pace(self.index, place, self.num_micro_steps)
                 if self.stand_in:
                     assert self.spare is not None  # the engine's check has seen to it
@@ -157,23 +155,18 @@ class Window(Generic[Batch]):
                 else:
                     self.at_work = self.micros[place]
                     self.counts_here = self.at_work.counts
-                    yield self._take(self.at_work)
+                    yield self.at_work.take()
                 if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
                     refuse_unfinished(self)
             self.stand_in = False
             if self._tamper.differs():
-                self._give_up(TAMPERED)
+                give_up(self, TAMPERED)
             if not self.plan.is_empty:
                 self._finish()
             self.stage, self.trace.lacks_step = Stage.COMPLETE, not self.plan.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
-
-    def _take(self, micro: Micro) -> Any:
-        """Hands the batch over: it is the caller's to free."""
-        batch, micro.batch = micro.batch, None
-        return batch
 
     def begin(self) -> None:
         """Starts the engine, which may communicate. Iterating calls it; call it yourself if your ranks communicate
@@ -182,7 +175,7 @@ class Window(Generic[Batch]):
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
         job, engine = self._job, self._engine
-        self.stage, self._is_begun, job.trace = Stage.RUNNING, True, self.trace
+        self.stage, job.trace = Stage.RUNNING, self.trace
         try:
             if torch.is_inference_mode_enabled():  # what is made in it could not be written to outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
@@ -226,14 +219,11 @@ class Window(Generic[Batch]):
         if self.turn is not WAITING:
             refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters):
-            self._give_up("gradients came into the window that its backward() did not make")
+            give_up(self, "gradients came into the window that its backward() did not make")
         if self._tamper.differs():
-            self._give_up(TAMPERED)
-        return not self.has_more_parts and self._reduces()
-
-    def _reduces(self) -> bool:
-        """Returns whether the last backward of the micro-step at work reduces."""
-        return self._place == self.num_micro_steps - 1 or self._place < self._num_early
+            give_up(self, TAMPERED)
+        is_last = self.place == self.num_micro_steps - 1
+        return not self.has_more_parts and (is_last or self.place < self._num_early)
 
     def _run(self, reduces: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward."""
@@ -269,8 +259,7 @@ class Window(Generic[Batch]):
         if looks and not look_at(engine, self.parameters).finite:
             judge(engine, self.losses, self.parameters, "gradient", "raise")
         for give in self._hooks.numbers:
-            found = give(self)
-            if found is not None:
+            if (found := give(self)) is not None:
                 self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # of a bound method
 
     # Several backwards in one micro-batch
@@ -286,7 +275,7 @@ class Window(Generic[Batch]):
             ValueError: `items` is empty.
             DistaccumError: An item got no `backward`, the loop is left early, or this micro-batch had a backward.
         """
-        return each_part(self, items)
+        yield from import_module("distaccum.runs.parts").each_part(self, items)
 
     def heads(self, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
         """Yields each item with `outputs`, cut off from their trunk, which goes backward once after the last head::
@@ -302,13 +291,11 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        return each_head(self, self._engine, outputs, items, self._run_trunk)
+        yield from import_module("distaccum.runs.parts").each_head(self, self._engine, outputs, items, self._run_trunk)
 
     def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Runs the backward of what `heads` cut off."""
-        if self._tamper.differs():
-            self._give_up(TAMPERED)
-        losses, seeds, reduces = list(outputs), self.losses.unscaled(gradients), self._reduces()
+        reduces, losses, seeds = self._start_backward(), list(outputs), self.losses.unscaled(gradients)
         if self._engine.will_reduce(reduces):
             losses, seeds = map(list, self._engine.with_earlier(losses, seeds))
         self._run(reduces, self._engine.backward, losses, seeds, reduces)
@@ -329,7 +316,7 @@ class Window(Generic[Batch]):
         pipeline = self._engine.pipeline
         if pipeline is None:
             raise DistaccumError(f"run() with {self._engine.name}, whose forward is yours: window.backward(loss)")
-        return self._run(self._start_backward(), pipeline.run, inputs, options, weigh_chunks(self))
+        return self._run(self._start_backward(), pipeline.run, self, inputs, options)
 
     # The update
 
@@ -348,13 +335,10 @@ class Window(Generic[Batch]):
         job, self.trace.lacks_step = self._job, False
         schedules = schedules_of(job) if job.schedulers else []
         if job.steps and self._tamper.is_cleared():
-            self._give_up("gradients were cleared between the window's loop and its step()")
+            give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
-            if self.plan.is_empty:
-                reason: str | None = f"no {' and no '.join(self.counts)} in any micro-batch of any rank"
-            else:
-                reason = self._step()
-            if reason is None and self._engine.lockstep and not self.plan.is_empty:
+            reason = self._step()
+            if reason is None and self._engine.lockstep:
                 job.spare = self.spare
             job.skipped = 0 if reason is None else job.skipped + 1
             self._close(Stage.STEPPED)
@@ -395,13 +379,12 @@ class Window(Generic[Batch]):
     def _step(self) -> str | None:
         """Sums the record, unscales, judges, clips and steps; returns the reason not to step, the same on all ranks."""
         job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
+        if self.plan.is_empty:
+            return f"no {' and no '.join(self.counts)} in any micro-batch of any rank"
         if not job.steps:
             self._record = Record(self.losses, self.numbers, None if scaler is None else [], engine.peers)
             return None
-        flags = None
-        if scaler is not None:
-            refuse_another_scale(scaler, self.losses.scale_stamp)
-            flags = unscale(scaler, job.optimizers)
+        flags = None if scaler is None else unscale(scaler, job.optimizers, self.losses.scale_stamp)
         stepped = [p for p in job.trained or self.parameters if p.grad is not None]
         if config.max_norm is not None and "norm" not in engine.owns:
             self._norm = engine.norm(stepped)
@@ -423,12 +406,9 @@ class Window(Generic[Batch]):
             most = None if "clip" in engine.owns else config.max_norm
             if self._norm is not None and most is not None and self._read + EPSILON > most and not math.isinf(most):
                 clip([p.grad for p in stepped if p.grad is not None], most, self._norm)
-            job.is_stepping = True
-            try:
-                reason = engine.step(job.optimizers)
-                self._has_stepped = reason is None
-            finally:
-                job.is_stepping = False
+            self.stage = Stage.STEPPING
+            reason = engine.step(job.optimizers)
+            self._has_stepped = reason is None
             if "norm" in engine.owns:  # it judged the gradient as it stepped
                 self._norm = None if config.max_norm is None else engine.norm(stepped)
                 if reason is not None:
@@ -451,14 +431,6 @@ class Window(Generic[Batch]):
         self._close(Stage.LEFT)  # late, so that what Ctrl-C breaks off is done again
         self._end(None)
 
-    def _give_up(self, what: str) -> NoReturn:
-        """Discards the window, and says why."""
-        self.discard()
-        raise DistaccumError(
-            f"{what}, so the window's gradient is lost and the window is discarded; leave gradients alone in the loop, "
-            "and their clearing to window.step()"
-        )
-
     def _close(self, stage: Stage) -> None:
         self.stage, self.turn, self.stand_in = stage, DONE, False
         if stage is Stage.STEPPED:
@@ -469,13 +441,7 @@ class Window(Generic[Batch]):
         self._job.trace = None
 
     def _end(self, update: Update | None) -> None:
-        """Tells all extensions, whatever one raises; twice is no harm."""
+        """Tells all extensions; twice is no harm."""
         is_heard, self._is_heard = self._is_heard, False
-        errors: list[Exception] = []
-        for hear in self._hooks.end if is_heard else ():
-            try:
-                hear(self, update)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        if is_heard and self._hooks.end:
+            self._hooks.tell_end(self, update)

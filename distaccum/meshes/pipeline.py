@@ -7,7 +7,7 @@ backward no seed, and gradients that stay unreduced until the window's end.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, final
 
 import torch
@@ -135,7 +135,7 @@ class Pipeline:
             for one, length in zip(micro_batches, lengths, strict=True)
         ]
 
-    def run(self, inputs: Sequence[Any], options: dict[str, Any], weigh: Callable[..., Tensor | None]) -> Any:
+    def run(self, window: Any, inputs: Sequence[Any], options: dict[str, Any]) -> Any:
         """All chunks through all stages, forward and backward; what the schedule returns."""
         if own := sorted(options.keys() & {"arg_mbs", "kwarg_mbs", "target_mbs", "losses"}):
             raise DistaccumError(
@@ -151,7 +151,7 @@ class Pipeline:
             for stage in self._stages:
                 if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
                     stage.submod = stage.submod.module
-            with private.weighing(self._schedule, weigh):
+            with private.weighing(self._schedule, _weigh_chunks(window)):
                 return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
         finally:
             for stage, module in zip(self._stages, self.modules, strict=True):
@@ -168,3 +168,22 @@ class Pipeline:
             f"{call}() takes a function that returns a loss, and a {type(self._schedule).__name__} runs forward and "
             "backward itself; write the loop: for inputs, labels in window: window.run(inputs, target=labels)"
         )
+
+
+def _weigh_chunks(window: Any) -> private.WeighChunk:
+    """Returns the function that a schedule calls with each chunk's number, outputs and loss.
+
+    The loss is multiplied by its share, since a schedule gives backward no seed.
+    """
+    losses_of, micro = window.losses, window.at_work
+
+    def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor | None:
+        counts = () if micro is None else micro.pieces[piece]
+        if not any(counts):
+            return None
+        loss = take_loss()
+        named = loss if isinstance(loss, Mapping) else {}
+        losses, seeds = losses_of.weigh(counts, micro, None if named else loss, named)
+        return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
+
+    return weigh

@@ -1,17 +1,16 @@
-"""Several backwards in one micro-batch: a part each, a head each over one trunk, or a chunk each in a pipeline."""
+"""Several backwards in one micro-batch: a part each, or a head each over one trunk."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
-import torch
 from torch import Tensor
 
-from .cutting import map_tensors
-from .engines import Engine
-from .guard import WAITING, refuse_missing_backward
-from .law import DistaccumError
+from ..cutting import map_tensors
+from ..engines import Engine
+from ..guard import WAITING, refuse_missing_backward
+from ..law import DistaccumError
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
@@ -72,22 +71,3 @@ def each_head(
         if not reached and all(window.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         run_trunk([output for output, _ in reached], [gradient for _, gradient in reached])
-
-
-def weigh_chunks(window: Any) -> Callable[[int, Any, Callable[[], Any]], Tensor | None]:
-    """Returns the function that a schedule calls with each chunk's number, outputs and loss.
-
-    The loss is multiplied by its share, since a schedule gives backward no seed.
-    """
-    losses_of, micro = window.losses, window.at_work
-
-    def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor | None:
-        counts = () if micro is None else micro.pieces[piece]
-        if not any(counts):
-            return None
-        loss = take_loss()
-        named = loss if isinstance(loss, Mapping) else {}
-        losses, seeds = losses_of.weigh(counts, micro, None if named else loss, named)
-        return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
-
-    return weigh
