@@ -32,7 +32,6 @@ from .job import Job
 from .law import Reduction, Schedule
 from .options import BatchNorm, Config, OnNonfinite, by_name
 from .planner import Planner, Windows
-from .state import load_state, state_dict_of
 from .update import Update
 from .window import Window
 
@@ -297,6 +296,8 @@ class Accumulator:
             DistaccumError: The loader's state cannot be saved, or, with `optimizer=None`, the call is between a
                 window's loop and its `step()`, where you may have stepped.
         """
+        from .runs.state import state_dict_of
+
         return state_dict_of(self._planner, self._extensions)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -313,4 +314,6 @@ class Accumulator:
             TypeError, ValueError: No such state, or one with a scaler for an Accumulator without (or the reverse).
             DistaccumError: A window is open, or this rank's part is missing and holds the place of a loader.
         """
+        from .runs.state import load_state
+
         load_state(state, self._planner, self._extensions)

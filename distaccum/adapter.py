@@ -57,7 +57,7 @@ class Adapter:
         return True
 
 
-def _is_there(module: str) -> bool:
+def is_there(module: str) -> bool:
     """Returns False for a room that was taken away."""
     return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
 
@@ -67,6 +67,6 @@ def adapters_for(accelerator: Any) -> list[Adapter]:
     return [
         getattr(import_module(module), name)(accelerator)
         for packages, (module, name) in DOORS.items()
-        if (any(one in sys.modules for one in packages) and _is_there(module))
+        if (any(one in sys.modules for one in packages) and is_there(module))
         or (accelerator is not None and "accelerate" in packages)
     ]

@@ -379,7 +379,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         else:
             pieces = _count_pieces(job, batches.micro_batches, ahead)
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
-        fingerprint = peers.fingerprint(batches.micro_batches, ahead=ahead)
+        if peers.fingerprint is not None:
+            fingerprint = peers.fingerprint(batches.micro_batches, ahead=ahead)
     except WouldWait:
         raise
     except Exception as caught:

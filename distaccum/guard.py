@@ -6,16 +6,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from operator import is_ as is_same
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn
 
-from torch import Tensor, nn
+from torch import nn
 
 from .engines.base import Engine, is_zero
-from .job import Job
 from .law import DistaccumError, Once
-from .private import is_view, version_of
-from .scaling import has_unscaled
 
 TAMPERED = "gradients were cleared or changed in mid-window (by zero_grad, clipping, unscale_ or another backward)"
 
@@ -44,64 +40,6 @@ class Turn(Enum):
 
 
 DONE, WAITING, FAILED = Turn
-
-
-@final
-class Tamper:
-    """Watches every gradient that is stepped, from the end of a backward to the next one, or to the loop's end.
-
-    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a quarter of a microsecond. How
-    many writes a window's own backwards make cannot be told in advance: a micro-batch may leave a parameter out, and
-    checkpoints add to one several times in one backward.
-    """
-
-    def __init__(self, job: Job) -> None:
-        self._job, self._engine, self._groups = job, job.engine, job.groups
-        self._own = job.groups[0] if len(job.groups) == 1 else [one for group in job.groups for one in group]
-        self._holders: Sequence[Any] = ()  # whose gradients were looked at
-        self._seen: list[Tensor | None] = []  # these
-        self._versions: list[int] = []
-        self._final: list[Sequence[nn.Parameter]] = []  # groups that have a gradient after the loop
-
-    def look(self) -> None:
-        """Remembers what gradients look like after a backward."""
-        holders: Sequence[Any] = self._engine.holders(self._own)
-        self._holders, self._seen = holders, [one.grad for one in holders]
-        self._versions = _versions_of(self._seen)
-
-    def differs(self) -> bool:
-        """Returns whether a gradient came, went or was written to; forgets what was seen, which a backward may free."""
-        holders, seen, versions = self._holders, self._seen, self._versions
-        self._holders, self._seen = (), []
-        scaler = self._job.scaler
-        if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # which counts as no write
-            return True
-        now = [one.grad for one in holders]
-        if all(map(is_same, now, seen)):
-            return _versions_of(now) != versions
-        # A forward of DDP, which lays its buckets out anew after the first reduction, moves gradients to them.
-        stays = [is_same(one, other) for one, other in zip(now, seen, strict=True)]
-        return any(
-            version_now != version if stay else one is None or other is None or not is_view(one)
-            for one, other, stay, version_now, version in zip(
-                now, seen, stays, _versions_of(now), versions, strict=True
-            )
-        )
-
-    def complete(self) -> None:
-        """Remembers where there are gradients after the loop; the caller may change them there."""
-        self._final = [group for group in self._groups if any(one.grad is not None for one in group)]
-
-    def is_cleared(self) -> bool:
-        """Returns whether an optimizer's gradients are all gone since then."""
-        return any(all(one.grad is None for one in group) for group in self._final)
-
-    def clear(self) -> None:
-        self._holders, self._seen, self._final = (), [], []
-
-
-def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
-    return [-1 if one is None else version_of(one) for one in gradients]
 
 
 def refuse_backward(window: Any) -> NoReturn:
@@ -177,28 +115,6 @@ def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], boo
             )
 
     weakref.finalize(owner, optimizer.register_step_pre_hook(refuse).remove)
-
-
-def schedules_of(job: Job) -> list[Any]:
-    """Lists the schedules that are to step; warns if one moved on since the last update, as `job.epochs` shows."""
-    if any(now > then for now, then in zip(_epochs_of(job), job.epochs, strict=False)):
-        job.once(
-            "scheduler",
-            "scheduler.step() was called beside window.step(), which steps the schedule once per update, so it runs "
-            "ahead; leave the call out, or step the schedule yourself and leave scheduler= out",
-        )
-    return list(job.schedulers)
-
-
-def step_schedules(job: Job, schedules: list[Any]) -> None:
-    """Steps each once, also where Ctrl-C comes between two of them and this is called again."""
-    while schedules:
-        schedules.pop(0).step()
-    job.epochs[:] = _epochs_of(job)
-
-
-def _epochs_of(job: Job) -> list[int]:
-    return [getattr(one, "last_epoch", 0) for one in job.schedulers]
 
 
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:

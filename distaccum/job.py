@@ -1,27 +1,26 @@
-"""Job: the models and what trains them, chosen and checked once, and where training stands: its random numbers too."""
+"""Job: the models and what trains them, chosen and checked once, and where training stands."""
 
 from __future__ import annotations
 
-import ctypes
-import random
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
+from importlib import import_module
+from operator import is_ as is_same
 from typing import Any, NamedTuple, NoReturn, final
 
-import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import LBFGS, Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from .adapter import Prepared, adapters_for
+from .adapter import Prepared, adapters_for, is_there
 from .batchnorm import batchnorms
 from .cutting import count_samples
 from .engines import Engine, choose_engine
 from .law import DistaccumError, Once
 from .options import Config, as_list
+from .private import is_view, version_of
+from .scaling import has_unscaled
 from .sizes import MicroBatchSize
 
 MOST_SKIPS = 50  # in a row
@@ -37,11 +36,6 @@ class Micro:
     counts: Counts
     number: int  # among all that were drawn, also those in which nothing counts
     pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
-
-    def take(self) -> Any:
-        """Hands the batch over: it is the caller's to free."""
-        batch, self.batch = self.batch, None
-        return batch
 
 
 class Hooks(NamedTuple):
@@ -119,6 +113,9 @@ class Job:
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.hooks = Hooks()
+        self.random: Any = None  # of states: hears of each window's begin
+        if is_there(room := "distaccum.runs.randomness"):
+            self.random = import_module(room).RandomNumbers(self.models, self.once)
         self._models_parameters = self.engine.parameters()
         self._every: list[nn.Parameter] = []  # the models' and the optimizers', each once
         self.trained: list[nn.Parameter] = []  # the optimizers', each once
@@ -137,7 +134,6 @@ class Job:
         self.size = MicroBatchSize(None if self.config.most == "auto" else self.config.most)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with
-        self.random = RandomNumbers(self.models, self.once)
 
     def refuse_to_skip_on(self, reason: str | None) -> NoReturn:
         skipped, self.skipped = self.skipped, 0
@@ -145,6 +141,25 @@ class Job:
             f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
             "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
         )
+
+    def schedules_due(self) -> list[Any]:
+        """Lists the schedules that are to step; warns if one moved on since the last update, as `epochs` shows."""
+        if any(now > then for now, then in zip(self._epochs_of(), self.epochs, strict=False)):
+            self.once(
+                "scheduler",
+                "scheduler.step() was called beside window.step(), which steps the schedule once per update, so it "
+                "runs ahead; leave the call out, or step the schedule yourself and leave scheduler= out",
+            )
+        return list(self.schedulers)
+
+    def step_schedules(self, due: list[Any]) -> None:
+        """Steps each once, also where Ctrl-C comes between two of them and this is called again."""
+        while due:
+            due.pop(0).step()
+        self.epochs[:] = self._epochs_of()
+
+    def _epochs_of(self) -> list[int]:
+        return [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
     @property
     def forwards_communicate(self) -> bool:
@@ -213,103 +228,59 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(parameter): parameter for parameter in parameters}.values())
 
 
-# Random numbers of torch, Python and numpy
-
-
 @final
-class RandomNumbers:
-    """This rank's random numbers when a window begins: kept for a state, and put back from one."""
+class Tamper:
+    """Watches every gradient that is stepped, from the end of a backward to the next one, or to the loop's end.
 
-    def __init__(self, models: Sequence[nn.Module], once: Once) -> None:
-        self._models, self._once = models, once
-        self.loaded: dict[str, Any] | None = None  # of a state, until a window begins
-        self.at_start: dict[str, Any] = {}  # of the last window
-        self._devices: list[torch.device] | None = None
+    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a quarter of a microsecond. How
+    many writes a window's own backwards make cannot be told in advance: a micro-batch may leave a parameter out, and
+    checkpoints add to one several times in one backward.
+    """
 
-    def begin(self) -> None:
-        """A window begins, before its first forward: its data are drawn, which may have drawn numbers too."""
-        self.put_back()
-        if self._devices is None:  # looked up once: a large model has thousands of tensors
-            self._devices = random_devices(self._models)
-        self.at_start = random_state(self._devices, self.at_start)
+    def __init__(self, job: Job) -> None:
+        self._job, self._engine, self._groups = job, job.engine, job.groups
+        self._own = job.groups[0] if len(job.groups) == 1 else [one for group in job.groups for one in group]
+        self._holders: Sequence[Any] = ()  # whose gradients were looked at
+        self._seen: list[Tensor | None] = []  # these
+        self._versions: list[int] = []
+        self._final: list[Sequence[nn.Parameter]] = []  # groups that have a gradient after the loop
 
-    def put_back(self) -> None:
-        """Sets the numbers of a loaded state, once."""
-        loaded, self.loaded = self.loaded, None
-        if loaded is None:
-            return
-        devices, found = list(map(str, random_devices(self._models))), loaded["devices"]
-        if [torch.device(name).type for name in devices] != [torch.device(name).type for name in found]:
-            self._once(
-                "devices",
-                f"the state has the random numbers of {list(found) or 'no device'} and this model is on "
-                f"{devices or 'none'}, so those of devices are left out",
+    def look(self) -> None:
+        """Remembers what gradients look like after a backward."""
+        holders: Sequence[Any] = self._engine.holders(self._own)
+        self._holders, self._seen = holders, [one.grad for one in holders]
+        self._versions = _versions_of(self._seen)
+
+    def differs(self) -> bool:
+        """Returns whether a gradient came, went or was written to; forgets what was seen, which a backward may free."""
+        holders, seen, versions = self._holders, self._seen, self._versions
+        self._holders, self._seen = (), []
+        scaler = self._job.scaler
+        if scaler is not None and has_unscaled(scaler, self._job.optimizers):  # which counts as no write
+            return True
+        now = [one.grad for one in holders]
+        if all(map(is_same, now, seen)):
+            return _versions_of(now) != versions
+        # A forward of DDP, which lays its buckets out anew after the first reduction, moves gradients to them.
+        stays = [is_same(one, other) for one, other in zip(now, seen, strict=True)]
+        return any(
+            version_now != version if stay else one is None or other is None or not is_view(one)
+            for one, other, stay, version_now, version in zip(
+                now, seen, stays, _versions_of(now), versions, strict=True
             )
-            devices = []
-        set_random_state({**loaded, "devices": dict(zip(devices, found.values(), strict=False))})
+        )
 
-    def now(self) -> dict[str, Any]:
-        """The numbers that a window which began now would have."""
-        return random_state(random_devices(self._models)) if self.loaded is None else self.loaded
+    def complete(self) -> None:
+        """Remembers where there are gradients after the loop; the caller may change them there."""
+        self._final = [group for group in self._groups if any(one.grad is not None for one in group)]
 
+    def is_cleared(self) -> bool:
+        """Returns whether an optimizer's gradients are all gone since then."""
+        return any(all(one.grad is None for one in group) for group in self._final)
 
-def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
-    """The devices that these models compute on and that have random numbers of their own."""
-    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
-    return list({tensor.device: None for tensor in tensors if tensor.device.type in ("cuda", "xpu", "mps")})
-
-
-def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """The state of torch on the host and on these devices, of `random`, and of numpy if it is loaded.
-
-    `known` is an earlier one, of which numpy's is taken over where it has not changed.
-    """
-    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "devices": {}}
-    for device in devices:
-        state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        found = known.get("numpy")
-        if found is None or not _is_unchanged(numpy, *found):
-            kind, keys, *rest = numpy.random.get_state()
-            found = (kind, keys.tobytes(), *rest)
-        state["numpy"] = found
-    return state
+    def clear(self) -> None:
+        self._holders, self._seen, self._final = (), [], []
 
 
-def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
-    """Tells whether numpy's numbers are still these, without `get_state`, which takes as long as 40 of torch's.
-
-    A second normal number that waits (`has_normal`) may be drawn without a trace in the memory that is compared.
-    """
-    generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()  # from numpy 1.24 on
-    if has_normal or type(generator).__name__ != kind or kind != "MT19937":
-        return False
-    expected = keys + position.to_bytes(4, sys.byteorder)
-    return ctypes.string_at(generator.ctypes.state_address, len(expected)) == expected
-
-
-def set_random_state(state: Mapping[str, Any]) -> None:
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    for device, of_device in state["devices"].items():
-        torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        kind, keys, *rest = state["numpy"]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
-
-
-def check_random_state(state: Mapping[str, Any]) -> None:
-    """Raises if `set_random_state` could not set it."""
-    before = random_state([])
-    try:
-        set_random_state({**state, "devices": {}})
-    finally:
-        set_random_state(before)
-
-
-def set_seed(seed: int) -> None:
-    """Seeds every generator that `random_state` reads."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(seed % 2**32)
+def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:
+    return [-1 if one is None else version_of(one) for one in gradients]

@@ -200,8 +200,9 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 }
 
 
-def make_plan(names: Sequence[str], reports: Sequence[RankReport]) -> Plan:
+def make_plan(names: Sequence[str], rows: Sequence[Sequence[float]]) -> Plan:
     """The plan that follows from all ranks' reports; an error where they contradict each other."""
+    reports = list(map(RankReport.from_row, rows))
     by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
     for name, (what, say, cure) in AGREED.items() if len(reports) > 1 else ():
         values = getattr(by_rank, name)

@@ -140,12 +140,6 @@ class Losses:
                 "in bfloat16); compute it in float32: criterion(outputs.float(), ...)",
             )
 
-    def unscaled(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients that have the scaler's scale, as seeds of a backward whose runner scales them again."""
-        if self._scaler is None or self._scales:
-            return list(gradients)
-        return [one / self._scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
-
     # The record
 
     def missing(self, counts: Counts) -> list[str]:

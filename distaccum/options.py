@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol, get_args
 
-from .cutting import Count, Names, TokenCount, count_samples
+from .cutting import Count, Names, count_samples
 from .engines import Sync
 from .law import REDUCTIONS, Reduction, Schedule, steps_for, whole_number
 
@@ -75,11 +75,6 @@ class Config:
         ):
             if value is not None and (not callable(value) or name.startswith("micro")):
                 object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
-
-    @property
-    def counts_tokens(self) -> bool:
-        """True if a count is of all labels that it is given; the caller's own may be of this rank's part of them."""
-        return any(isinstance(one, TokenCount) for one in self.counts.values())
 
     def given(self) -> dict[str, Any]:
         """The options that say how large a window is, for a repr."""

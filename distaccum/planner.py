@@ -17,7 +17,6 @@ from .law import (
     FAILED_AT,
     DistaccumError,
     Plan,
-    RankReport,
     all_or_none,
     in_short,
     make_plan,
@@ -25,8 +24,6 @@ from .law import (
 )
 from .ranks import Rows
 from .window import SUM, Window
-
-Own = tuple[dict[str, Any] | None, Place | None]  # of a rank: its random numbers, and its loader's place
 
 
 @final
@@ -36,9 +33,9 @@ class Planner:
     def __init__(self, job: Job) -> None:
         self.job = job
         self._window: weakref.ref[Window] | None = None  # the last one
-        self._feed: Ahead | None = None  # of the loop over windows(), or of one that was left
+        self.feed: Ahead | None = None  # of the loop over windows(), or of one that was left
         self._left: list[Left] = []  # iterators that were left
-        self._place: Place | None = None  # of a loader, of a state that was loaded
+        self.place: Place | None = None  # of the next loader, of a state that was loaded
         self._guard()
 
     def _guard(self) -> None:
@@ -75,6 +72,7 @@ class Planner:
         """A planner of the same models, whose windows have no extensions, judge nothing, and count apart."""
         job = copy.copy(self.job)
         job.begin_anew()
+        job.random = None
         job.hooks, job.config = Hooks(), replace(self.job.config, on_nonfinite="ignore")
         job.size, job.spare = self.job.size, self.job.spare
         return Planner(job)
@@ -92,10 +90,10 @@ class Planner:
         draw, wait = feed.draw(job.index)
         if draw.error is not None and not draw.report.num_drawn and feed.communicates:
             draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
-        reports = [draw.report] if engine.peers.is_alone else self._gathered(draw, wait())
+        rows = [draw.report.to_row()] if engine.peers.is_alone else self._gathered(draw, wait())
         if draw.error is not None:  # this process is alone; else it was raised with the others'
             draw.raise_error()
-        plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), reports)
+        plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), rows)
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
@@ -105,14 +103,14 @@ class Planner:
         feed.accept(draw, ahead=not plan.no_more_after and not plan.epoch_over)
         return window
 
-    def _gathered(self, draw: Draw, rows: Rows) -> list[RankReport]:
-        """The reports of all ranks, if none has failed."""
+    def _gathered(self, draw: Draw, rows: Rows) -> Rows:
+        """The rows of all ranks, if none has failed."""
         peers = self.job.engine.peers
         if any(row[FAILED_AT] for row in rows):
             failed = peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
             draw.raise_error()
             all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
-        return peers.reports(rows, counts_tokens=self.job.config.counts_tokens)
+        return peers.combine(rows, self.job.config.counts.values())
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it, as the error says."""
@@ -162,7 +160,7 @@ class Planner:
         job = self.job
         reader = self._reader_of(loader)
         communicates = any(one.communicates(loader) for one in job.adapters)
-        feed = self._feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
+        feed = self.feed = Ahead(job, reader, ahead=ahead, communicates=communicates)
         was_left = False
         try:
             while True:
@@ -185,8 +183,8 @@ class Planner:
             if reader.is_of_iterator and reader.holds_any:
                 left = Left(loader, reader)  # of those that are held here, the last alone
                 self._left[:] = [*(one for one in self._left if one.is_weak or left.is_weak), left]
-            if self._feed is feed and not (was_left and reader.tells_state):  # else a state that comes now says where
-                self._feed = None
+            if self.feed is feed and not (was_left and reader.tells_state):  # else a state that comes now says where
+                self.feed = None
 
     def _reader_of(self, loader: Any) -> Reader:
         """The one that an iterator was left with, or a new one, from the place of a loaded state."""
@@ -198,39 +196,11 @@ class Planner:
                 return one.reader
         tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         tells_state = tells_state and all(one.tells_state(loader) for one in self.job.adapters)
-        place, self._place = self._place, None
+        place, self.place = self.place, None
         if place is not None and not tells_state:
             self.job.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
             place = None
         return Reader(loader, place, tells_state=tells_state)
-
-    # State
-
-    def own_part(self) -> Own:
-        """This rank's random numbers and its loader's place: of the start of the window at work, or of now."""
-        window = self.window
-        if window is None or window.stage not in OPEN:
-            return self.job.random.now(), self.loaders_place()
-        if window.stage is Stage.COMPLETE and not self.job.steps:
-            raise DistaccumError(
-                "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
-                "been stepped already; take it after window.step()"
-            )
-        return self.job.random.at_start, self.loaders_place()
-
-    def loaders_place(self) -> Place | None:
-        """Where the loader stood when the window at work started, or where it stands."""
-        feed, window = self._feed, self.window
-        if feed is None:
-            return self._place
-        is_of_window = window is not None and window.stage not in OVER and feed.window is self._window
-        return feed.at_start if is_of_window else feed.reader.place()
-
-    def resume(self, own: Own) -> None:
-        """Takes up random numbers and a loader's place."""
-        self.forget(warns=False)
-        self.job.epochs.clear()  # schedules are loaded too
-        self.job.random.loaded, self._place = own
 
 
 @final

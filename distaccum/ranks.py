@@ -13,7 +13,7 @@ import logging
 import math
 import re
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .law import DistaccumError, LostRanksError, RankReport, in_short
+from .law import DistaccumError, LostRanksError, in_short
 from .private import new_group, timeout_of
 
 # The errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
@@ -117,17 +117,15 @@ class Peers:
         rows = owed.wait()
         return None if any(row[0] == ABANDONED for row in rows) else rows
 
-    def reports(self, rows: Rows, *, counts_tokens: bool) -> list[RankReport]:
-        """The reports of the ranks of the group, from the rows of all that take part in updates."""
-        return list(map(RankReport.from_row, rows))
+    def combine(self, rows: Rows, counts: Iterable[Any]) -> Rows:
+        """One row per rank of the group, of all that take part in updates; `counts` are the callables that counted."""
+        return rows
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         """For each rank of the group the values of those that share its samples, of all that take part in updates."""
         return [[value] for value in values]
 
-    def fingerprint(self, micro_batches: Sequence[Any], *, ahead: bool) -> int:
-        """A number that differs where another rank's first micro-batch does; 0 where ranks do not compare them."""
-        return 0
+    fingerprint: Callable[..., int] | None = None  # of micro-batches, where ranks compare theirs
 
     # Small values
 

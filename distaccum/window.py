@@ -20,17 +20,14 @@ from .guard import (
     TAMPERED,
     WAITING,
     Stage,
-    Tamper,
     clear_stale,
     give_up,
     refuse_backward,
     refuse_copy,
     refuse_unfinished,
-    schedules_of,
-    step_schedules,
     untouched_statistics,
 )
-from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Trace
+from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper, Trace
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss
@@ -155,7 +152,7 @@ class Window(Generic[Batch]):
                 else:
                     self.at_work = self.micros[place]
                     self.counts_here = self.at_work.counts
-                    yield self.at_work.take()
+                    yield self._take(self.at_work)
                 if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
                     refuse_unfinished(self)
             self.stand_in = False
@@ -167,6 +164,11 @@ class Window(Generic[Batch]):
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
+
+    def _take(self, micro: Micro) -> Any:
+        """Hands the batch over: it is the caller's to free."""
+        batch, micro.batch = micro.batch, None
+        return batch
 
     def begin(self) -> None:
         """Starts the engine, which may communicate. Iterating calls it; call it yourself if your ranks communicate
@@ -180,7 +182,8 @@ class Window(Generic[Batch]):
             if torch.is_inference_mode_enabled():  # what is made in it could not be written to outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
             if not self.plan.is_empty:
-                job.random.begin()
+                if job.random is not None:
+                    job.random.begin()
                 if engine.stale(self.parameters):
                     clear_stale(engine, self.parameters, job.once)
                 engine.begin(self.plan, self.parameters)
@@ -207,14 +210,14 @@ class Window(Generic[Batch]):
             DistaccumError: A second backward in one micro-batch, one outside the loop, or gradients that were changed.
         """
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
-        reduces = self._start_backward()
+        reduces = self.start_backward()
         losses, seeds = self.losses.weigh(self.counts_here, self.at_work, loss, named)
         if losses:
-            self._run(reduces, self._engine.backward, losses, seeds, reduces)
+            self.run_backward(reduces, self._engine.backward, losses, seeds, reduces)
         else:
-            self._run(reduces, self._engine.skip)
+            self.run_backward(reduces, self._engine.skip)
 
-    def _start_backward(self) -> bool:
+    def start_backward(self) -> bool:
         """Raises where no backward may come now; returns whether the one that comes reduces."""
         if self.turn is not WAITING:
             refuse_backward(self)
@@ -225,7 +228,7 @@ class Window(Generic[Batch]):
         is_last = self.place == self.num_micro_steps - 1
         return not self.has_more_parts and (is_last or self.place < self._num_early)
 
-    def _run(self, reduces: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
+    def run_backward(self, reduces: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward."""
         if self._hooks.before_backward:
             sends = self._engine.will_reduce(reduces)
@@ -291,14 +294,7 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        yield from import_module("distaccum.runs.parts").each_head(self, self._engine, outputs, items, self._run_trunk)
-
-    def _run_trunk(self, outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        """Runs the backward of what `heads` cut off."""
-        reduces, losses, seeds = self._start_backward(), list(outputs), self.losses.unscaled(gradients)
-        if self._engine.will_reduce(reduces):
-            losses, seeds = map(list, self._engine.with_earlier(losses, seeds))
-        self._run(reduces, self._engine.backward, losses, seeds, reduces)
+        yield from import_module("distaccum.runs.parts").each_head(self, self._job, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
@@ -316,7 +312,7 @@ class Window(Generic[Batch]):
         pipeline = self._engine.pipeline
         if pipeline is None:
             raise DistaccumError(f"run() with {self._engine.name}, whose forward is yours: window.backward(loss)")
-        return self._run(self._start_backward(), pipeline.run, self, inputs, options)
+        return self.run_backward(self.start_backward(), pipeline.run, self, inputs, options)
 
     # The update
 
@@ -333,7 +329,7 @@ class Window(Generic[Batch]):
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
         job, self.trace.lacks_step = self._job, False
-        schedules = schedules_of(job) if job.schedulers else []
+        due = job.schedules_due() if job.schedulers else []
         if job.steps and self._tamper.is_cleared():
             give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
@@ -345,8 +341,8 @@ class Window(Generic[Batch]):
             job.index += 1
             for one in job.adapters:
                 one.after_step(reason is None)
-            if schedules and reason is None:
-                step_schedules(job, schedules)
+            if due and reason is None:
+                job.step_schedules(due)
         except BaseException:
             if not self._has_stepped:
                 self.discard()  # it may be half unscaled or clipped
@@ -356,7 +352,7 @@ class Window(Generic[Batch]):
             self._close(Stage.STEPPED)
             if job.scaler is not None:
                 job.scaler.update(job.scaler.get_scale())  # it keeps to which optimizers it was shown
-            step_schedules(job, schedules)
+            job.step_schedules(due)
             raise
         record, self._record = self._record, None
         update = Update(

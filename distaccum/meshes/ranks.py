@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 
-from ..cutting import refuse_to_wait, tensors_in
+from ..cutting import TokenCount, refuse_to_wait, tensors_in
 from ..engines.base import Engine
 from ..law import DistaccumError, RankReport
 from ..ranks import Peers, Rows, Value, own_group
@@ -68,8 +68,8 @@ class MeshPeers(Peers):
         self._take([sorted(ranks) for ranks, _ in rows], self.parts)
         self.record_over(own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None))
 
-    def reports(self, rows: Rows, *, counts_tokens: bool) -> list[RankReport]:
-        """One report for each set of ranks that share their samples; an error where they do not go through them
+    def combine(self, rows: Rows, counts: Iterable[Any]) -> Rows:
+        """One row for each set of ranks that share their samples; an error where they do not go through them
         together, or count them twice.
         """
         found = [
@@ -77,8 +77,11 @@ class MeshPeers(Peers):
             for ranks, of_set in zip(self.sharing, self.by_samples(rows), strict=True)
         ]
         for ranks in self.parts if self.has_parts else ():
-            _refuse_unlike_parts(ranks, [found[rank] for rank in ranks], counts_tokens)
-        return found
+            # A count of the caller's own may be of this rank's part of the labels.
+            _refuse_unlike_parts(
+                ranks, [found[rank] for rank in ranks], any(isinstance(one, TokenCount) for one in counts)
+            )
+        return [one.to_row() for one in found]
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:

@@ -14,7 +14,7 @@ from ..batches import cut_up
 from ..cutting import Batch, Columns
 from ..engines import Engine
 from ..extension import Extension
-from ..job import Manner, random_devices, random_state, set_random_state, set_seed
+from ..job import Manner
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves
@@ -24,6 +24,7 @@ from ..sizes import PROOFS
 from ..update import Update
 from ..window import Window
 from .memory import is_out_of_memory
+from .randomness import random_devices, random_state, set_random_state, set_seed
 from .snapshot import Snapshot
 from .update import Agreement, refuse_closure, retry
 

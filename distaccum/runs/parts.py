@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from ..cutting import map_tensors
-from ..engines import Engine
 from ..guard import WAITING, refuse_missing_backward
+from ..job import Job
 from ..law import DistaccumError
 
 Item = TypeVar("Item")
@@ -37,14 +38,9 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
         item = following
 
 
-def each_head(
-    window: Any,
-    engine: Engine,
-    outputs: Outputs,
-    items: Iterable[Item],
-    run_trunk: Callable[[Sequence[Tensor], Sequence[Tensor]], None],
-) -> Iterator[tuple[Item, Outputs]]:
-    """Yields each item with `outputs` cut off from their trunk; then `run_trunk` gets these and their gradients."""
+def each_head(window: Any, job: Job, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
+    """Yields each item with `outputs` cut off from their trunk, whose backward runs last."""
+    engine = job.engine
     if "step" in engine.owns:
         raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
     cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
@@ -70,4 +66,13 @@ def each_head(
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
         if not reached and all(window.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-        run_trunk([output for output, _ in reached], [gradient for _, gradient in reached])
+        _run_trunk(window, job, [output for output, _ in reached], [gradient for _, gradient in reached])
+
+
+def _run_trunk(window: Any, job: Job, losses: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    engine, reduces, seeds = job.engine, window.start_backward(), gradients
+    if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
+        seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
+    if engine.will_reduce(reduces):
+        losses, seeds = map(list, engine.with_earlier(losses, seeds))
+    window.run_backward(reduces, engine.backward, losses, seeds, reduces)

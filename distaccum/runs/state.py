@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import io
 import re
+import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from .extension import KEYS, Extension
-from .feed import Place
-from .job import Job, check_random_state
-from .law import DistaccumError, warn, whole_number
-from .planner import Own, Planner
-from .scaling import refuse_broken_scaler
+from ..extension import KEYS, Extension
+from ..feed import Place
+from ..guard import OPEN, OVER, Stage
+from ..job import Job
+from ..law import DistaccumError, warn, whole_number
+from ..planner import Planner
+from ..scaling import refuse_broken_scaler
+from .randomness import check_random_state
 
+Own = tuple[dict[str, Any] | None, Place | None]  # of a rank: its random numbers, and its loader's place
 OF_STATE = "; give what state_dict() gave, of this version"
 
 
@@ -28,7 +32,7 @@ def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str
         **{one.key: one.state() for one in extensions if one.key},
         "scaler": job.scaler.state_dict() if job.scaler else None,
         "ranks": peers.world_size,
-        f"rank {peers.global_rank}": _pack_part(planner.own_part()),
+        f"rank {peers.global_rank}": _pack_part(_part_of(planner)),
     }
 
 
@@ -58,11 +62,28 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
         if one.key:
             one.load(state.get(one.key))
 
-    planner.resume(own)
+    planner.forget(warns=False)
+    job.epochs.clear()  # schedules are loaded too
+    job.random.loaded, planner.place = own
     job.index, job.skipped = index, skipped
     job.size = learned
     if job.scaler is not None:
         job.scaler.load_state_dict(state["scaler"])
+
+
+def _part_of(planner: Planner) -> Own:
+    """This rank's random numbers and its loader's place: of the start of the window at work, or of now."""
+    job, window, feed = planner.job, planner.window, planner.feed
+    if window is not None and window.stage is Stage.COMPLETE and not job.steps:
+        raise DistaccumError(
+            "state_dict() between a window's loop and its step() with optimizer=None, where the weights may have "
+            "been stepped already; take it after window.step()"
+        )
+    random = job.random.at_start if window is not None and window.stage in OPEN else job.random.now()
+    if feed is None:
+        return random, planner.place
+    is_of_window = window is not None and window.stage not in OVER and feed.window == weakref.ref(window)
+    return random, feed.at_start if is_of_window else feed.reader.place()
 
 
 def _pack_part(own: Own) -> bytes:

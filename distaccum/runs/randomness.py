@@ -1,0 +1,114 @@
+"""Random numbers of torch, Python and numpy, as they are when a window begins."""
+
+from __future__ import annotations
+
+import ctypes
+import random
+import sys
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, final
+
+import torch
+from torch import nn
+
+from ..law import Once
+
+
+@final
+class RandomNumbers:
+    """This rank's random numbers when a window begins: kept for a state, and put back from one."""
+
+    def __init__(self, models: Sequence[nn.Module], once: Once) -> None:
+        self._models, self._once = models, once
+        self.loaded: dict[str, Any] | None = None  # of a state, until a window begins
+        self.at_start: dict[str, Any] = {}  # of the last window
+        self._devices: list[torch.device] | None = None
+
+    def begin(self) -> None:
+        """A window begins, before its first forward: its data are drawn, which may have drawn numbers too."""
+        self.put_back()
+        if self._devices is None:  # looked up once: a large model has thousands of tensors
+            self._devices = random_devices(self._models)
+        self.at_start = random_state(self._devices, self.at_start)
+
+    def put_back(self) -> None:
+        """Sets the numbers of a loaded state, once."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        devices, found = list(map(str, random_devices(self._models))), loaded["devices"]
+        if [torch.device(name).type for name in devices] != [torch.device(name).type for name in found]:
+            self._once(
+                "devices",
+                f"the state has the random numbers of {list(found) or 'no device'} and this model is on "
+                f"{devices or 'none'}, so those of devices are left out",
+            )
+            devices = []
+        set_random_state({**loaded, "devices": dict(zip(devices, found.values(), strict=False))})
+
+    def now(self) -> dict[str, Any]:
+        """The numbers that a window which began now would have."""
+        return random_state(random_devices(self._models)) if self.loaded is None else self.loaded
+
+
+def random_devices(models: Sequence[nn.Module]) -> list[torch.device]:
+    """The devices that these models compute on and that have random numbers of their own."""
+    tensors = (tensor for model in models for tensor in (*model.parameters(), *model.buffers()))
+    return list({tensor.device: None for tensor in tensors if tensor.device.type in ("cuda", "xpu", "mps")})
+
+
+def random_state(devices: Sequence[torch.device], known: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """The state of torch on the host and on these devices, of `random`, and of numpy if it is loaded.
+
+    `known` is an earlier one, of which numpy's is taken over where it has not changed.
+    """
+    state: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate(), "devices": {}}
+    for device in devices:
+        state["devices"][str(device)] = torch.get_device_module(device).get_rng_state(device)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        found = known.get("numpy")
+        if found is None or not _is_unchanged(numpy, *found):
+            kind, keys, *rest = numpy.random.get_state()
+            found = (kind, keys.tobytes(), *rest)
+        state["numpy"] = found
+    return state
+
+
+def _is_unchanged(numpy: Any, kind: str, keys: bytes, position: int, has_normal: int, _: float) -> bool:
+    """Tells whether numpy's numbers are still these, without `get_state`, which takes as long as 40 of torch's.
+
+    A second normal number that waits (`has_normal`) may be drawn without a trace in the memory that is compared.
+    """
+    generator: Any = getattr(numpy.random, "get_bit_generator", lambda: None)()  # from numpy 1.24 on
+    if has_normal or type(generator).__name__ != kind or kind != "MT19937":
+        return False
+    expected = keys + position.to_bytes(4, sys.byteorder)
+    return ctypes.string_at(generator.ctypes.state_address, len(expected)) == expected
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    random.setstate(state["python"])
+    for device, of_device in state["devices"].items():
+        torch.get_device_module(device).set_rng_state(of_device, torch.device(device))
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        kind, keys, *rest = state["numpy"]
+        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype=numpy.uint32), *rest))
+
+
+def check_random_state(state: Mapping[str, Any]) -> None:
+    """Raises if `set_random_state` could not set it."""
+    before = random_state([])
+    try:
+        set_random_state({**state, "devices": {}})
+    finally:
+        set_random_state(before)
+
+
+def set_seed(seed: int) -> None:
+    """Seeds every generator that `random_state` reads."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed % 2**32)
