@@ -21,13 +21,6 @@ class Batches:
     steps: int = 0  # that were requested; 0: any number
     no_more_after: bool = False
 
-    @property
-    def largest(self) -> int:
-        """The size of the largest micro-batch that could be smaller, in samples or in cost."""
-        if self.costs is None:
-            return max(self.lengths or [0])
-        return max((cost for cost, rows in zip(self.costs, self.lengths or [], strict=True) if rows > 1), default=1)
-
 
 Make = Callable[[int], Batches]  # for the update of an index
 
@@ -39,7 +32,7 @@ def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: 
     """
 
     def make(index: int) -> Batches:
-        total, most, by = columns.length_of(batch), job.size.size, job.config.by_cost
+        total, most, by = columns.length_of(batch), job.most, job.config.by_cost
         if by is not None:
             parted, lengths, costs, warning = by.cut(batch, total, most, parts, columns.whole, in_order=in_order)
             found = Batches(parted, lengths, costs)

@@ -49,7 +49,7 @@ def count_samples(batch: Any, whole: Names = ()) -> int:
         return length
     votes: Counter[int] = Counter()
     firm: Counter[int] = Counter()  # of entries that have this length rather than another
-    for _, item, columns in _entries(batch, whole):
+    for _, item, columns in each_entry(batch, whole):
         if columns is None:
             own = [int(item.batch_sizes[0])] if isinstance(item, PackedSequence) else list(item.shape[:1])
             votes.update(own)
@@ -165,7 +165,7 @@ def _is_number(item: Any) -> bool:
     return item is None or isinstance(item, Number) or (is_array(item) and not len(item.shape))
 
 
-def _entries(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[Place, Any, set[int] | None]]:
+def each_entry(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[Place, Any, set[int] | None]]:
     """Yields the place of each array and list of alike entries, and the entry; skips what is named as whole.
 
     For a list also the lengths of its entries if these may be columns; an empty set if they are samples.
@@ -177,7 +177,7 @@ def _entries(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[
         yield place, item, columns
     else:
         for key, child in entries_of(item).items():
-            yield from _entries(child, whole, (*place, key))
+            yield from each_entry(child, whole, (*place, key))
 
 
 def _is_whole(place: Place, whole: Names) -> bool:
@@ -185,7 +185,7 @@ def _is_whole(place: Place, whole: Names) -> bool:
 
 
 def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
-    """The lengths for `_entries`; None where it is no list of alike entries, or the batch itself, a list of columns."""
+    """The lengths for `each_entry`; None where it is no list of alike entries, or is the batch, a list of columns."""
     if not is_list(item) or not item or len({_nature(entry) for entry in item} - {None}) > 1:
         return None
     lengths = [_first_dimensions(entry) for entry in item if entry is not None]
@@ -263,17 +263,6 @@ def count_tokens(labels: str | int = "labels", *, ignore_index: int = -100, shif
     return TokenCount(labels, ignore_index, shift)
 
 
-def largest_sample(micro_batches: Iterable[Any]) -> int:
-    """The most numbers that a sample has in one tensor, which distinguishes a long text from a short one."""
-    found = [0]
-    for _, item, columns in itertools.chain.from_iterable(map(_entries, micro_batches)):
-        if columns is not None:  # perhaps a sample each
-            found += [tensor.numel() for _, tensor in tensors_in(item)]
-        elif isinstance(item, Tensor) and item.ndim and len(item):
-            found.append(-(-item.numel() // len(item)))
-    return max(found)
-
-
 # Cuts
 
 
@@ -342,7 +331,7 @@ def cut_entries(batch: Any, length: int, whole: Names = (), place: Place = ()) -
     {('x',): True, ('prior',): False}
     """
     found: dict[Place, bool] = {}
-    for where, item, columns in _entries(batch, whole, place):
+    for where, item, columns in each_entry(batch, whole, place):
         is_cut = _is_cut(item, columns, length)
         _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
         if columns and not is_cut:  # they are columns

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .batches import Batches, Make, cut_up
-from .cutting import Columns, Count, WouldWait, count_samples, largest_sample, refuse_to_wait, tensors_in
+from .cutting import Columns, Count, WouldWait, count_samples, refuse_to_wait, tensors_in
 from .job import LOOP, Counts, Job, Manner, Micro
 from .law import DistaccumError, RankReport
 from .private import own_version_of
@@ -394,6 +394,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
     ]
     has_several = not manner.is_sum and len(job.config.counts) > 1
     full = [one for one in micros if all(one.counts) or keeps] if has_several else micros
+    by_hand, largest, width = (False, 0, 0) if manner.measure is None else manner.measure(batches)
     report = RankReport(
         update=index,
         steps=batches.steps,
@@ -405,9 +406,9 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         has_stand_in=job.spare is not None or (ahead and engine.lockstep),  # the window at work will leave one
         failed=error is not None,
         agrees=manner.agrees,
-        reduce_afterwards=_reduces_by_hand(job, manner, batches),
-        largest=0 if batches.lengths is None else batches.largest,
-        largest_sample=largest_sample(batches.micro_batches) if manner.agrees else 0,
+        reduce_afterwards=by_hand or engine.pipeline is not None,
+        largest=largest,
+        largest_sample=width,
         fingerprint=fingerprint,
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if manner.is_sum else len(job.config.counts)),
     )
@@ -416,20 +417,6 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         return Draw(report, micros, spare, error)
     finally:
         del error, batches  # or its traceback would keep this frame, and that itself and what was drawn
-
-
-def _reduces_by_hand(job: Job, manner: Manner, batches: Batches) -> bool:
-    """Returns whether no backward may reduce: in update(), until it is known that micro-batches like these fit.
-
-    Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
-    """
-    if manner.by_hand or job.engine.pipeline is not None:
-        return True
-    if not manner.agrees:
-        return False
-    if job.forwards_communicate and not (job.config.most == "auto" and "gathered" in job.engine.policies):
-        return False
-    return not job.size.is_proven(batches.largest, largest_sample(batches.micro_batches))
 
 
 def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) -> list[Counts]:

@@ -21,7 +21,6 @@ from .law import DistaccumError, Once
 from .options import Config, as_list
 from .private import is_view, version_of
 from .scaling import has_unscaled
-from .sizes import MicroBatchSize
 
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
@@ -61,14 +60,23 @@ class Hooks(NamedTuple):
             raise errors[0]
 
 
+class Sizes(NamedTuple):
+    """The micro-batches of a window, to `update()`."""
+
+    by_hand: bool = False  # no backward reduces
+    largest: int = 0  # samples in a micro-batch
+    width: int = 0  # numbers in a sample
+
+
 @dataclass(frozen=True)
 class Manner:
     """How a window is run."""
 
     hooks: Hooks | None = None  # None: those of the accumulator's extensions
-    agrees: bool = False  # ranks agree before they reduce
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
-    by_hand: bool = False  # no backward reduces
+    agrees: bool = False  # ranks agree before they reduce
+    # Asked of its micro-batches: whether no backward may reduce, and how large they are, which the plan then says.
+    measure: Callable[[Any], Sizes] | None = None
 
 
 LOOP = Manner()
@@ -131,7 +139,7 @@ class Job:
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # that ended well in this process
         self.trace: Trace | None = None  # of the window that is open
-        self.size = MicroBatchSize(None if self.config.most == "auto" else self.config.most)
+        self.fit: Any = None  # what update() learned of sizes (runs/sizes.py)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with
 
@@ -162,9 +170,10 @@ class Job:
         return [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
     @property
-    def forwards_communicate(self) -> bool:
-        """True if each forward or backward waits for all ranks."""
-        return self.engine.lockstep and self.engine.sync != "gathered"
+    def most(self) -> int | None:
+        """The most samples of a micro-batch, or the most that it may cost: as requested, or as update() learned."""
+        requested = self.config.most
+        return self.fit.size if self.fit is not None else None if requested == "auto" else requested
 
     def parameters(self) -> list[nn.Parameter]:
         """All parameters of now, each once: an optimizer may have got others."""

@@ -74,7 +74,7 @@ class Planner:
         job.begin_anew()
         job.random = None
         job.hooks, job.config = Hooks(), replace(self.job.config, on_nonfinite="ignore")
-        job.size, job.spare = self.job.size, self.job.spare
+        job.fit, job.spare = self.job.fit, self.job.spare
         return Planner(job)
 
     def plan(self, make: Make, manner: Manner = LOOP) -> Window:

@@ -20,11 +20,11 @@ from ..losses import refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
 from ..ranks import Peers
-from ..sizes import PROOFS
 from ..update import Update
 from ..window import Window
 from .memory import is_out_of_memory
 from .randomness import random_devices, random_state, set_random_state, set_seed
+from .sizes import PROOFS
 from .snapshot import Snapshot
 from .update import Agreement, refuse_closure, retry
 

@@ -18,6 +18,7 @@ from ..law import DistaccumError, warn, whole_number
 from ..planner import Planner
 from ..scaling import refuse_broken_scaler
 from .randomness import check_random_state
+from .sizes import fit_of
 
 Own = tuple[dict[str, Any] | None, Place | None]  # of a rank: its random numbers, and its loader's place
 OF_STATE = "; give what state_dict() gave, of this version"
@@ -28,7 +29,7 @@ def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str
     return {
         "index": job.index,
         "skipped": job.skipped,
-        "fit": job.size.state(),
+        "fit": fit_of(job).state(),
         **{one.key: one.state() for one in extensions if one.key},
         "scaler": job.scaler.state_dict() if job.scaler else None,
         "ranks": peers.world_size,
@@ -54,7 +55,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
     for name in ("fit", "scaler"):
         if not isinstance(state[name], Mapping) and (name, state[name]) != ("scaler", None):
             raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
-    learned = job.size.loaded(state["fit"], OF_STATE)
+    learned = fit_of(job).loaded(state["fit"], OF_STATE)
     if job.scaler is not None:
         refuse_broken_scaler(state["scaler"], job.scaler)
     own = _own_part(state, ranks, job)
@@ -66,7 +67,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
     job.epochs.clear()  # schedules are loaded too
     job.random.loaded, planner.place = own
     job.index, job.skipped = index, skipped
-    job.size = learned
+    job.fit = learned
     if job.scaler is not None:
         job.scaler.load_state_dict(state["scaler"])
 

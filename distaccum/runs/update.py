@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
+from functools import partial
 from typing import Any, final
 
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..planner import Planner
 from ..update import Update
 from ..window import Window
 from .memory import free, is_out_of_memory
+from .sizes import fit_of, measure
 from .snapshot import Snapshot
 
 LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
@@ -108,7 +110,7 @@ def retry(
     while True:
         agreement = Agreement(job.engine)
         hooks = hooks_of([agreement, *extensions])
-        window = planner.plan(draw, replace(manner, hooks=hooks, agrees=True))
+        window = planner.plan(draw, replace(manner, hooks=hooks, agrees=True, measure=partial(measure, job)))
         has_run = False
         try:
             run(window, agreement)
@@ -124,7 +126,7 @@ def retry(
             _settle(planner, window, agreement, error)
         else:
             plan = window.plan
-            job.size.succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
+            fit_of(job).succeeded(plan.largest, max(plan.num_counted), plan.largest_sample)
             return update
         free()
 
@@ -153,7 +155,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             f"rank {{ranks}} failed in update {window.index} ({{why}}); the window is undone on all ranks, and nothing "
             "was stepped",
         )
-        if not planner.job.size.ran_out(largest):
+        if not fit_of(planner.job).ran_out(largest):
             where = ranks_where([vote == Vote.OUT_OF_MEMORY for vote in votes])
             seen = f": {in_short(error)}" if is_own else ""
             raise DistaccumError(

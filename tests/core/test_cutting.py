@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.cutting import join_batches, largest_sample
+from distaccum.cutting import join_batches
 from distaccum.law import cut_evenly
 
 Pair = namedtuple("Pair", "image label")
@@ -371,7 +371,3 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
 def test_sequences_of_which_some_end_early_count_by_their_first_step():
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(1)])
     assert count_samples({"x": packed, "y": torch.ones(2)}) == count_samples(packed) == 2
-
-
-def test_largest_sample_of_a_list_is_its_largest_tensor():
-    assert largest_sample([{"boxes": [torch.ones(2), torch.ones(7)]}, {"boxes": [torch.ones(3)]}]) == 7

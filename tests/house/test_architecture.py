@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 # From the lowest floor up; a room imports from its own floor and from those below.
 FLOORS = (
     "law",
-    "cutting private norms scaling gradients sizes batchnorm feeding",
+    "cutting private norms scaling gradients batchnorm feeding",
     "ranks adapter",
     "engines",
     "wrappers meshes",

@@ -21,7 +21,7 @@ from torch.optim import SGD, Adam
 
 from distaccum import Accumulator, DistaccumError
 from distaccum.runs.memory import is_out_of_memory
-from distaccum.sizes import FIRST_WAIT, MicroBatchSize
+from distaccum.runs.sizes import FIRST_WAIT, MicroBatchSize, largest_sample
 from tests.support.counting import Counting
 from tests.support.engines import COALESCES, KINDS, full_weights, fully_sharded
 from tests.support.problems import (
@@ -415,3 +415,7 @@ def test_error_in_one_ranks_step_stops_all_ranks_before_the_next_window():
             pytest.raises(DistaccumError, match=named) if i == 4 else contextlib.nullcontext(),
         ):
             accumulator.update(make_batch(6, seed=i), lambda batch: loss_of(model, batch))
+
+
+def test_largest_sample_of_a_list_is_its_largest_tensor():
+    assert largest_sample([{"boxes": [torch.ones(2), torch.ones(7)]}, {"boxes": [torch.ones(3)]}]) == 7

@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from ...batches import Batches, Make, cut_up
 from ...batchnorm import KINDS
 from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors
-from ...job import Manner
+from ...job import Manner, Sizes
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
 from ...planner import Planner
@@ -158,7 +158,7 @@ class Comparison:
     def _measured(self, draw: Make, loss_fn: LossFn, *, as_sum: bool = False) -> Measured:
         """The gradient and the loss of a window that is not stepped; `as_sum`: of bare losses, summed over ranks."""
         trial, engine, scaler = self._trial, self.engine, self._trial.job.scaler
-        window = trial.plan(draw, Manner(is_sum=as_sum, by_hand=as_sum))
+        window = trial.plan(draw, Manner(is_sum=as_sum, measure=lambda _: Sizes(by_hand=as_sum)))
         try:
             run_all(window, loss_fn)
             sums = window.losses.sums()

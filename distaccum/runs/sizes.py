@@ -1,12 +1,18 @@
-"""The micro-batch size that fits into memory, as learned so far."""
+"""The micro-batch size that fits into memory, as update() learned it, and what it is learned from."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .law import whole_number
+from torch import Tensor
+
+from ..batches import Batches
+from ..cutting import each_entry, tensors_in
+from ..job import Job, Sizes
+from ..law import whole_number
 
 FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
 PROOFS = 2  # windows: the optimizer makes its state after the first, which takes memory from the second
@@ -85,3 +91,40 @@ class MicroBatchSize:
         if self.most is not None and "size" in found:
             found["size"] = min(found["size"], self.most)
         return MicroBatchSize(self.most, **found)
+
+
+def fit_of(job: Job) -> MicroBatchSize:
+    """What is known of the size that fits; the job's micro-batches follow it."""
+    if job.fit is None:
+        job.fit = MicroBatchSize(job.most)
+    found: MicroBatchSize = job.fit
+    return found
+
+
+def measure(job: Job, batches: Batches) -> Sizes:
+    """No backward may reduce until it is known that micro-batches like these fit.
+
+    Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
+    """
+    engine, largest, width = job.engine, largest_of(batches), largest_sample(batches.micro_batches)
+    in_step = engine.lockstep and engine.sync != "gathered"  # each forward or backward waits for all ranks
+    is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
+    return Sizes(not is_believed and not fit_of(job).is_proven(largest, width), largest, width)
+
+
+def largest_of(batches: Batches) -> int:
+    """The size of the largest micro-batch that could be smaller, in samples or in cost."""
+    if batches.costs is None:
+        return max(batches.lengths or [0])
+    return max((cost for cost, rows in zip(batches.costs, batches.lengths or [], strict=True) if rows > 1), default=1)
+
+
+def largest_sample(micro_batches: Iterable[Any]) -> int:
+    """The most numbers that a sample has in one tensor, which distinguishes a long text from a short one."""
+    found = [0]
+    for _, item, columns in itertools.chain.from_iterable(map(each_entry, micro_batches)):
+        if columns is not None:  # perhaps a sample each
+            found += [tensor.numel() for _, tensor in tensors_in(item)]
+        elif isinstance(item, Tensor) and item.ndim and len(item):
+            found.append(-(-item.numel() // len(item)))
+    return max(found)
