@@ -170,7 +170,7 @@ def each_entry(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tupl
 
     For a list also the lengths of its entries if these may be columns; an empty set if they are samples.
     """
-    if _is_whole(place, whole):
+    if goes_whole(place, whole):
         return
     columns = _columns_in(item, is_root=not place)
     if columns is not None or is_array(item) or isinstance(item, PackedSequence):
@@ -180,7 +180,7 @@ def each_entry(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tupl
             yield from each_entry(child, whole, (*place, key))
 
 
-def _is_whole(place: Place, whole: Names) -> bool:
+def goes_whole(place: Place, whole: Names) -> bool:
     return len(place) > 0 and (len(place) == 1 or isinstance(place[-1], str)) and place[-1] in whole
 
 
@@ -373,23 +373,3 @@ def _refuse_uncuttable(item: Any, length: int, *, is_cut: bool, name: str) -> No
             f"the batch holds {kind}: it cannot be cut; give a list of samples and put them together in loss_fn, or "
             "cut it yourself: accumulator.window(micro_batches)"
         )
-
-
-def join_batches(batches: Sequence[Any], lengths: Sequence[int], whole: Names = ()) -> Any:
-    """One batch of all samples; cutting it at `lengths` gives the batches again."""
-    cuts = [cut_entries(batch, length, whole) for batch, length in zip(batches, lengths, strict=True)]
-
-    def join(parts: Sequence[Any], place: Place) -> Any:
-        first, are_cut = parts[0], [one.get(place) for one in cuts]
-        if is_array(first) and all(are_cut):
-            return torch.cat([one if isinstance(one, Tensor) else torch.as_tensor(one, device="cpu") for one in parts])
-        # Of one sample, a list may be one of rows, too.
-        fit = zip(parts, lengths, are_cut, strict=True)
-        if is_list(first) and any(are_cut) and all(is_it or length == 1 == len(part) for part, length, is_it in fit):
-            return type(first)(itertools.chain.from_iterable(parts))
-        if False in are_cut or _is_whole(place, whole):
-            return first
-        by_key = [entries_of(part) for part in parts]
-        return rebuilt(first, lambda _, key: join([found[key] for found in by_key], (*place, key)))
-
-    return join(batches, ())

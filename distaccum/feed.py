@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -377,7 +377,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         elif engine.pipeline is None:
             counts = _counts_of(job.config.counts, batches, ahead)
         else:
-            pieces = _count_pieces(job, batches.micro_batches, ahead)
+            count = lambda found: _counts_of(job.config.counts, Batches(found), ahead)  # noqa: E731
+            pieces = engine.pipeline.count(batches.micro_batches, count)
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
         if peers.fingerprint is not None:
             fingerprint = peers.fingerprint(batches.micro_batches, ahead=ahead)
@@ -437,13 +438,6 @@ def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) ->
             )
         numbers.append(number)
     return [tuple(numbers[i::rows]) for i in range(rows)]
-
-
-def _count_pieces(job: Job, micro_batches: Sequence[Any], ahead: bool) -> list[list[Counts]]:
-    """The denominators of what a pipeline runs each micro-batch in."""
-    cut = job.engine.pipeline.pieces(micro_batches)
-    counts = iter(_counts_of(job.config.counts, Batches([piece for pieces in cut for piece in pieces]), ahead))
-    return [[next(counts) for _ in pieces] for pieces in cut]
 
 
 def _read(values: list[Any], ahead: bool) -> list[Any]:

@@ -5,34 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .cutting import Count, Names, count_samples
+from .cutting import Count, count_samples
 from .engines import Sync
 from .law import REDUCTIONS, Reduction, Schedule, steps_for, whole_number
+
+if TYPE_CHECKING:  # of a room
+    from .feeding.by_cost import ByCost
 
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
 WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 
 
-class Cutter(Protocol):
-    """A micro-batch size in other things than samples, as `ByCost` is."""
-
-    @cached_property
-    def most(self) -> int | Literal["auto"]: ...
-
-    def cut(
-        self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, *, in_order: bool
-    ) -> tuple[list[Any], list[int], list[int], str | None]:
-        """Micro-batches of `length` rows, their numbers of rows, their costs, and a warning."""
-
-
 @dataclass(frozen=True)
 class Config:
     steps: Schedule | None
     batch_size: Schedule | None
-    micro_batch_size: int | Literal["auto"] | Cutter | None
+    micro_batch_size: int | Literal["auto"] | ByCost | None
     reductions: Mapping[str, Reduction]  # of each named loss
     counts: Mapping[str, Count]
     max_norm: float | None
@@ -82,7 +73,7 @@ class Config:
         return {name: value for name, value in sizes.items() if value is not None} | {"sync": self.sync}
 
     @cached_property
-    def by_cost(self) -> Cutter | None:
+    def by_cost(self) -> ByCost | None:
         """The size that cuts by the cost of rows; None if rows are counted."""
         size = self.micro_batch_size
         return None if size is None or isinstance(size, int | str) or not hasattr(size, "cut") else size

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Generator, Iterator
-from dataclasses import replace
 from typing import Any, Generic, final
 
 from .batches import Make
 from .cutting import Batch
 from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
 from .guard import OPEN, OVER, Stage, guard_steps, refuse_copy
-from .job import LOOP, Hooks, Job, Manner
+from .job import LOOP, Job, Manner
 from .law import (
     FAILED_AT,
     DistaccumError,
@@ -67,15 +65,6 @@ class Planner:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._guard()
-
-    def separate(self) -> Planner:
-        """A planner of the same models, whose windows have no extensions, judge nothing, and count apart."""
-        job = copy.copy(self.job)
-        job.begin_anew()
-        job.random = None
-        job.hooks, job.config = Hooks(), replace(self.job.config, on_nonfinite="ignore")
-        job.fit, job.spare = self.job.fit, self.job.spare
-        return Planner(job)
 
     def plan(self, make: Make, manner: Manner = LOOP) -> Window:
         """The window of the micro-batches that `make` gives for an update."""

@@ -49,8 +49,7 @@ class Peers:
     """The ranks of a data-parallel group; without a group, this process alone.
 
     Attributes:
-        rank, num_ranks (int): In the group, and of it.
-        global_rank, world_size (int): In the whole job, tensor-parallel ranks too, and of it.
+        rank, num_ranks, global_rank (int): In the group, of it, and in the whole job.
         num_data_ranks (int): Ranks with samples of their own: all of them, but on a mesh (`meshes/ranks.py`).
         is_alone (bool): No other rank takes part in updates.
         shares_samples, has_parts (bool): On a mesh, ranks outside of the group compute on the samples of each; some in
@@ -58,13 +57,17 @@ class Peers:
     """
 
     shares_samples = has_parts = False
+    fingerprint: Callable[..., int] | None = None  # of micro-batches, where ranks compare theirs
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
-        self.rank, self.num_ranks, self.global_rank, self.world_size = 0, 1, 0, 1
+        self.rank, self.num_ranks, self.global_rank = 0, 1, 0
         if group is not None:
-            self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
-            self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            self.rank, self.num_ranks, self.global_rank = (
+                dist.get_rank(group),
+                dist.get_world_size(group),
+                dist.get_rank(),
+            )
         self.num_data_ranks, self.is_alone = self.num_ranks, self.num_ranks == 1
         self.host_group = None if group is None else own_group(group)
         self.plan_with(None)
@@ -125,8 +128,6 @@ class Peers:
         """For each rank of the group the values of those that share its samples, of all that take part in updates."""
         return [[value] for value in values]
 
-    fingerprint: Callable[..., int] | None = None  # of micro-batches, where ranks compare theirs
-
     # Small values
 
     def _send(self, row: Sequence[float], group: dist.ProcessGroup | None) -> Callable[[], Rows]:
@@ -149,19 +150,6 @@ class Peers:
         with in_contact():
             dist.all_gather_object(values, value, group=group)
         return values
-
-    def gather_bytes(self, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """The bytes of all ranks, whose numbers may differ; one collective."""
-        if self.group is None:
-            return [packed]
-        longest = max(sizes)
-        padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
-        rows = packed.new_empty(self.num_ranks * longest)
-        # Offloaded parameters leave numbers on the host, which the device's group cannot send.
-        group = self.host_group if packed.device.type == "cpu" else self.group
-        with in_contact():
-            dist.all_gather_into_tensor(rows, padded, group=group)
-        return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
     def sum(self, values: Tensor) -> _Sent | None:
         """Starts to sum `values` in place over the ranks; None: they are summed already."""

@@ -8,8 +8,7 @@ AttributeError, before any step.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
-from numbers import Real
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -83,12 +82,3 @@ def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:
     """Tells whether `loss` came from `scaler.scale()`: the multiplication has saved the scale."""
     factor, scale = getattr(loss.grad_fn, "_saved_other", None), scaler._scale
     return isinstance(factor, Tensor) and scale is not None and factor.data_ptr() == scale.data_ptr()
-
-
-def refuse_broken_scaler(state: Mapping[str, Any], scaler: GradScaler) -> None:
-    """Raises where the state lacks numbers; GradScaler itself would load a part of it first."""
-    for name in scaler.state_dict():
-        if not isinstance(state.get(name), Real):
-            raise ValueError(
-                f"the state's scaler has {name}={state.get(name)!r}, expected a number; give what state_dict() gave"
-            )

@@ -90,9 +90,9 @@ class Engine:
         self.models, self.sync = tuple(models), sync
         self.run_backward: Callable[..., Any] = run_backward
         self.standing = STANDING
-        self.peers = (
-            Peers(group) if sharing is None else import_module("distaccum.meshes.ranks").MeshPeers(group, sharing)
-        )
+        self.peers = Peers(group)
+        if sharing is not None:
+            self.peers = import_module("distaccum.meshes.ranks").MeshPeers(group, sharing)
         self.divisor: float = self.peers.num_ranks
         self.alike: set[int] = set()
         self.hides_norm: str | None = None

@@ -110,7 +110,13 @@ class Pipeline:
                 "none; use Schedule1F1B or ScheduleInterleaved1F1B"
             )
 
-    def pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
+    def count(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
+        """The denominators of what the schedule runs each micro-batch in."""
+        cut = self._pieces(micro_batches)
+        counts = iter(counts_of([piece for pieces in cut for piece in pieces]))
+        return [[next(counts) for _ in pieces] for pieces in cut]
+
+    def _pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
         """The chunks that the schedule cuts each into."""
         if self.num_chunks == 1:
             return [[micro_batch] for micro_batch in micro_batches]

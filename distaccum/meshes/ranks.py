@@ -41,6 +41,7 @@ class MeshPeers(Peers):
         self.sharing, self.parts, self.num_data_ranks = sharing, parts, len(parts)
         self.is_alone = len(sharing) == len(sharing[0]) == 1
         self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
+        self.fingerprint = _fingerprint if self.shares_samples or self.has_parts else None
         self._planning = sorted({rank for ranks in sharing for rank in ranks})
         self.plan_with(self._planning)
 
@@ -89,23 +90,24 @@ class MeshPeers(Peers):
         by_rank = dict(zip(self._planning, values, strict=True))
         return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
 
-    def fingerprint(self, micro_batches: Sequence[Any], *, ahead: bool) -> int:
-        """A number of some values of each tensor, read at once."""
-        first = micro_batches[:1]
-        if ahead:
-            refuse_to_wait(first)
-        found = [one.detach() for _, one in tensors_in(first) if not hasattr(one, "to_local")]
-        dense = [one for one in found if one.layout is torch.strided and not one.is_nested and one.numel()]
-        some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
-        values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []
-        return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
-
 
 def on_mesh(engine: Engine) -> MeshPeers:
     """The engine's peers, from now on such that others may have parts of their samples, or share them."""
     if not isinstance(engine.peers, MeshPeers):
         engine.peers = MeshPeers(engine.peers.group)
     return engine.peers
+
+
+def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
+    """A number of some values of each tensor of the first micro-batch, read at once."""
+    first = micro_batches[:1]
+    if ahead:
+        refuse_to_wait(first)
+    found = [one.detach() for _, one in tensors_in(first) if not hasattr(one, "to_local")]
+    dense = [one for one in found if one.layout is torch.strided and not one.is_nested and one.numel()]
+    some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
+    values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []
+    return zlib.crc32(repr(([tuple(one.shape) for one in dense], values)).encode())
 
 
 def _common(ranks: Sequence[int], reports: Sequence[RankReport]) -> RankReport:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..batches import cut_up
@@ -19,7 +20,7 @@ from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves
 from ..planner import Planner
-from ..ranks import Peers
+from ..ranks import Peers, in_contact
 from ..update import Update
 from ..window import Window
 from .memory import is_out_of_memory
@@ -218,7 +219,7 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     owns = [one.contiguous().reshape(-1).view(torch.uint8) for one in joined]  # bytes, for one collective
     sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in kind] for kind in kinds]
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    packed = peers.gather_bytes(torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
+    packed = _gather_bytes(peers, torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
     by_rank = [
         [
             piece.clone().view(dtype).view(shape)
@@ -230,6 +231,20 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     whole = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
     start = sum(kind[0][1][0] for kind in kinds[: peers.rank] if kind)
     return [one.requires_grad_(_has_gradient(one)) for one in whole], start, everyone[0][1]
+
+
+def _gather_bytes(peers: Peers, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
+    """The bytes of all ranks, whose numbers may differ; one collective."""
+    if peers.group is None:
+        return [packed]
+    longest = max(sizes)
+    padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
+    rows = packed.new_empty(peers.num_ranks * longest)
+    # Offloaded parameters leave numbers on the host, which the device's group cannot send.
+    group = peers.host_group if packed.device.type == "cpu" else peers.group
+    with in_contact():
+        dist.all_gather_into_tensor(rows, padded, group=group)
+    return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
 
 
 def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:

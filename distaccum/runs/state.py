@@ -6,9 +6,12 @@ import io
 import re
 import weakref
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.amp import GradScaler
 
 from ..extension import KEYS, Extension
 from ..feed import Place
@@ -16,7 +19,6 @@ from ..guard import OPEN, OVER, Stage
 from ..job import Job
 from ..law import DistaccumError, warn, whole_number
 from ..planner import Planner
-from ..scaling import refuse_broken_scaler
 from .randomness import check_random_state
 from .sizes import fit_of
 
@@ -32,7 +34,7 @@ def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str
         "fit": fit_of(job).state(),
         **{one.key: one.state() for one in extensions if one.key},
         "scaler": job.scaler.state_dict() if job.scaler else None,
-        "ranks": peers.world_size,
+        "ranks": _world_size(job),
         f"rank {peers.global_rank}": _pack_part(_part_of(planner)),
     }
 
@@ -57,7 +59,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
             raise ValueError(f"the state has {name}={state[name]!r}, expected a dict{OF_STATE}")
     learned = fit_of(job).loaded(state["fit"], OF_STATE)
     if job.scaler is not None:
-        refuse_broken_scaler(state["scaler"], job.scaler)
+        _refuse_broken_scaler(state["scaler"], job.scaler)
     own = _own_part(state, ranks, job)
     for one in extensions:
         if one.key:
@@ -70,6 +72,11 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
     job.fit = learned
     if job.scaler is not None:
         job.scaler.load_state_dict(state["scaler"])
+
+
+def _world_size(job: Job) -> int:
+    """The number of ranks of the whole job, tensor-parallel ranks too."""
+    return 1 if job.engine.peers.group is None else dist.get_world_size()
 
 
 def _part_of(planner: Planner) -> Own:
@@ -139,7 +146,7 @@ def _unpack_part(packed: bytes) -> Own:
 
 def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
     """Reads this rank's part of a state of `saved` ranks."""
-    ranks, rank = job.engine.peers.world_size, job.engine.peers.global_rank
+    rank, ranks = job.engine.peers.global_rank, _world_size(job)
     if saved != ranks:
         job.once(
             "ranks",
@@ -159,3 +166,12 @@ def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
         "every rank"
     )
     return None, None
+
+
+def _refuse_broken_scaler(state: Mapping[str, Any], scaler: GradScaler) -> None:
+    """Raises where the state lacks numbers; GradScaler itself would load a part of it first."""
+    for name in scaler.state_dict():
+        if not isinstance(state.get(name), Real):
+            raise ValueError(
+                f"the state's scaler has {name}={state.get(name)!r}, expected a number; give what state_dict() gave"
+            )

@@ -18,7 +18,8 @@ from accelerate import PartialState
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from ..cutting import Count, count_samples, count_tokens, cut_batch, join_batches, map_tensors
+from ..cutting import Count, count_samples, count_tokens, cut_batch, map_tensors
+from ..feeding.joining import join_batches
 from ..law import Reduction, in_short, warn
 
 MOST = 8  # first rows that are compared with each other

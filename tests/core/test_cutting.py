@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from distaccum.cutting import join_batches
+from distaccum.feeding.joining import join_batches
 from distaccum.law import cut_evenly
 
 Pair = namedtuple("Pair", "image label")

@@ -16,7 +16,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ...batches import Batches, Make, cut_up
 from ...batchnorm import KINDS
-from ...cutting import Columns, count_samples, cut_batch, join_batches, map_tensors
+from ...cutting import Columns, count_samples, cut_batch, map_tensors
+from ...feeding.joining import join_batches
 from ...job import Manner, Sizes
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local

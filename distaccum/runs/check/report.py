@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import textwrap
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cutting import Columns
+from ...job import Hooks, Job
 from ...law import DistaccumError
 from ...norms import names_of
 from ...planner import Planner
@@ -95,9 +97,18 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     with warnings.catch_warnings(), kept(setup.models, every if engine.stale(every) else ()) as before:
         warnings.simplefilter("ignore")
         try:
-            return _report(Comparison(planner.separate(), batch, columns, loss_fn, before))
+            return _report(Comparison(_apart(setup), batch, columns, loss_fn, before))
         finally:
             setup.once.keys = warned
+
+
+def _apart(job: Job) -> Planner:
+    """A planner of the same models, whose windows have no extensions, judge nothing, and count apart."""
+    trial = copy.copy(job)
+    trial.begin_anew()
+    trial.random, trial.fit, trial.spare = None, job.fit, job.spare
+    trial.hooks, trial.config = Hooks(), replace(job.config, on_nonfinite="ignore")
+    return Planner(trial)
 
 
 def _report(comparison: Comparison) -> Report:
