@@ -51,13 +51,13 @@ def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: 
 
 def _warn_of_changes(job: Job, entries: Seen, total: int) -> None:
     """Warns of entries that are cut and were whole before, or the reverse; notes the new ones."""
-    for place, is_cut in entries.items():
-        if job.seen.setdefault(place, is_cut) != is_cut and place:
-            here = ".".join(map(str, place))
+    for path, is_cut in entries.items():
+        if job.seen.setdefault(path, is_cut) != is_cut and path:
+            here = ".".join(map(str, path))
             forms = "is cut", "went whole to each micro-batch", "goes whole to each micro-batch", "was cut"
             now, before = forms[:2] if is_cut else forms[2:]
-            can_be_named = len(place) == 1 or isinstance(place[-1], str)
-            name = f"whole=({place[-1]!r},)" if can_be_named else "whole= (in a dict, under a name of its own)"
+            can_be_named = len(path) == 1 or isinstance(path[-1], str)
+            name = f"whole=({path[-1]!r},)" if can_be_named else "whole= (in a dict, under a name of its own)"
             job.once(
                 f"cut {here}",
                 f"{here!r} {now} in a batch of {total} samples, and {before} in an earlier one: its length is that of "

@@ -20,7 +20,7 @@ from typing_extensions import TypeVar  # torch needs it too
 Batch = TypeVar("Batch", default=Any)  # of the caller's: a micro-batch, or what is cut into some
 Count = Callable[[Any], Any]  # batch -> a number, or a tensor of one
 Names = Collection[str | int]  # of entries: keys and fields at any depth, positions in the batch itself
-Place = tuple[Any, ...]  # of an entry: the keys that lead to it
+KeyPath = tuple[Any, ...]  # of an entry: the keys that lead to it
 
 
 def count_samples(batch: Any, whole: Names = ()) -> int:
@@ -165,23 +165,23 @@ def _is_number(item: Any) -> bool:
     return item is None or isinstance(item, Number) or (is_array(item) and not len(item.shape))
 
 
-def each_entry(item: Any, whole: Names = (), place: Place = ()) -> Iterator[tuple[Place, Any, set[int] | None]]:
-    """Yields the place of each array and list of alike entries, and the entry; skips what is named as whole.
+def each_entry(item: Any, whole: Names = (), path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any, set[int] | None]]:
+    """Yields the path of each array and list of alike entries, and the entry; skips what is named as whole.
 
     For a list also the lengths of its entries if these may be columns; an empty set if they are samples.
     """
-    if goes_whole(place, whole):
+    if goes_whole(path, whole):
         return
-    columns = _columns_in(item, is_root=not place)
+    columns = _columns_in(item, is_root=not path)
     if columns is not None or is_array(item) or isinstance(item, PackedSequence):
-        yield place, item, columns
+        yield path, item, columns
     else:
         for key, child in entries_of(item).items():
-            yield from each_entry(child, whole, (*place, key))
+            yield from each_entry(child, whole, (*path, key))
 
 
-def goes_whole(place: Place, whole: Names) -> bool:
-    return len(place) > 0 and (len(place) == 1 or isinstance(place[-1], str)) and place[-1] in whole
+def goes_whole(path: KeyPath, whole: Names) -> bool:
+    return len(path) > 0 and (len(path) == 1 or isinstance(path[-1], str)) and path[-1] in whole
 
 
 def _columns_in(item: Any, *, is_root: bool) -> set[int] | None:
@@ -306,15 +306,15 @@ def cut_batch(batch: Any, sizes: Sequence[int], length: int, whole: Names = ()) 
 
 def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: Names = ()) -> Iterator[Any]:
     """The parts of `batch` with these of its samples. Those that are neighbours are views of its tensors."""
-    cut = {place for place, is_cut in cut_entries(batch, length, whole).items() if is_cut}
+    cut = {path for path, is_cut in cut_entries(batch, length, whole).items() if is_cut}
     if not cut:
         raise ValueError(f"{length=} and nothing in the {type(batch).__name__} is as long, expected the batch's length")
-    on_the_way = {place[:depth] for place in cut for depth in range(len(place))}
+    on_the_way = {path[:depth] for path in cut for depth in range(len(path))}
 
-    def pick(item: Any, rows: Sequence[int], place: Place) -> Any:
-        if place in on_the_way:
-            return rebuilt(item, lambda child, key: pick(child, rows, (*place, key)))
-        if place not in cut:
+    def pick(item: Any, rows: Sequence[int], path: KeyPath) -> Any:
+        if path in on_the_way:
+            return rebuilt(item, lambda child, key: pick(child, rows, (*path, key)))
+        if path not in cut:
             return item
         if not rows or rows[-1] - rows[0] + 1 == len(rows):  # they are in order
             return item[rows[0] : rows[-1] + 1] if rows else item[:0]
@@ -324,14 +324,14 @@ def pick_rows(batch: Any, groups: Iterable[Sequence[int]], length: int, whole: N
         yield pick(batch, rows, ())
 
 
-def cut_entries(batch: Any, length: int, whole: Names = (), place: Place = ()) -> dict[Place, bool]:
-    """Maps the place of each array and list to whether it is cut (True) or goes whole to each part.
+def cut_entries(batch: Any, length: int, whole: Names = (), path: KeyPath = ()) -> dict[KeyPath, bool]:
+    """Maps the path of each array and list to whether it is cut (True) or goes whole to each part.
 
     >>> cut_entries({"x": torch.zeros(3, 2), "prior": torch.zeros(4)}, length=3)
     {('x',): True, ('prior',): False}
     """
-    found: dict[Place, bool] = {}
-    for where, item, columns in each_entry(batch, whole, place):
+    found: dict[KeyPath, bool] = {}
+    for where, item, columns in each_entry(batch, whole, path):
         is_cut = _is_cut(item, columns, length)
         _refuse_uncuttable(item, length, is_cut=is_cut, name=str(where[-1]) if where else "")
         if columns and not is_cut:  # they are columns

@@ -25,7 +25,7 @@ from .ranks import Owed, Rows
 NUM_ELEMENTS = 64  # of each tensor of a loop's first item, which are compared
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """Where a loader stands."""
 
     state: Any  # what its state_dict() gave
@@ -38,7 +38,7 @@ class Draw:
 
     report: RankReport
     micros: list[Micro]  # those in which anything counts
-    spare: Micro | None  # the last of them with a count for each name: what this rank can stand in with
+    substitute: Micro | None  # the last of them with a count for each name: what this rank can stand in with
     error: Exception | None  # of drawing or counting, until the other ranks have the report
 
     def raise_error(self) -> None:
@@ -60,8 +60,8 @@ class Feed(Protocol):
     def accept(self, draw: Draw, *, ahead: bool) -> None:
         """A window was made of it, on all ranks; the next one may be drawn ahead."""
 
-    def pace(self, index: int, place: int, num_micro_steps: int) -> None:
-        """Micro-step `place` of update `index` begins."""
+    def pace(self, index: int, micro_step: int, num_micro_steps: int) -> None:
+        """Micro-step `micro_step` of update `index` begins."""
 
 
 @final
@@ -80,7 +80,7 @@ class Given:
     def accept(self, draw: Draw, *, ahead: bool) -> None: ...
 
     @staticmethod  # a window keeps it, and shall not keep what it was made of
-    def pace(index: int, place: int, num_micro_steps: int) -> None: ...
+    def pace(index: int, micro_step: int, num_micro_steps: int) -> None: ...
 
 
 @final
@@ -101,7 +101,7 @@ class Ahead:
         self._owed: Owed | None = None  # its report
         self._next: Draw | None = None  # what was reported
         self.window: object = None  # a reference to the last one
-        self.at_start: Place | None = None  # the loader's, where it began
+        self.at_start: Position | None = None  # the loader's, where it began
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
         # The report was paid ahead and still fits; or it is due now; or all plan anew, since some rank did not pay or
@@ -132,14 +132,14 @@ class Ahead:
         else:
             self.reader.settle_reuse()  # the loop may write to what it gets
 
-    def pace(self, index: int, place: int, num_micro_steps: int) -> None:
+    def pace(self, index: int, micro_step: int, num_micro_steps: int) -> None:
         if not self._is_due:
             return
-        if place == 0:
+        if micro_step == 0:
             self._want(index + 1)
         if self._fault is None:  # else it raises where that window is asked for
-            self.reader.fill(-(-self._num * (place + 1) // num_micro_steps))
-            if place == 0:
+            self.reader.fill(-(-self._num * (micro_step + 1) // num_micro_steps))
+            if micro_step == 0:
                 self.reader.settle_reuse()
             if not self.reader.has(self._num):
                 return
@@ -166,7 +166,7 @@ class Ahead:
 
         A window that was skipped leaves no stand-in, which was expected of it.
         """
-        return report.update == index and (self._job.spare is not None or not report.has_stand_in)
+        return report.update == index and (self._job.substitute is not None or not report.has_stand_in)
 
     def _make(self, index: int, *, ahead: bool = False) -> Batches:
         if self._fault is not None:
@@ -199,12 +199,12 @@ def num_items(job: Job, index: int) -> int:
 class Reader:
     """Draws from a loader by `next()` alone, and keeps what was drawn and not used."""
 
-    def __init__(self, loader: Any, place: Place | None, *, tells_state: bool) -> None:
+    def __init__(self, loader: Any, position: Position | None, *, tells_state: bool) -> None:
         self._loader, self.tells_state = loader, tells_state
         self._iterator: Iterator[Any] | None = None
         self.is_of_iterator = False  # the loader is its own
         self._drawn: list[Any] = []
-        self._place = place  # before the first of these
+        self._position = position  # before the first of these
         self._is_fresh = True
         self._first: _First | None = None  # item, until one of the next window was drawn
         self._error: Exception | None = None  # after these
@@ -215,7 +215,7 @@ class Reader:
         iterator = self._open() if self._iterator is None else self._iterator
         while len(self._drawn) < num and not self._has_ended and self._error is None:
             if not self._drawn:
-                self._place = self.place()
+                self._position = self.position()
             try:
                 # Not once more after the end: some loaders start anew then, others where they are asked for another
                 # iterator.
@@ -252,12 +252,12 @@ class Reader:
             self._first.refuse_change()
         self._first = None
 
-    def use(self, num: int) -> Place | None:
+    def use(self, num: int) -> Position | None:
         """Lets the first `num` items go; returns where the loader stood before them."""
-        before, used = self._place, min(num, len(self._drawn))
+        before, used = self._position, min(num, len(self._drawn))
         del self._drawn[:used]
         if before is not None:
-            self._place = Place(before.state, before.num_after + used)
+            self._position = Position(before.state, before.num_after + used)
         return before
 
     def drop(self, num: int) -> None:
@@ -267,15 +267,15 @@ class Reader:
         else:
             self.use(num)
 
-    def place(self) -> Place | None:
+    def position(self) -> Position | None:
         """Where the loader stands before the first item that was not used, or before its end, which is none yet."""
         if self._drawn or self._has_ended or self._iterator is None or not self.tells_state:
-            return self._place
-        return Place(self._loader.state_dict(), 0)
+            return self._position
+        return Position(self._loader.state_dict(), 0)
 
     def leave(self) -> None:
         """The caller left the loop: the loader may be used elsewhere."""
-        self._place = self.place()
+        self._position = self.position()
         self._loader = self._iterator = None
         if not self.is_of_iterator:
             self._drawn = []
@@ -285,9 +285,9 @@ class Reader:
 
     def _open(self) -> Iterator[Any]:
         skipped = 0
-        if self._place is not None:
-            self._loader.load_state_dict(self._place.state)
-            skipped = self._place.num_after
+        if self._position is not None:
+            self._loader.load_state_dict(self._position.state)
+            skipped = self._position.num_after
         iterator: Iterator[Any] = iter(self._loader)
         self._iterator = iterator
         self.is_of_iterator = iterator is self._loader
@@ -404,7 +404,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         no_more_after=batches.no_more_after,
         all_terms=len(full) == len(micros),
         all_terms_in_last=not micros or (bool(full) and full[-1] is micros[-1]),
-        has_stand_in=job.spare is not None or (ahead and engine.lockstep),  # the window at work will leave one
+        has_stand_in=job.substitute is not None or (ahead and engine.lockstep),  # the window at work will leave one
         failed=error is not None,
         agrees=manner.agrees,
         reduce_afterwards=by_hand or engine.pipeline is not None,
@@ -414,8 +414,8 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if manner.is_sum else len(job.config.counts)),
     )
     try:
-        spare = replace((full or micros)[-1]) if micros and engine.lockstep else None  # which keeps its batch
-        return Draw(report, micros, spare, error)
+        substitute = replace((full or micros)[-1]) if micros and engine.lockstep else None  # which keeps its batch
+        return Draw(report, micros, substitute, error)
     finally:
         del error, batches  # or its traceback would keep this frame, and that itself and what was drawn
 
@@ -431,9 +431,9 @@ def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) ->
     are_numbers = {int, float}.issuperset(map(type, values))
     for value in values if are_numbers else _read(values, ahead):
         if not (are_numbers or isinstance(value, Real)) or not 0 <= (number := float(value)) < math.inf:
-            name, place = divmod(len(numbers), rows)
+            name, which = divmod(len(numbers), rows)
             raise ValueError(
-                f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {place}, expected a finite number "
+                f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {which}, expected a finite number "
                 "of at least 0"
             )
         numbers.append(number)

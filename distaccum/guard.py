@@ -1,9 +1,8 @@
-"""Guards: what a loop may not do in a window, and how it hears of it."""
+"""Guards: what a loop may not do in a window."""
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any, NoReturn
@@ -77,7 +76,7 @@ def refuse_unfinished(window: Any) -> None:
     refuse_missing_backward(window, "a micro-batch")
     if missing := window.losses.missing(window.counts_here):
         raise DistaccumError(
-            f"micro-batch {window.place} got no loss for {missing}, although its count is above 0; give each "
+            f"micro-batch {window.micro_step} got no loss for {missing}, although its count is above 0; give each "
             "name its loss, or let count give 0 where there is none"
         )
 
@@ -97,24 +96,6 @@ def refuse_copy(window: Any) -> None:
             "would share gradients and flags; do it between two windows, or make an Accumulator of the copied "
             "model and optimizer and give it load_state_dict(accumulator.state_dict())"
         )
-
-
-def guard_steps(optimizer: Any, owner: Any, holds_gradients: Callable[[Any], bool]) -> None:
-    """Refuses the caller's step() while `holds_gradients(owner)`, before it changes a weight; goes with `owner`."""
-    if not hasattr(optimizer, "register_step_pre_hook"):
-        return
-    this = weakref.ref(owner)
-
-    def refuse(*_: object) -> None:
-        found = this()
-        if found is not None and holds_gradients(found):
-            raise DistaccumError(
-                "optimizer.step() before the window's own: the gradients in it belong to the window; call "
-                "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
-                "before it"
-            )
-
-    weakref.finalize(owner, optimizer.register_step_pre_hook(refuse).remove)
 
 
 def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) -> None:

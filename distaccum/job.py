@@ -1,4 +1,4 @@
-"""Job: the models and what trains them, chosen and checked once, and where training stands."""
+"""Job: the models and what trains them, chosen and checked once, where training stands, and a watch over gradients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .scaling import has_unscaled
 
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
-Seen = dict[tuple[Any, ...], bool]  # by the place in a batch, whether it was cut or whole
+Seen = dict[tuple[Any, ...], bool]  # by the path in a batch, whether it was cut or whole
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class Hooks(NamedTuple):
             raise errors[0]
 
 
-class Sizes(NamedTuple):
+class BatchSizes(NamedTuple):
     """The micro-batches of a window, to `update()`."""
 
     by_hand: bool = False  # no backward reduces
@@ -76,7 +76,7 @@ class Manner:
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     agrees: bool = False  # ranks agree before they reduce
     # Asked of its micro-batches: whether no backward may reduce, and how large they are, which the plan then says.
-    measure: Callable[[Any], Sizes] | None = None
+    measure: Callable[[Any], BatchSizes] | None = None
 
 
 LOOP = Manner()
@@ -141,7 +141,7 @@ class Job:
         self.trace: Trace | None = None  # of the window that is open
         self.fit: Any = None  # what update() learned of sizes (runs/sizes.py)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
-        self.spare: Micro | None = None  # of a window whose gradient was finite, to stand in with
+        self.substitute: Micro | None = None  # of a window whose gradient was finite, to stand in with
 
     def refuse_to_skip_on(self, reason: str | None) -> NoReturn:
         skipped, self.skipped = self.skipped, 0

@@ -62,8 +62,8 @@ class Losses:
         given = self._by_name(loss, named)
         self._given.update(given)
         losses, seeds = list[Tensor](), list[Tensor]()
-        for place, name in enumerate(self._names):
-            share = self._share(place, counts)
+        for i, name in enumerate(self._names):
+            share = self._share(i, counts)
             # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
             if name in given and share is not None:
                 one, seed = self._weigh(micro, name, given[name], share)
@@ -79,9 +79,9 @@ class Losses:
             self._terms.append((micro.number, (name, share, _recorded(one))))
         return (one,), (seed,)
 
-    def _share(self, place: int, counts: Counts) -> float | None:
+    def _share(self, i: int, counts: Counts) -> float | None:
         """The factor of a named loss of a micro-batch; None: the term is left out."""
-        name, n = self._names[place], counts[place]
+        name, n = self._names[i], counts[i]
         total = self._totals[name]
         # A stand-in may have a count for a name in which nothing counts now. Ranks that have parts of the same samples
         # run each backward together, also where nothing counts in their part.

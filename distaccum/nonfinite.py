@@ -23,7 +23,7 @@ class NonfiniteError(DistaccumError):
 class _View(NamedTuple):
     """The view of one rank."""
 
-    place: int  # of the first micro-batch with a loss that is not finite; -1: none
+    number: int  # of the first micro-batch with a loss that is not finite; -1: none
     value: float
     gradients: list[str]  # parameters whose gradient is not finite
     weights: list[str]  # parameters that are not finite themselves
@@ -65,11 +65,11 @@ def judge(
 def _origin(engine: Engine, losses: Losses, seen: Sequence[_View]) -> str:
     noun = "loss" if losses.of_pairs is None else "largest representation"
     # Ranks that share samples may hold different stages, and only one of them the losses.
-    by_rank = [max(shared, key=lambda one: one.place) for shared in engine.peers.by_samples(seen)]
+    by_rank = [max(shared, key=lambda one: one.number) for shared in engine.peers.by_samples(seen)]
     places = [
-        f"the {noun} of micro-batch {one.place} on rank {rank} is {one.value}"
+        f"the {noun} of micro-batch {one.number} on rank {rank} is {one.value}"
         for rank, one in enumerate(by_rank)
-        if one.place >= 0
+        if one.number >= 0
     ]
     if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
         places = [f"the loss over all pairs is {float(losses.of_pairs[0])}, of representations that are all finite"]

@@ -8,8 +8,8 @@ from typing import Any, Generic, final
 
 from .batches import Make
 from .cutting import Batch
-from .feed import Ahead, Draw, Feed, Given, Left, Place, Reader, num_items
-from .guard import OPEN, OVER, Stage, guard_steps, refuse_copy
+from .feed import Ahead, Draw, Feed, Given, Left, Position, Reader, num_items
+from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import (
     FAILED_AT,
@@ -33,12 +33,12 @@ class Planner:
         self._window: weakref.ref[Window] | None = None  # the last one
         self.feed: Ahead | None = None  # of the loop over windows(), or of one that was left
         self._left: list[Left] = []  # iterators that were left
-        self.place: Place | None = None  # of the next loader, of a state that was loaded
+        self.position: Position | None = None  # of the next loader, of a state that was loaded
         self._guard()
 
     def _guard(self) -> None:
         for one in self.job.optimizers:
-            guard_steps(one, self, Planner.forbids_steps)
+            _guard_steps(one, self)
 
     def forbids_steps(self) -> bool:
         """Returns whether the optimizers hold a window's gradients, and it is not the one that steps."""
@@ -86,8 +86,8 @@ class Planner:
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
-        spare = draw.spare or job.spare
-        window = Window(job, plan, draw.micros, spare, manner, feed.pace)
+        substitute = draw.substitute or job.substitute
+        window = Window(job, plan, draw.micros, substitute, manner, feed.pace)
         self._window = weakref.ref(window)
         feed.accept(draw, ahead=not plan.no_more_after and not plan.epoch_over)
         return window
@@ -176,7 +176,7 @@ class Planner:
                 self.feed = None
 
     def _reader_of(self, loader: Any) -> Reader:
-        """The one that an iterator was left with, or a new one, from the place of a loaded state."""
+        """The one that an iterator was left with, or a new one, from the position of a loaded state."""
         self._left[:] = [one for one in self._left if one.loader() is not None]
         for one in self._left:
             if one.loader() is loader:
@@ -185,11 +185,29 @@ class Planner:
                 return one.reader
         tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         tells_state = tells_state and all(one.tells_state(loader) for one in self.job.adapters)
-        place, self.place = self.place, None
-        if place is not None and not tells_state:
+        position, self.position = self.position, None
+        if position is not None and not tells_state:
             self.job.once("loader", f"the state holds a loader's state, which a {type(loader).__name__} cannot load")
-            place = None
-        return Reader(loader, place, tells_state=tells_state)
+            position = None
+        return Reader(loader, position, tells_state=tells_state)
+
+
+def _guard_steps(optimizer: Any, planner: Planner) -> None:
+    """Refuses the caller's step() while a window holds gradients, before it changes a weight; goes with the planner."""
+    if not hasattr(optimizer, "register_step_pre_hook"):
+        return
+    this = weakref.ref(planner)
+
+    def refuse(*_: object) -> None:
+        found = this()
+        if found is not None and found.forbids_steps():
+            raise DistaccumError(
+                "optimizer.step() before the window's own: the gradients in it belong to the window; call "
+                "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
+                "before it"
+            )
+
+    weakref.finalize(planner, optimizer.register_step_pre_hook(refuse).remove)
 
 
 @final

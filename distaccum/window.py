@@ -68,13 +68,13 @@ class Window(Generic[Batch]):
         job: Job,
         plan: Plan,
         micros: Sequence[Micro],
-        spare: Micro | None,
+        substitute: Micro | None,
         manner: Manner,
         pace: Callable[[int, int, int], None],
     ) -> None:
         self.index, self.counts = job.index, dict(plan.counts)
         # For the library's own:
-        self.plan, self.micros, self.spare = plan, list(micros), spare
+        self.plan, self.micros, self.substitute = plan, list(micros), substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
         reductions = SUM if manner.is_sum else job.config.reductions
         self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
@@ -82,7 +82,7 @@ class Window(Generic[Batch]):
         turns, self._num_early = job.engine.num_micro_steps(plan)
         self.num_micro_steps = 0 if plan.is_empty else turns  # stand-ins too
         self.stage, self.turn, self.stand_in = Stage.PLANNED, DONE, False
-        self.place = -1  # of the micro-batch at work
+        self.micro_step = -1  # of the micro-batch at work
         self.at_work: Micro | None = None  # in the loop; None while this rank stands in
         self.counts_here = Counts()  # of the micro-batch that the loop has
         self.has_more_parts = False  # of parts() or heads()
@@ -118,12 +118,12 @@ class Window(Generic[Batch]):
     @property
     def num_done(self) -> int:
         """The micro-batches of this rank that went backward, stand-ins included."""
-        return self.place + (self.turn is DONE and not self.has_more_parts)
+        return self.micro_step + (self.turn is DONE and not self.has_more_parts)
 
     def where(self) -> str:
         """The place of the loop, in words."""
-        here = "in a stand-in" if self.stand_in else f"in micro-batch {self.place} of {self._num_own}"
-        return here if self.place >= 0 else "outside the loop"
+        here = "in a stand-in" if self.stand_in else f"in micro-batch {self.micro_step} of {self._num_own}"
+        return here if self.micro_step >= 0 else "outside the loop"
 
     def describe(self) -> str:
         """The stage, in words."""
@@ -137,20 +137,20 @@ class Window(Generic[Batch]):
         Left early, by `break` or an exception, the window is discarded on this rank; other ranks are not told, and
         wait for it where they reduce. A micro-batch without `backward` is an error.
         """
-        if self.stage is not Stage.RUNNING or self.place >= 0:  # else begin() was called
+        if self.stage is not Stage.RUNNING or self.micro_step >= 0:  # else begin() was called
             self.begin()
         try:
-            for place in range(self.num_micro_steps):
-                self.place, self.turn, self.stand_in = place, WAITING, place >= self._num_own
-                self._pace(self.index, place, self.num_micro_steps)
+            for micro_step in range(self.num_micro_steps):
+                self.micro_step, self.turn, self.stand_in = micro_step, WAITING, micro_step >= self._num_own
+                self._pace(self.index, micro_step, self.num_micro_steps)
                 if self.stand_in:
-                    assert self.spare is not None  # the engine's check has seen to it
-                    self.at_work, self.counts_here = None, self.spare.counts
+                    assert self.substitute is not None  # the engine's check has seen to it
+                    self.at_work, self.counts_here = None, self.substitute.counts
                     self._engine.stand_in()
                     with untouched_statistics([module for _, module in self._job.batchnorms]):
-                        yield self.spare.batch
+                        yield self.substitute.batch
                 else:
-                    self.at_work = self.micros[place]
+                    self.at_work = self.micros[micro_step]
                     self.counts_here = self.at_work.counts
                     yield self._take(self.at_work)
                 if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
@@ -210,35 +210,35 @@ class Window(Generic[Batch]):
             DistaccumError: A second backward in one micro-batch, one outside the loop, or gradients that were changed.
         """
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
-        reduces = self.start_backward()
+        may_reduce = self.start_backward()
         losses, seeds = self.losses.weigh(self.counts_here, self.at_work, loss, named)
         if losses:
-            self.run_backward(reduces, self._engine.backward, losses, seeds, reduces)
+            self.run_backward(may_reduce, self._engine.backward, losses, seeds, may_reduce)
         else:
-            self.run_backward(reduces, self._engine.skip)
+            self.run_backward(may_reduce, self._engine.skip)
 
     def start_backward(self) -> bool:
-        """Raises where no backward may come now; returns whether the one that comes reduces."""
+        """Raises where no backward may come now; returns whether the one that comes may reduce."""
         if self.turn is not WAITING:
             refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters):
             give_up(self, "gradients came into the window that its backward() did not make")
         if self._tamper.differs():
             give_up(self, TAMPERED)
-        is_last = self.place == self.num_micro_steps - 1
-        return not self.has_more_parts and (is_last or self.place < self._num_early)
+        is_last = self.micro_step == self.num_micro_steps - 1
+        return not self.has_more_parts and (is_last or self.micro_step < self._num_early)
 
-    def run_backward(self, reduces: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
+    def run_backward(self, may_reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward."""
         if self._hooks.before_backward:
-            sends = self._engine.will_reduce(reduces)
+            sends = self._engine.will_reduce(may_reduce)
             for hear in self._hooks.before_backward:
                 hear(self, sends)
         self.turn = FAILED
         try:
             outputs = call(*given)
         except RuntimeError as error:
-            if self._engine.lockstep or self._engine.will_reduce(reduces):
+            if self._engine.lockstep or self._engine.will_reduce(may_reduce):
                 self._engine.peers.translate_lost(error)
             raise
         for heard in self._hooks.after_backward:
@@ -335,7 +335,7 @@ class Window(Generic[Batch]):
         try:
             reason = self._step()
             if reason is None and self._engine.lockstep:
-                job.spare = self.spare
+                job.substitute = self.substitute
             job.skipped = 0 if reason is None else job.skipped + 1
             self._close(Stage.STEPPED)
             job.index += 1
@@ -431,7 +431,7 @@ class Window(Generic[Batch]):
         self.stage, self.turn, self.stand_in = stage, DONE, False
         if stage is Stage.STEPPED:
             self._engine.clear(self.parameters)
-        self.micros, self.spare, self.at_work = [], None, None
+        self.micros, self.substitute, self.at_work = [], None, None
         self.losses.clear()
         self._tamper.clear()
         self._job.trace = None

@@ -139,7 +139,7 @@ class Contrast:
 
     def _encode_all(self, window: Window) -> list[list[Tensor]]:
         """This rank's representations, by micro-batch; all ranks know then that none has failed."""
-        stand_ins = [window.spare] * (window.num_micro_steps - len(window))
+        stand_ins = [window.substitute] * (window.num_micro_steps - len(window))
         with torch.no_grad():
             encoded = [_tensors_of(self.encode(one.batch)) for one in (*window.micros, *stand_ins) if one is not None]
         del encoded[len(window) :]

@@ -70,9 +70,9 @@ def each_head(window: Any, job: Job, outputs: Outputs, items: Iterable[Item]) ->
 
 
 def _run_trunk(window: Any, job: Job, losses: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    engine, reduces, seeds = job.engine, window.start_backward(), gradients
+    engine, may_reduce, seeds = job.engine, window.start_backward(), gradients
     if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
         seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
-    if engine.will_reduce(reduces):
+    if engine.will_reduce(may_reduce):
         losses, seeds = map(list, engine.with_earlier(losses, seeds))
-    window.run_backward(reduces, engine.backward, losses, seeds, reduces)
+    window.run_backward(may_reduce, engine.backward, losses, seeds, may_reduce)

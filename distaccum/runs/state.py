@@ -1,4 +1,4 @@
-"""State: random numbers and places of loaders, as a checkpoint of each rank holds them."""
+"""State: random numbers and positions of loaders, as a checkpoint of each rank holds them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.amp import GradScaler
 
 from ..extension import KEYS, Extension
-from ..feed import Place
+from ..feed import Position
 from ..guard import OPEN, OVER, Stage
 from ..job import Job
 from ..law import DistaccumError, warn, whole_number
@@ -22,7 +22,7 @@ from ..planner import Planner
 from .randomness import check_random_state
 from .sizes import fit_of
 
-Own = tuple[dict[str, Any] | None, Place | None]  # of a rank: its random numbers, and its loader's place
+Own = tuple[dict[str, Any] | None, Position | None]  # of a rank: its random numbers, and its loader's position
 OF_STATE = "; give what state_dict() gave, of this version"
 
 
@@ -67,7 +67,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
 
     planner.forget(warns=False)
     job.epochs.clear()  # schedules are loaded too
-    job.random.loaded, planner.place = own
+    job.random.loaded, planner.position = own
     job.index, job.skipped = index, skipped
     job.fit = learned
     if job.scaler is not None:
@@ -80,7 +80,7 @@ def _world_size(job: Job) -> int:
 
 
 def _part_of(planner: Planner) -> Own:
-    """This rank's random numbers and its loader's place: of the start of the window at work, or of now."""
+    """This rank's random numbers and its loader's position: of the start of the window at work, or of now."""
     job, window, feed = planner.job, planner.window, planner.feed
     if window is not None and window.stage is Stage.COMPLETE and not job.steps:
         raise DistaccumError(
@@ -89,9 +89,9 @@ def _part_of(planner: Planner) -> Own:
         )
     random = job.random.at_start if window is not None and window.stage in OPEN else job.random.now()
     if feed is None:
-        return random, planner.place
+        return random, planner.position
     is_of_window = window is not None and window.stage not in OVER and feed.window == weakref.ref(window)
-    return random, feed.at_start if is_of_window else feed.reader.place()
+    return random, feed.at_start if is_of_window else feed.reader.position()
 
 
 def _pack_part(own: Own) -> bytes:
@@ -100,11 +100,11 @@ def _pack_part(own: Own) -> bytes:
     `torch.distributed.checkpoint` loads what a fresh state shows already, and a fresh one cannot show what it knows
     nothing of.
     """
-    random, place = own
-    if place is not None:
-        _refuse_what_cannot_be_loaded(tuple(place))
+    random, position = own
+    if position is not None:
+        _refuse_what_cannot_be_loaded(tuple(position))
     box = io.BytesIO()
-    torch.save({"random": random, "loader": place and tuple(place)}, box)
+    torch.save({"random": random, "loader": position and tuple(position)}, box)
     return box.getvalue()
 
 
@@ -141,7 +141,7 @@ def _unpack_part(packed: bytes) -> Own:
             f"the part of this rank in the state cannot be read ({type(error).__name__}): it is cut off, or of another "
             "program or version; take another checkpoint"
         ) from None
-    return random, None if loader is None else Place(*loader)
+    return random, None if loader is None else Position(*loader)
 
 
 def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:

@@ -18,7 +18,7 @@ from ...batches import Batches, Make, cut_up
 from ...batchnorm import KINDS
 from ...cutting import Columns, count_samples, cut_batch, map_tensors
 from ...feeding.joining import join_batches
-from ...job import Manner, Sizes
+from ...job import BatchSizes, Manner
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
 from ...planner import Planner
@@ -159,7 +159,7 @@ class Comparison:
     def _measured(self, draw: Make, loss_fn: LossFn, *, as_sum: bool = False) -> Measured:
         """The gradient and the loss of a window that is not stepped; `as_sum`: of bare losses, summed over ranks."""
         trial, engine, scaler = self._trial, self.engine, self._trial.job.scaler
-        window = trial.plan(draw, Manner(is_sum=as_sum, measure=lambda _: Sizes(by_hand=as_sum)))
+        window = trial.plan(draw, Manner(is_sum=as_sum, measure=lambda _: BatchSizes(by_hand=as_sum)))
         try:
             run_all(window, loss_fn)
             sums = window.losses.sums()

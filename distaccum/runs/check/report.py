@@ -97,16 +97,16 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     with warnings.catch_warnings(), kept(setup.models, every if engine.stale(every) else ()) as before:
         warnings.simplefilter("ignore")
         try:
-            return _report(Comparison(_apart(setup), batch, columns, loss_fn, before))
+            return _report(Comparison(_trial_of(setup), batch, columns, loss_fn, before))
         finally:
             setup.once.keys = warned
 
 
-def _apart(job: Job) -> Planner:
+def _trial_of(job: Job) -> Planner:
     """A planner of the same models, whose windows have no extensions, judge nothing, and count apart."""
     trial = copy.copy(job)
     trial.begin_anew()
-    trial.random, trial.fit, trial.spare = None, job.fit, job.spare
+    trial.random, trial.fit, trial.substitute = None, job.fit, job.substitute
     trial.hooks, trial.config = Hooks(), replace(job.config, on_nonfinite="ignore")
     return Planner(trial)
 
