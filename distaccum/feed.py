@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, Protocol, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -51,19 +51,6 @@ class Draw:
                 del error  # or its traceback would keep itself
 
 
-class Feed(Protocol):
-    communicates: bool  # drawing does, so that ranks wait for each other in the loader
-
-    def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
-        """This rank's part of update `index`, and what waits for the reports of all ranks."""
-
-    def accept(self, draw: Draw, *, ahead: bool) -> None:
-        """A window was made of it, on all ranks; the next one may be drawn ahead."""
-
-    def pace(self, index: int, micro_step: int, num_micro_steps: int) -> None:
-        """Micro-step `micro_step` of update `index` begins."""
-
-
 @final
 class Given:
     """Micro-batches that the caller has, or that a batch is cut into."""
@@ -94,7 +81,8 @@ class Ahead:
 
     def __init__(self, job: Job, reader: Reader, *, ahead: bool, communicates: bool) -> None:
         self.reader, self._job, self._peers = reader, job, job.engine.peers
-        self.communicates, self._reads_ahead = communicates, ahead and not communicates
+        self.communicates = communicates  # drawing does, so that ranks wait for each other in the loader
+        self._reads_ahead = ahead and not communicates
         self._num = 0  # items of the loader in the next window
         self._fault: Exception | None = None  # of asking for that number
         self._is_due = False  # the next window is not reported yet, nor given up
@@ -104,6 +92,7 @@ class Ahead:
         self.at_start: Position | None = None  # the loader's, where it began
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
+        """This rank's part of update `index`, and what waits for the reports of all ranks."""
         # The report was paid ahead and still fits; or it is due now; or all plan anew, since some rank did not pay or
         # the window is not wanted.
         drawn_for = self._num
@@ -125,6 +114,7 @@ class Ahead:
         return found, wait
 
     def accept(self, draw: Draw, *, ahead: bool) -> None:
+        """A window was made of it, on all ranks; the next one may be drawn ahead."""
         self.at_start = self.reader.use(self._num)
         if ahead and self._reads_ahead:
             report = draw.report
@@ -133,6 +123,7 @@ class Ahead:
             self.reader.settle_reuse()  # the loop may write to what it gets
 
     def pace(self, index: int, micro_step: int, num_micro_steps: int) -> None:
+        """Draws a part of the next window as `micro_step` of update `index` begins."""
         if not self._is_due:
             return
         if micro_step == 0:

@@ -8,7 +8,7 @@ from typing import Any, Generic, final
 
 from .batches import Make
 from .cutting import Batch
-from .feed import Ahead, Draw, Feed, Given, Left, Position, Reader, num_items
+from .feed import Ahead, Draw, Given, Left, Position, Reader, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import (
@@ -50,12 +50,6 @@ class Planner:
         """The window that was planned last, while anybody has it."""
         return None if self._window is None else self._window()
 
-    @property
-    def has_open_window(self) -> bool:
-        """True while a window holds gradients."""
-        window = self.window
-        return window is not None and window.stage in OPEN
-
     def __getstate__(self) -> dict[str, Any]:
         """The state of a deep copy with model and optimizer: `copy.deepcopy((model, optimizer, accumulator))`."""
         if self.window is not None:
@@ -70,7 +64,7 @@ class Planner:
         """The window of the micro-batches that `make` gives for an update."""
         return self.plan_from(Given(self.job, make, manner), manner)
 
-    def plan_from(self, feed: Feed, manner: Manner = LOOP) -> Window:
+    def plan_from(self, feed: Given | Ahead, manner: Manner = LOOP) -> Window:
         """Draws a window, exchanges reports with the other ranks, and returns it."""
         self.make_way()
         job, engine = self.job, self.job.engine

@@ -42,7 +42,7 @@ def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str
 def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[Extension]) -> None:
     """Resumes from the state; everything is read before anything is set."""
     job = planner.job
-    if planner.has_open_window and planner.window is not None:
+    if planner.window is not None and planner.window.stage in OPEN:
         raise DistaccumError(
             f"load_state_dict() while a window is {planner.window.describe()}; finish it or discard() it"
         )
