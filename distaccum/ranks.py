@@ -59,22 +59,20 @@ class Peers:
     shares_samples = has_parts = False
     fingerprint: Callable[..., int] | None = None  # of micro-batches, where ranks compare theirs
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup | None = None, everyone: Sequence[int] | None = None) -> None:
+        """`everyone`: the ranks in the job that take part in updates; by default those of the group."""
         self.group = group
         self.rank, self.num_ranks, self.global_rank = 0, 1, 0
         if group is not None:
-            self.rank, self.num_ranks, self.global_rank = (
-                dist.get_rank(group),
-                dist.get_world_size(group),
-                dist.get_rank(),
-            )
+            self.rank, self.num_ranks = dist.get_rank(group), dist.get_world_size(group)
+            self.global_rank = dist.get_rank()
         self.num_data_ranks, self.is_alone = self.num_ranks, self.num_ranks == 1
         self.host_group = None if group is None else own_group(group)
-        self.plan_with(None)
+        self.plan_with(everyone)
         self.record_over(group)
 
     def plan_with(self, ranks: Sequence[int] | None) -> None:
-        """Lets these ranks take part in updates; None: those of the group."""
+        """Lets these ranks of the job take part in updates; None: those of the group."""
         self._plans = None if self.group is None else own_group(self.group, ranks, use="plans")
         self._everyone = None if self.group is None else own_group(self.group, ranks)
 

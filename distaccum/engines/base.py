@@ -90,8 +90,9 @@ class Engine:
         self.models, self.sync = tuple(models), sync
         self.run_backward: Callable[..., Any] = run_backward
         self.standing = STANDING
-        self.peers = Peers(group)
-        if sharing is not None:
+        if sharing is None:
+            self.peers = Peers(group)
+        else:
             self.peers = import_module("distaccum.meshes.ranks").MeshPeers(group, sharing)
         self.divisor: float = self.peers.num_ranks
         self.alike: set[int] = set()

@@ -33,17 +33,17 @@ class MeshPeers(Peers):
     """
 
     def __init__(self, group: dist.ProcessGroup | None, sharing: Sequence[Sequence[int]] | None = None) -> None:
-        super().__init__(group)
         self._here = [0] if group is None else dist.get_process_group_ranks(group)
-        self._take(sharing or [[rank] for rank in self._here], [[rank] for rank in range(self.num_ranks)])
+        sharing = sharing or [[rank] for rank in self._here]
+        super().__init__(group, _all_of(sharing))
+        self._take(sharing, [[rank] for rank in range(self.num_ranks)])
 
     def _take(self, sharing: Sequence[Sequence[int]], parts: Sequence[Sequence[int]]) -> None:
         self.sharing, self.parts, self.num_data_ranks = sharing, parts, len(parts)
         self.is_alone = len(sharing) == len(sharing[0]) == 1
         self.shares_samples, self.has_parts = len(sharing[0]) > 1, len(parts[0]) > 1
         self.fingerprint = _fingerprint if self.shares_samples or self.has_parts else None
-        self._planning = sorted({rank for ranks in sharing for rank in ranks})
-        self.plan_with(self._planning)
+        self.plan_with(_all_of(sharing))
 
     def cut_samples(self, data_ranks: Sequence[int], name: str) -> None:
         """Declares that only `data_ranks` have samples of their own; the other ranks have parts of the same samples."""
@@ -87,8 +87,12 @@ class MeshPeers(Peers):
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:
             return super().by_samples(values)
-        by_rank = dict(zip(self._planning, values, strict=True))
+        by_rank = dict(zip(_all_of(self.sharing), values, strict=True))
         return [[by_rank[rank] for rank in ranks] for ranks in self.sharing]
+
+
+def _all_of(sharing: Iterable[Iterable[int]]) -> list[int]:
+    return sorted({rank for ranks in sharing for rank in ranks})
 
 
 def on_mesh(engine: Engine) -> MeshPeers:
