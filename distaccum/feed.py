@@ -107,8 +107,7 @@ class Ahead:
             found = draw(self._job, self._make, index)
             wait = self._peers.post(found.report.to_row())
         else:
-            known = rows
-            wait = lambda: known  # noqa: E731
+            wait = partial(list, rows)
         if found.error is not None:
             self.reader.drop(self._num)  # it is raised now
         return found, wait
