@@ -98,7 +98,7 @@ class Config:
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
     progress_every: float = option(10.0, "seconds between lines of progress; 0: none")
     quiet: bool = option(False, "print only warnings and errors")
-    tensorboard: bool = option(False, "write events for TensorBoard too")
+    track: Literal["none", "tensorboard", "wandb"] = option("none", "also log there, into the run's folder")
     measure_noise: bool = option(False, "measure the gradient noise scale")
 
 
@@ -133,6 +133,9 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     plan_help = "print the plan of the run (on RANKS ranks), and stop"
     parser.add_argument("--plan", type=int, nargs="?", const=0, metavar="RANKS", help=plan_help)
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # by DeepSpeed's launcher
+    parser.add_argument(
+        "--tensorboard", dest="track", action="store_const", const="tensorboard", help=argparse.SUPPRESS
+    )
     kinds = get_type_hints(Config)
     for field in dataclasses.fields(Config):
         kind, flag = kinds[field.name], f"--{field.name.replace('_', '-')}"
@@ -211,8 +214,8 @@ def _check(config: Config) -> None:
         )
     if config.engine == "deepspeed" and config.precision == "float64":
         stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
-    if config.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        stop("tensorboard is asked for and not installed; pip install tensorboard, or leave it out")
+    if config.track != "none" and importlib.util.find_spec(config.track) is None:
+        stop(f"{config.track} is asked for and not installed; pip install {config.track}, or leave it out")
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

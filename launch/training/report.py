@@ -79,17 +79,23 @@ class Report:
         self._began = self._told = time.perf_counter()
         self._read: list[Update] = []
         self._counted = self._rate = 0.0  # `unit`s, and those per second
-        self._board: Any = None
+        self._tracker: Any = None
         if job.is_first:
             (self._folder / "weights.pt").unlink(missing_ok=True)  # of a shorter run that this one goes on with
             (self._folder / "config.json").write_text(json.dumps(dataclasses.asdict(config), indent=1) + "\n")
             _cut(self._folder / "log.jsonl", "index", start - 1)
             _cut(self._folder / "evaluation.jsonl", "updates", start)
             self._log = (self._folder / "log.jsonl").open("a")
-            if config.tensorboard:
+            if config.track == "tensorboard":
                 from torch.utils.tensorboard import SummaryWriter
 
-                self._board = SummaryWriter(str(self._folder / "tensorboard"), purge_step=start)
+                self._tracker = SummaryWriter(str(self._folder / "tensorboard"), purge_step=start)
+            elif config.track == "wandb":
+                import wandb
+
+                named: dict[str, Any] = {"project": "distaccum", "name": self._folder.name, "dir": self._folder}
+                mode = os.environ.get("WANDB_MODE", "offline")
+                self._tracker = wandb.init(**named, mode=mode, config=dataclasses.asdict(config))
 
     def __enter__(self) -> Report:
         return self
@@ -99,8 +105,8 @@ class Report:
             self.flush()
         if self._job.is_first:
             self._log.close()
-        if self._board is not None:
-            self._board.close()
+        if self._tracker is not None:
+            (self._tracker.finish if self._config.track == "wandb" else self._tracker.close)()
 
     def update(self, update: Update, lr: float) -> None:
         self.flush()
@@ -119,14 +125,18 @@ class Report:
             if not update.stepped:
                 self._job.say(f"update {update.index} was skipped: {update.reason}")
             values = {"loss": update.loss, "lr": lr, "gradient norm": update.grad_norm, "noise": update.noise_scale}
-            self._show_on_board(update.index, values)
+            values |= pace
+            self._track(update.index, values)
         if self._job.is_first and to_disk:
             os.fsync(self._log.fileno())
 
-    def _show_on_board(self, index: int, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            if self._board is not None and value is not None:
-                self._board.add_scalar(name, value, index)
+    def _track(self, index: int, values: dict[str, Any]) -> None:
+        values = {name: value for name, value in values.items() if value is not None}
+        if self._config.track == "wandb":
+            self._tracker.log(values, step=index)
+        elif self._tracker is not None:
+            for name, value in values.items():
+                self._tracker.add_scalar(name, value, index)
 
     def progress(self, index: int, micro_batches: int) -> None:
         """Reports the number of finished updates, and of finished micro-batches of the next one."""
@@ -152,7 +162,7 @@ class Report:
             file.write(_json({"updates": updates, **measured}) + "\n")
         self.flush()
         self._job.say(f"after {updates} updates: {_listed(measured)}, {self._pace()}")
-        self._show_on_board(updates, {f"held out/{name}": value for name, value in measured.items()})
+        self._track(updates, {f"held out/{name}": value for name, value in measured.items()})
 
     def summary(self, measured: dict[str, float]) -> None:
         """Printed, and in summary.json; with a picture beside the log."""

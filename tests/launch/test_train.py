@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import shutil
 import signal
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -207,6 +209,7 @@ MISTAKES = {
     ("--out", "used"): "holds a run already; go on with it by --resume, or give another --out",
     ("--checkpoint-minutes", "-1"): "checkpoint_minutes = -1.0, expected a number of at least 0",
     ("--optimizer", "adamw", "--betas", "0.9", "1"): "betas = (0.9, 1.0), expected two numbers from 0 to below 1",
+    ("--track", "wandb"): "wandb is asked for and not installed; pip install wandb, or leave it out",
     ("--min-lr", "1"): "min_lr = 1.0 and lr = 0.02, expected a min_lr of at most lr",
     ("--model", "cnn", "--activation-checkpointing"): "activation_checkpointing with cnn, which has no blocks",
 }
@@ -214,8 +217,9 @@ MISTAKES = {
 
 @pytest.mark.parametrize("arguments", MISTAKES, ids=" ".join)
 def test_mistakes_print_one_line_and_exit_with_status_2(programs, tmp_path, arguments):
-    if arguments == ("--device", "cuda") and torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+    is_there = {"cuda": torch.cuda.is_available(), "wandb": importlib.util.find_spec("wandb")}
+    if is_there.get(arguments[-1]):
+        pytest.skip("it is here")
     (tmp_path / "unknown.toml").write_text("batch = 3\n")
     (tmp_path / "both.toml").write_text("updates = 3\nepochs = 3\n")
     (tmp_path / "bf16.json").write_text('{"bf16": {"enabled": true}}')
@@ -241,7 +245,7 @@ def test_ranks_print_a_mistake_once(programs):
 def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
-    options = ("--epochs", 2, "--evaluate-every", 10, "--tensorboard", "--warmup", 5)
+    options = ("--epochs", 2, "--evaluate-every", 10, "--track", "tensorboard", "--warmup", 5)
     text = trained(programs, run, *SMALL, *options)
     assert len(log := log_of(run)) == 46
     fields = "index loss losses grad_norm counts micro_batches stepped reason seconds lr samples_per_second peak_memory"
@@ -258,6 +262,27 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
         r"^after (\d+) updates: loss \d\.\d{4}, accuracy \d+\.\d%, \d+ samples/s, peak \d\.\d\d GB$", text, re.MULTILINE
     )
     assert printed == ["10", "20", "30", "40", "46"]
+
+
+def test_wandb_hears_of_each_update_off_line(programs, tmp_path):
+    """A stand-in that writes down what it is given."""
+    stand_in = """
+        import json, wandb
+        def init(**given):
+            wandb.seen = open(given["dir"] / "seen", "a")
+            log([given["mode"], given["config"]["batch_size"]], None)
+            return wandb
+        def log(values, step):
+            wandb.seen.write(json.dumps([step, values]) + "\\n")
+        def finish():
+            wandb.seen.close()
+    """
+    (tmp_path / "wandb.py").write_text(textwrap.dedent(stand_in))
+    trained(programs, tmp_path / "run", *SMALL, "--updates", 3, "--track", "wandb", PYTHONPATH=str(tmp_path))
+    first, *seen = map(json.loads, (tmp_path / "run" / "seen").read_text().splitlines())
+    assert first == [None, ["offline", 64]] and [step for step, _ in seen] == [0, 1, 2, 3]
+    assert [values["loss"] for _, values in seen[:3]] == [update["loss"] for update in log_of(tmp_path / "run")]
+    assert "held out/accuracy" in seen[3][1]
 
 
 # Stopping and resuming
