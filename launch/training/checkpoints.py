@@ -18,14 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from distaccum import Accumulator
 
@@ -73,11 +67,7 @@ class Checkpoints:
                 wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
             job.wait_for_all()
         else:
-            # An optimizer without a state yet, or for ever, torch would step to make one.
-            has_state = bool(wrapped.schedule.last_epoch and self._kinds())
-            state["model"], state["optimizer"] = whole_state(wrapped, with_optimizer=has_state)
-            if job.is_first and has_state:
-                self._fill(state["optimizer"]["state"], state["model"])
+            state["model"], state["optimizer"] = whole_state(wrapped)
         if job.is_first:
             with writing(partial):
                 save_tensors(state, partial / "state.pt")
@@ -95,11 +85,11 @@ class Checkpoints:
         """Puts everything back as the newest checkpoint has it, if there is one."""
         wrapped, job = self._wrapped, self._job
         state, refusal = self._read() if job.is_first else ({}, "")
-        weights, optimizer = state.pop("model", {}), state.pop("optimizer", None)
-        box: list[Any] = [state, refusal, bool(optimizer and optimizer["state"])]  # SGD alone has no state
+        weights, optimizer = state.pop("model", {}), state.pop("optimizer", {})
+        box: list[Any] = [state, refusal]
         if job.ranks > 1:  # one rank reads: the others may be on machines that do not see the folder
             dist.broadcast_object_list(box)
-        state, refusal, has_optimizer = box
+        state, refusal = box
         if refusal:
             stop(refusal)
         if not state:
@@ -109,7 +99,7 @@ class Checkpoints:
         if wrapped.is_deepspeed:
             wrapped.model.load_checkpoint(str(self._folder / self._saved), tag="deepspeed")  # type: ignore[operator]
         else:
-            put_state(wrapped, weights, (optimizer or {}) if has_optimizer else None)
+            put_state(wrapped, weights, optimizer)
         wrapped.set_schedule(state["schedule"])
         # For another number of ranks, which the checkpoint has no random numbers of: dropout starts anew.
         torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + state["update"])
@@ -132,18 +122,6 @@ class Checkpoints:
                 cure = "give the same, or another --out to start anew"
                 return {}, f"{found[-1]} was made with {name} = {made.get(name)!r} and this run has {now!r}; {cure}"
         return state, ""
-
-    def _kinds(self) -> list[str]:
-        """The names of the tensors that the optimizer keeps for each parameter."""
-        if self._config.optimizer == "adamw":
-            return ["step", "exp_avg", "exp_avg_sq"]
-        return ["momentum_buffer"] if self._config.momentum else []
-
-    def _fill(self, states: State, weights: State) -> None:
-        """Gives what never had a gradient the state its first would begin with: torch loads all of it or none."""
-        for name in self._wrapped.trained - states.keys():
-            zeros = torch.zeros_like(weights[name])
-            states[name] = {kind: torch.zeros(()) if kind == "step" else zeros.clone() for kind in self._kinds()}
 
     def _accumulator_of_all(self) -> State:
         """One state with the random numbers of every rank."""
@@ -212,65 +190,61 @@ def _to_disk(path: Path) -> None:
 # The whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back
 
 
-def whole_state(wrapped: Wrapped, with_optimizer: bool) -> tuple[State, State | None]:
-    """Weights, and the optimizer's state if wanted; whole on the first rank alone. All ranks call it."""
+def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> tuple[State, ...]:
+    """Weights, and the optimizer's state of each, by name; whole on the first rank alone. All ranks call it."""
     # It warns that a weight which two dimensions cut is gathered in two steps, as it must be.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    options = StateDictOptions(full_state_dict=True, cpu_offload=wrapped.pipeline is None)  # to rank 0 alone
-    optimizer: State | None = None
-    if with_optimizer:
-        weights, optimizer = get_state_dict(wrapped.model, wrapped.inner, options=options)
-    else:
-        weights = get_model_state_dict(wrapped.model, options=options)
-    return (weights, optimizer) if wrapped.pipeline is None else _of_all_stages(wrapped.mesh, weights, optimizer)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    keeps = is_first if wrapped.pipeline is None else wrapped.mesh["data"].get_local_rank() == 0
 
+    def whole(tensors: State) -> State:
+        found: State = {}
+        for name, tensor in tensors.items():
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            if keeps:
+                found[name] = full.detach().cpu()
+        return found
 
-def put_state(wrapped: Wrapped, weights: State, optimizer: State | None) -> None:
-    """Puts back what `whole_state` gave the first rank; the others' arguments are not used. All ranks call it.
-
-    `wrapped` may be of another number of ranks, and cut otherwise. `optimizer` is None where its state is left alone.
-    """
-    several = dist.is_initialized() and dist.get_world_size() > 1
+    module, states = _unwrapped(wrapped.model), wrapped.inner.state
+    weights = whole(module.state_dict())
+    trained = dict(module.named_parameters()) if with_optimizer else {}
+    optimizer = {name: whole(states[one]) for name, one in trained.items() if one in states}
+    parts: list[Any] = [(weights, optimizer if keeps else {})]
     if wrapped.pipeline is not None:
-        box: list[Any] = [weights, optimizer]
+        parts *= dist.get_world_size()
+        dist.gather_object(parts[0], parts if is_first else None)
+    return tuple({name: one for part in parts for name, one in part[of].items()} for of in (0, 1))
+
+
+@torch.no_grad()
+def put_state(wrapped: Wrapped, weights: State, optimizer: State) -> None:
+    """Puts back what `whole_state` gave the first rank, in a run that may be cut otherwise. All ranks call it."""
+    module = _unwrapped(wrapped.model)
+    own, parameters = module.state_dict(), dict(module.named_parameters())
+    device = next(module.parameters()).device
+    tensors: dict[tuple[str, str], Tensor] = {("", name): tensor for name, tensor in weights.items()}
+    tensors |= {(kind, name): tensor for name, state in optimizer.items() for kind, tensor in state.items()}
+    box: list[Any] = [[(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()]]
+    if dist.is_initialized():
         dist.broadcast_object_list(box)
-        weights, optimizer = box
-        own = wrapped.model.state_dict().keys()
-        weights = {name: tensor for name, tensor in weights.items() if name in own}
-        if optimizer is not None:
-            groups = [
-                {**group, "params": [name for name in group["params"] if name in own]}
-                for group in optimizer["param_groups"]
-            ]
-            states = {name: state for name, state in optimizer["state"].items() if name in own}
-            optimizer = {"state": states, "param_groups": groups}
-        several = False  # each rank has now all that it takes its shards from
-    options = StateDictOptions(full_state_dict=True, cpu_offload=not several, broadcast_from_rank0=several)
-    set_model_state_dict(wrapped.model, weights, options=options)
-    if optimizer is not None:
-        set_optimizer_state_dict(wrapped.model, wrapped.inner, optimizer, options=options)
+    for (kind, name), shape, dtype in box[0]:
+        full = tensors.pop((kind, name), None)
+        full = torch.empty(shape, dtype=dtype, device=device) if full is None else full.to(device)
+        if dist.is_initialized():
+            dist.broadcast(full, 0)
+        if name not in own:  # of another stage
+            continue
+        like = own[name]
+        if kind == "step":
+            wrapped.inner.state[parameters[name]][kind] = full.cpu()
+            continue
+        if isinstance(like, DTensor):
+            everywhere = [Replicate()] * like.device_mesh.ndim
+            full = DTensor.from_local(full, like.device_mesh, everywhere, run_check=False)
+        if kind:
+            like = wrapped.inner.state[parameters[name]][kind] = torch.zeros_like(like, dtype=dtype)
+        like.copy_(full)
 
 
-def _of_all_stages(mesh: Any, weights: State, optimizer: State | None) -> tuple[State, State | None]:
-    """Joined on the first stage of each data rank, of which one is the first rank."""
-    stages = mesh["stage"]
-    group, found = stages.get_group(), [None] * stages.size()
-    is_first = stages.get_local_rank() == 0
-    first = dist.get_process_group_ranks(group)[0]
-    dist.gather_object(_on_host([weights, optimizer]), found if is_first else None, dst=first, group=group)
-    parts: list[Any] = found if is_first else [[weights, optimizer]]
-    whole = {name: tensor for of_stage, _ in parts for name, tensor in of_stage.items()}
-    if optimizer is None:
-        return whole, None
-    states = {name: state for _, of_stage in parts for name, state in of_stage["state"].items()}
-    groups = [group for _, of_stage in parts for group in of_stage["param_groups"]]  # all with the same options
-    names = [name for group in groups for name in group["params"]]
-    return whole, {"state": states, "param_groups": [{**groups[0], "params": names}]}
-
-
-def _on_host(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.cpu()
-    if isinstance(value, dict):
-        return {name: _on_host(one) for name, one in value.items()}
-    return [_on_host(one) for one in value] if isinstance(value, list) else value
+def _unwrapped(model: nn.Module) -> nn.Module:
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,6 @@ class Wrapped:
     mesh: Any = None  # of data ranks and those that share samples, if there are any
     pipeline: Any = None  # the schedule that calls the model, which is then one of its stages
     stages: Callable[[Tensor], Tensor | None] | None = None  # the pipeline's forward in evaluation
-    trained: set[str] = field(default_factory=set)  # the names of its trainable parameters
 
     @property
     def lr(self) -> float:
@@ -69,12 +68,9 @@ def change_blocks(model: nn.Module, config: Config) -> None:
 
 
 def wrap(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     model.to(job.device)
     how = {"deepspeed": _deepspeed, "accelerate": _accelerate}.get(job.engine, _with_torch)
-    wrapped = how(model, config, job, updates)
-    wrapped.trained = trained
-    return wrapped
+    return how(model, config, job, updates)
 
 
 def _with_torch(model: nn.Module, config: Config, job: Job, updates: int) -> Wrapped:
