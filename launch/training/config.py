@@ -45,12 +45,14 @@ class Config:
     data: str = option(
         "",
         "vision: digits, a torchvision dataset such as CIFAR10, or a folder of images by class (digits); language: "
-        "a text file or a folder of them (the pages under docs/)",
+        "a file or folder of texts (.txt, .md) or of JSON lines (.jsonl) (the pages under docs/)",
     )
     data_folder: str = option("data", "where torchvision datasets are, or are downloaded to")
     image_size: int = option(32, "images are resized to this many pixels a side")
     augment: bool = option(False, "random crops and flips, for image datasets and folders")
+    field: str = option("text", "of JSON lines, the one that holds the text")
     context: int = option(128, "tokens in the longest row of a text")
+    pack: bool = option(True, "fill rows to the context with text after text; else a row is of one text")
     width: int = option(128, "of gpt")
     layers: int = option(4, "of gpt")
 
@@ -104,14 +106,15 @@ class Config:
 
 # A run resumes a checkpoint that was made with the same values of these.
 LASTING = (
-    "task", "model", "norm", "image_size", "augment", "context", "width", "layers", "batch_size", "optimizer",
+    "task", "model", "norm", "image_size", "augment", "context", "pack", "width", "layers", "batch_size", "optimizer",
     "momentum", "betas", "weight_decay", "base_batch_size", "lr_scaling", "max_norm", "precision", "seed",
 )  # fmt: skip
 # Each option does nothing unless another one has this value.
 NEEDS = {
     "stage": ("engine", "deepspeed"), "deepspeed_config": ("engine", "deepspeed"), "replicas": ("engine", "fsdp2"),
     "norm": ("task", "vision"), "image_size": ("task", "vision"), "augment": ("task", "vision"),
-    "data_folder": ("task", "vision"), "context": ("task", "language"), "width": ("model", "gpt"),
+    "data_folder": ("task", "vision"), "context": ("task", "language"), "field": ("task", "language"),
+    "pack": ("task", "language"), "width": ("model", "gpt"),
     "layers": ("model", "gpt"), "momentum": ("optimizer", "sgd"), "betas": ("optimizer", "adamw"),
     "min_lr": ("schedule", "cosine"),
 }  # fmt: skip

@@ -37,17 +37,12 @@ class GPT(nn.Module):
 
     def cut_heads(self, mesh: Any) -> None:
         """Tensor parallelism: each rank of `mesh` has some of the heads, and a part of what follows them."""
-        from torch.distributed.tensor.parallel import (
-            ColwiseParallel,
-            ParallelStyle,
-            RowwiseParallel,
-            parallelize_module,
-        )
+        from torch.distributed.tensor import parallel
 
         for layer in self.layers.values():
-            plan: dict[str, ParallelStyle] = {name: ColwiseParallel() for name in ("query", "key", "value", "widen")}
-            plan |= {name: RowwiseParallel() for name in ("leave", "narrow")}
-            parallelize_module(layer, mesh, plan)
+            plan: dict[str, Any] = {name: parallel.ColwiseParallel() for name in ("query", "key", "value", "widen")}
+            plan |= {name: parallel.RowwiseParallel() for name in ("leave", "narrow")}
+            parallel.parallelize_module(layer, mesh, plan)
 
     def cut_rows(self, mesh: Any) -> None:
         """Context parallelism: each rank of `mesh` has one part of the tokens of each row, in order."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,20 +212,25 @@ def _language(config: Config) -> Task:
     if config.model == "gpt":
         model: nn.Module = GPT(config.width, config.layers, config.context)
         encode: Callable[[str], list[int]] = lambda text: list(text.encode())  # noqa: E731  # a token is a byte
+        end: int | None = 0  # which no text has
     else:
-        model, encode = _from_hugging_face(config)
-    rows: list[Tensor] = []
-    for tokens in map(encode, _paragraphs(Path(config.data))):
-        rows += [torch.tensor(tokens[at : at + config.context]) for at in range(0, len(tokens), config.context)]
+        model, encode, end = _from_hugging_face(config)
+    texts = [[*encode(text), *([] if end is None else [end])] for text in _texts(Path(config.data), config.field)]
+    if config.pack:
+        texts = [[token for text in texts for token in text]]
+    starts = [(text, at) for text in texts for at in range(0, len(text), config.context)]
+    rows = [torch.tensor(text[at : at + config.context]) for text, at in starts]
     rows = [row for row in rows if len(row) > 1]  # one token has no next one
     held_out, kept = _split(len(rows), config.seed)
 
     def collate(rows: list[Tensor]) -> Batch:
         """The label of a token is the next one. Padded at the end, where a causal model's earlier tokens do not see it.
 
-        Labels are moved here and not in the loss: where ranks have parts of a row, the next token may be another's.
+        The end of a text has none: what comes next is of another. Labels are moved here and not in the loss: where
+        ranks have parts of a row, the next token may be another's.
         """
-        labels = pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
+        nexts = [row[1:] if end is None else row[1:].masked_fill(row[:-1] == end, IGNORED) for row in rows]
+        labels = pad_sequence(nexts, batch_first=True, padding_value=IGNORED)
         return {"inputs": pad_sequence(rows, batch_first=True), "labels": pad(labels, (0, 1), value=IGNORED)}
 
     return Task(
@@ -239,23 +245,38 @@ def _language(config: Config) -> Task:
     )
 
 
-def _paragraphs(path: Path) -> list[str]:
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".txt", ".md")) if path.is_dir() else [path]
-    read = []
+def _texts(path: Path, field: str) -> list[str]:
+    """Of a file, or of a folder's: a field of each JSON line, paragraphs, or lines where no line is empty."""
+    files = (
+        sorted(one for one in path.rglob("*") if one.suffix in (".txt", ".md", ".jsonl")) if path.is_dir() else [path]
+    )
+    found: list[str] = []
     for file in files:
         try:
-            read.append(read_text(file))
+            whole = read_text(file).rstrip()
         except (OSError, UnicodeDecodeError) as error:
             reason = a_line(error.strerror if isinstance(error, OSError) else error)
-            stop(f"{file} cannot be read as text ({reason}), expected a text file or a folder with .txt or .md files")
-    text = "\n\n".join(read)
-    texts = [paragraph.strip() for paragraph in text.split("\n\n") if paragraph.strip()]
-    if len(texts) < 2 * HELD_OUT:
-        stop(f"{path} has {len(texts)} paragraphs (parted by empty lines), expected at least {2 * HELD_OUT}")
-    return texts
+            stop(f"{file} cannot be read as text ({reason}), expected a file or a folder of .txt, .md or .jsonl")
+        lines = whole.split("\n")
+        if file.suffix == ".jsonl":
+            found += [_of_json(line, f"{file}:{i}", field) for i, line in enumerate(lines, 1) if line.strip()]
+        else:
+            found += whole.split("\n\n") if "\n\n" in whole else lines
+    return [text.strip() for text in found if text.strip()]
 
 
-def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[int]]]:
+def _of_json(line: str, where: str, field: str) -> str:
+    try:
+        value = json.loads(line)
+        if not isinstance(value[field], str):
+            raise TypeError(f"it is {value[field]!r}")
+        return str(value[field])
+    except (ValueError, TypeError, KeyError) as error:
+        stop(f"{where} is no JSON object with a text as {field!r} ({a_line(error)}); --field names it")
+
+
+def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[int]], int | None]:
+    """The model, what makes tokens of a text, and the token that ends a text, if there is one."""
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
@@ -268,7 +289,7 @@ def _from_hugging_face(config: Config) -> tuple[nn.Module, Callable[[str], list[
     longest = getattr(model.config, "max_position_embeddings", config.context)
     if config.context > longest:
         stop(f"context = {config.context} and {config.model} takes {longest} tokens; give a context of at most that")
-    return model, lambda text: list(tokenizer(text)["input_ids"])
+    return model, lambda text: list(tokenizer(text)["input_ids"]), tokenizer.eos_token_id
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:

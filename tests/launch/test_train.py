@@ -85,6 +85,39 @@ def test_language_models_are_exact_in_tokens(programs, tmp_path, ranks, options)
     proven(programs, tmp_path / "run", 1e-10)
 
 
+def test_texts_are_lines_paragraphs_or_a_field_of_json_lines(programs, tmp_path):
+    texts = [f"text {i} " + "word " * (i % 5) + "ends" for i in range(60)]
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n")
+    (tmp_path / "paragraphs.md").write_text("\n\n".join(texts))
+    (tmp_path / "folder" / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
+    small = (
+        "--task",
+        "language",
+        "--width",
+        32,
+        "--layers",
+        1,
+        "--context",
+        16,
+        "--epochs",
+        1,
+        "--precision",
+        "float64",
+    )
+    for data in ("lines.txt", "paragraphs.md", "folder"):
+        trained(programs, tmp_path / f"run {data}", *small, "--field", "body", "--data", tmp_path / data)
+        assert same(tmp_path / "run lines.txt", tmp_path / f"run {data}")
+    proven(programs, tmp_path / "run folder", 1e-10)
+    counts = sum(update["counts"]["tokens"] for update in log_of(tmp_path / "run folder"))
+    tokens = sum(len(text) + 1 for text in texts)
+    assert 0.6 * tokens < counts < 0.8 * tokens, "all but what is held out, the last of each row and ends of texts"
+    done = programs.run("train", *small, "--data", tmp_path / "folder")
+    assert done.status == 2 and f"{tmp_path / 'folder' / 'a.jsonl'}:1 is no JSON object with a text as" in done.text
+    text = trained(programs, tmp_path / "rows", *small, "--data", tmp_path / "lines.txt", "--no-pack", "--plan")
+    assert "96 samples" in text or "samples to train on" in text
+
+
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
 def test_compiled_and_checkpointed_blocks_are_exact(programs, tmp_path, ranks, engine):
     file = tmp_path / "mine.toml"
