@@ -24,7 +24,7 @@ from training.data import MicroBatches, Order
 from training.job import EXCHANGE_SECONDS, Job, Signals
 from training.meshes import Collate, cut_batches
 from training.report import Report, plan
-from training.tasks import loss_of, make_task, measure, to_device, try_model
+from training.tasks import loss_of, make_task, measure, to_device, train_mode, try_model
 from training.wrapping import Wrapped, change_blocks, wrap
 
 from distaccum import Accumulator
@@ -41,7 +41,7 @@ def train(config: Config, job: Job) -> int:
     if job.is_planned:
         return 0
     change_blocks(task.model, config)
-    try_model(task, job.device)
+    try_model(task, config, job.device)
 
     with refusals_in_a_line():
         wrapped = wrap(task.model, config, job, updates)
@@ -71,7 +71,9 @@ def train(config: Config, job: Job) -> int:
     measured: dict[str, float] = {}
     stopped, where = 0, ""
     # A checkpoint within a window is of its start, where running statistics are those of now.
-    pauses = not (wrapped.is_deepspeed or any(isinstance(module, _BatchNorm) for module in task.model.modules()))
+    pauses = not (
+        wrapped.is_deepspeed or any(isinstance(one, _BatchNorm) and one.training for one in task.model.modules())
+    )
     every = min(EXCHANGE_SECONDS, 60 * config.checkpoint_minutes or EXCHANGE_SECONDS)
     with Signals(job, every) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
         while accumulator.index < updates and not stopped:  # an epoch, or what is left of it
@@ -145,7 +147,7 @@ def evaluate(wrapped: Wrapped, held_out: Sequence[Any], collate: Collate, job: J
             scores = (wrapped.stages or wrapped.model)(batch["inputs"])
         if indices and scores is not None:  # the last stage of a pipeline has them
             sums += measure(scores, batch["labels"])
-    wrapped.model.train()
+    train_mode(wrapped.model, job.config)
     count, loss, right = job.sum(sums).tolist()
     if job.config.task == "language":
         return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 100.0))}

@@ -28,6 +28,7 @@ from .job import Job
 from .wrapping import Wrapped
 
 State = dict[str, Any]
+Tensors = dict[tuple[str, str], Tensor]
 
 
 class Checkpoints:
@@ -67,7 +68,7 @@ class Checkpoints:
                 wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
             job.wait_for_all()
         else:
-            state["model"], state["optimizer"] = whole_state(wrapped)
+            state["tensors"] = whole_state(wrapped)
         if job.is_first:
             with writing(partial):
                 save_tensors(state, partial / "state.pt")
@@ -85,7 +86,7 @@ class Checkpoints:
         """Puts everything back as the newest checkpoint has it, if there is one."""
         wrapped, job = self._wrapped, self._job
         state, refusal = self._read() if job.is_first else ({}, "")
-        weights, optimizer = state.pop("model", {}), state.pop("optimizer", {})
+        tensors = state.pop("tensors", {})
         box: list[Any] = [state, refusal]
         if job.ranks > 1:  # one rank reads: the others may be on machines that do not see the folder
             dist.broadcast_object_list(box)
@@ -99,7 +100,7 @@ class Checkpoints:
         if wrapped.is_deepspeed:
             wrapped.model.load_checkpoint(str(self._folder / self._saved), tag="deepspeed")  # type: ignore[operator]
         else:
-            put_state(wrapped, weights, optimizer)
+            put_state(wrapped, tensors)
         wrapped.set_schedule(state["schedule"])
         # For another number of ranks, which the checkpoint has no random numbers of: dropout starts anew.
         torch.manual_seed((self._config.seed + 1 + job.rank) * 1_000_003 + state["update"])
@@ -150,7 +151,7 @@ def save_weights(config: Config, job: Job, wrapped: Wrapped) -> None:
         with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
             weights = {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
     else:
-        weights, _ = whole_state(wrapped, with_optimizer=False)
+        weights = {name: tensor for (_, name), tensor in whole_state(wrapped, with_optimizer=False).items()}
     if job.is_first:
         partial = Path(config.out) / ".weights.pt"
         with writing(partial):
@@ -190,59 +191,55 @@ def _to_disk(path: Path) -> None:
 # The whole weights and optimizer state by name: gathered from ranks that have parts or stages, and put back
 
 
-def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> tuple[State, ...]:
-    """Weights, and the optimizer's state of each, by name; whole on the first rank alone. All ranks call it."""
+def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> Tensors:
+    """All tensors by the optimizer's name for it ("": a weight) and the weight's; whole on the first rank alone.
+
+    All ranks call it.
+    """
     # It warns that a weight which two dimensions cut is gathered in two steps, as it must be.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    module, states = _unwrapped(wrapped.model), wrapped.inner.state
+    tensors: Tensors = {("", name): tensor for name, tensor in module.state_dict().items()}
+    for name, parameter in module.named_parameters() if with_optimizer else ():
+        tensors |= {(kind, name): tensor for kind, tensor in states.get(parameter, {}).items()}
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     keeps = is_first if wrapped.pipeline is None else wrapped.mesh["data"].get_local_rank() == 0
-
-    def whole(tensors: State) -> State:
-        found: State = {}
-        for name, tensor in tensors.items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if keeps:
-                found[name] = full.detach().cpu()
-        return found
-
-    module, states = _unwrapped(wrapped.model), wrapped.inner.state
-    weights = whole(module.state_dict())
-    trained = dict(module.named_parameters()) if with_optimizer else {}
-    optimizer = {name: whole(states[one]) for name, one in trained.items() if one in states}
-    parts: list[Any] = [(weights, optimizer if keeps else {})]
-    if wrapped.pipeline is not None:
-        parts *= dist.get_world_size()
-        dist.gather_object(parts[0], parts if is_first else None)
-    return tuple({name: one for part in parts for name, one in part[of].items()} for of in (0, 1))
+    whole: Tensors = {}
+    for key, tensor in tensors.items():
+        full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if keeps:
+            whole[key] = full.detach().cpu()
+    if wrapped.pipeline is not None:  # each stage has some
+        parts: list[Any] = [whole] * dist.get_world_size()
+        dist.gather_object(whole, parts if is_first else None)
+        whole = {key: tensor for part in parts for key, tensor in part.items()}
+    return whole
 
 
 @torch.no_grad()
-def put_state(wrapped: Wrapped, weights: State, optimizer: State) -> None:
+def put_state(wrapped: Wrapped, tensors: Tensors) -> None:
     """Puts back what `whole_state` gave the first rank, in a run that may be cut otherwise. All ranks call it."""
-    module = _unwrapped(wrapped.model)
+    module, states = _unwrapped(wrapped.model), wrapped.inner.state
     own, parameters = module.state_dict(), dict(module.named_parameters())
     device = next(module.parameters()).device
-    tensors: dict[tuple[str, str], Tensor] = {("", name): tensor for name, tensor in weights.items()}
-    tensors |= {(kind, name): tensor for name, state in optimizer.items() for kind, tensor in state.items()}
     box: list[Any] = [[(key, tensor.shape, tensor.dtype) for key, tensor in tensors.items()]]
     if dist.is_initialized():
         dist.broadcast_object_list(box)
     for (kind, name), shape, dtype in box[0]:
-        full = tensors.pop((kind, name), None)
-        full = torch.empty(shape, dtype=dtype, device=device) if full is None else full.to(device)
+        full = tensors[kind, name].to(device) if tensors else torch.empty(shape, dtype=dtype, device=device)
         if dist.is_initialized():
             dist.broadcast(full, 0)
         if name not in own:  # of another stage
             continue
         like = own[name]
-        if kind == "step":
-            wrapped.inner.state[parameters[name]][kind] = full.cpu()
+        if kind == "step":  # a number, which AdamW keeps on the host
+            states[parameters[name]][kind] = full.cpu()
             continue
         if isinstance(like, DTensor):
             everywhere = [Replicate()] * like.device_mesh.ndim
             full = DTensor.from_local(full, like.device_mesh, everywhere, run_check=False)
         if kind:
-            like = wrapped.inner.state[parameters[name]][kind] = torch.zeros_like(like, dtype=dtype)
+            like = states[parameters[name]][kind] = torch.zeros_like(like, dtype=dtype)
         like.copy_(full)
 
 

@@ -35,18 +35,14 @@ def option(default: Any, text: str) -> Any:
 @dataclass(frozen=True)
 class Config:
     task: Literal["vision", "language"] = option("vision", "what is trained")
-    model: str = option(
-        "", "vision: a torchvision name or 'cnn' (resnet18); language: 'gpt' or a Hugging Face name or path (gpt)"
+    model: str = option("", "vision: a torchvision name, or cnn; language: gpt, or a Hugging Face name or path")
+    weights: str = option(
+        "", "a local file of weights to begin with (.pt, .pth, .safetensors); a last layer may differ"
     )
-    norm: Literal["group", "batch"] = option(
-        "group",
-        "for networks that have BatchNorm: 'group' puts GroupNorm in its place, with which accumulation is exact",
+    norm: Literal["group", "frozen", "batch"] = option(
+        "group", "in BatchNorm's place; frozen: with its statistics kept"
     )
-    data: str = option(
-        "",
-        "vision: digits, a torchvision dataset such as CIFAR10, or a folder of images by class (digits); language: "
-        "a file or folder of texts (.txt, .md) or of JSON lines (.jsonl) (the pages under docs/)",
-    )
+    data: str = option("", "digits, a torchvision dataset or images by class; texts or JSON lines, a file or a folder")
     data_folder: str = option("data", "where torchvision datasets are, or are downloaded to")
     image_size: int = option(32, "images are resized to this many pixels a side")
     augment: bool = option(False, "random crops and flips, for image datasets and folders")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import statistics
 import time
@@ -208,23 +207,16 @@ def draw(folder: Path) -> Path | None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    def points(name: str, x: str, y: str) -> tuple[list[Any], list[Any]]:
-        """Of a file's lines; what is not finite is null there, and a gap here."""
-        path = folder / name
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        return [line[x] for line in lines], [math.nan if line[y] is None else line[y] for line in lines]
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
-    above.plot(*points("log.jsonl", "index", "loss"), color="#0072B2", linewidth=1, label="an update's loss")
-    held_out = points("evaluation.jsonl", "updates", "loss")
-    above.plot(*held_out, "o-", color="#D55E00", markersize=4, label="loss on held-out data")
-    above.legend(frameon=False)
-    below.plot(*points("log.jsonl", "index", "lr"), color="#009E73")
-    below.set_xlabel("updates")
-    for axes, label in ((above, "loss"), (below, "learning rate")):
-        axes.set_ylabel(label)
-        axes.set_ylim(bottom=0)
-        axes.grid(alpha=0.3)
+    curves = [(0, "log", "index", "loss", "an update's loss"), (1, "log", "index", "lr", "learning rate")]
+    curves.insert(1, (0, "evaluation", "updates", "loss", "loss on held-out data"))
+    figure, axes = plt.subplots(2, 1, figsize=(7, 5), sharex=True, height_ratios=(3, 1), layout="constrained")
+    for place, name, x, y, label in curves:
+        lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
+        axes[place].plot([line[x] for line in lines], [line[y] for line in lines], ".-", linewidth=1, label=label)
+        axes[place].legend(frameon=False)
+        axes[place].set_ylim(bottom=0)
+        axes[place].grid(alpha=0.3)
+    axes[1].set_xlabel("updates")
     path = folder / "curve.png"
     figure.savefig(path, dpi=130)
     plt.close(figure)

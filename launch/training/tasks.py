@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import TensorDataset
 
 from distaccum import count_samples, count_tokens
-from distaccum.batchnorm import to_groupnorm
+from distaccum.batchnorm import freeze, to_groupnorm
 
 from .config import BrokenFileError, Config, a_line, read_text, stop
 from .data import Keyed
@@ -60,24 +60,54 @@ def make_task(config: Config, is_first_here: bool = True, wait: Callable[[], Non
     if not len(task.train) or not len(task.held_out):
         sizes = f"{len(task.train)} samples to train on and {len(task.held_out)} held out"
         stop(f"{config.data} has {sizes}, expected some of both")
+    if config.weights:
+        task = replace(task, title=task.title + _load_weights(task.model, Path(config.weights)))
     if config.precision == "float64":
         task.model.double()
-    task.model.train()  # a Hugging Face model comes without dropout, as from_pretrained leaves it
+    train_mode(task.model, config)  # a Hugging Face model comes without dropout, as from_pretrained leaves it
     return task
 
 
-def try_model(task: Task, device: torch.device) -> None:
-    """Stops where the model does not take the data: two copies of a sample go forward, and nothing is left of them."""
-    task.model.to(device)
-    batch = to_device(task.collate([task.train[0]] * 2), device)
-    buffers = [(buffer, buffer.clone()) for buffer in task.model.buffers()]
+def train_mode(model: nn.Module, config: Config) -> None:
+    model.train()
+    if config.norm == "frozen":
+        freeze(model)
+
+
+def _load_weights(model: nn.Module, path: Path) -> str:
+    """Loads what `state_dict()` of a model gave; one layer that is other or missing begins anew. Says what it did."""
+    own: dict[str, Any] = model.state_dict()
+    found: dict[str, Any] = {}
     try:
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            found = load_file(path)
+        else:
+            found = torch.load(path, map_location="cpu", weights_only=True)
+            found = found.get("model", found)  # of torchvision's own program
+        fits = {name: one for name, one in found.items() if name in own and one.shape == own[name].shape}
+    except Exception as error:  # of as many kinds as there are ways to break a file
+        stop(f"weights = '{path}' cannot be read: {a_line(error)}")
+    anew = sorted({name.rpartition(".")[0] for name in own.keys() - fits.keys()})
+    statistics = ("running_mean", "running_var", "num_batches_tracked")  # which GroupNorm has not
+    unknown = sorted(name for name in found.keys() - own.keys() if not name.endswith(statistics))
+    if unknown or len(anew) > 1:
+        stop(f"weights = '{path}' is of another model than this run's, as in {(anew[1:] or unknown)[0]}")
+    model.load_state_dict(fits, strict=False)
+    return f" from {path}" + (f" (but {anew[0]})" if anew else "")
+
+
+def try_model(task: Task, config: Config, device: torch.device) -> None:
+    """Stops where the model does not take the data: two copies of a sample go forward, and nothing is left of them."""
+    task.model.to(device).eval()  # or statistics and random numbers would change
+    batch = to_device(task.collate([task.train[0]] * 2), device)
+    try:
+        with torch.no_grad():
             loss_of(task.model(batch["inputs"]), batch["labels"])
     except Exception as error:
         stop(f"{task.title}: the model does not take a sample of this data ({a_line(error)})")
-    for buffer, before in buffers:
-        buffer.copy_(before)
+    train_mode(task.model, config)
 
 
 # Vision
@@ -183,12 +213,8 @@ def _vision_model(config: Config, classes: int) -> nn.Module:
 
     if config.model not in models.list_models(module=models):
         stop(f"model = {config.model!r} is no torchvision model; there are resnet18, resnet50, vit_b_16 and others")
-    more: dict[str, Any] = {}
-    if config.model.startswith("vit_"):
-        more["image_size"] = config.image_size
-    elif config.model.startswith("maxvit"):
-        more["input_size"] = (config.image_size, config.image_size)
-    elif config.model in ("googlenet", "inception_v3"):
+    more: dict[str, Any] = {"image_size": config.image_size} if config.model.startswith("vit_") else {}
+    if config.model in ("googlenet", "inception_v3"):
         more.update(aux_logits=False, init_weights=True)  # second outputs, which the loss here has no use for
     try:
         model: nn.Module = models.get_model(config.model, num_classes=classes, **more)

@@ -118,6 +118,25 @@ def test_texts_are_lines_paragraphs_or_a_field_of_json_lines(programs, tmp_path)
     assert "96 samples" in text or "samples to train on" in text
 
 
+def test_run_begins_with_the_weights_of_a_file(programs, tmp_path):
+    """Of a network with BatchNorm and other classes, as torchvision's files are."""
+    import torchvision
+
+    torch.manual_seed(5)
+    states = torchvision.models.resnet18(num_classes=7).state_dict()
+    torch.save(states, tmp_path / "resnet18.pth")
+    begun = ("--model", "resnet18", "--weights", tmp_path / "resnet18.pth", "--precision", "float64", "--batch-size", 8)
+    for out, ranks, norm in (("frozen", 2, "frozen"), ("group", 1, "group")):
+        text = trained(programs, tmp_path / out, *begun, "--norm", norm, "--updates", 2, "--lr", 1e-9, ranks=ranks)
+        assert f"resnet18 on digits from {tmp_path / 'resnet18.pth'} (but fc): " in text
+        proven(programs, tmp_path / out, 1e-10)
+        found = weights_of(tmp_path / out)
+        assert (found["conv1.weight"] - states["conv1.weight"]).abs().max() < 1e-6
+        assert ("bn1.running_mean" in found) == (norm == "frozen") and found["fc.weight"].shape[0] == 10
+    done = programs.run("train", *begun, "--model", "resnet34")
+    assert done.status == 2 and "is of another model than this run's, as in layer1.2" in only_line(done.text)
+
+
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
 def test_compiled_and_checkpointed_blocks_are_exact(programs, tmp_path, ranks, engine):
     file = tmp_path / "mine.toml"
