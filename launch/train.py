@@ -16,15 +16,16 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 from training.checkpoints import Checkpoints, save_weights
-from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line
+from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line, stop
 from training.data import MicroBatches, Order
 from training.job import EXCHANGE_SECONDS, Job, Signals
 from training.meshes import Collate, cut_batches
 from training.report import Report, plan
-from training.tasks import loss_of, make_task, measure, to_device, train_mode, try_model
+from training.tasks import Batch, Task, loss_of, make_task, measure, to_device, train_mode, try_model
 from training.wrapping import Wrapped, change_blocks, wrap
 
 from distaccum import Accumulator
@@ -35,7 +36,12 @@ def train(config: Config, job: Job) -> int:
     """Trains, and gives the exit status."""
     task = make_task(config, job.local_rank == 0, job.wait_for_all)
     order = Order(len(task.train), config.batch_size, config.seed)
-    steps = math.ceil(config.batch_size / (job.data_ranks * config.micro_batch_size))
+    steps = math.ceil(config.batch_size / (job.data_ranks * config.largest))
+    is_auto = config.micro_batch_size == "auto"  # the loader yields then a rank's whole part of an update
+    if is_auto and 0 < order.num_samples % config.batch_size < job.data_ranks:
+        stop(
+            "micro_batch_size = 'auto' and an epoch's last update has no sample for some rank; give another batch_size"
+        )
     updates = config.updates or config.epochs * order.updates_per_epoch
     job.say(plan(config, job, task, order, steps, updates))
     if job.is_planned:
@@ -49,7 +55,8 @@ def train(config: Config, job: Job) -> int:
         accumulator = Accumulator(
             wrapped.pipeline or wrapped.model,
             wrapped.optimizer,
-            steps=steps,
+            steps=None if is_auto else steps,
+            micro_batch_size="auto" if is_auto else None,
             count=task.count,
             max_norm=config.max_norm or None,
             scheduler=wrapped.schedule,
@@ -67,6 +74,10 @@ def train(config: Config, job: Job) -> int:
     if checkpoints.is_finished(updates):
         job.say(f"nothing left to do: {accumulator.index} updates are done, and this run asks for {updates}")
         return 0
+
+    def loss_fn(batch: Batch) -> Tensor:
+        with job.autocast():
+            return loss_of(wrapped.model(batch["inputs"]), batch["labels"])
 
     measured: dict[str, float] = {}
     stopped, where = 0, ""
@@ -86,15 +97,14 @@ def train(config: Config, job: Job) -> int:
                 pin_memory=job.device.type == "cuda",
                 generator=torch.Generator(),  # its own, so that a resume draws no number more
             )
-            for window in accumulator.windows(loader):
-                for batch in window:
+            window: Any
+            for window in loader if is_auto else accumulator.windows(loader):
+                for batch in () if is_auto else window:
                     batch = to_device(batch, job.device)
                     if wrapped.pipeline is not None:
                         window.run(batch["inputs"], target=batch["labels"])
                     else:
-                        with job.autocast():
-                            loss = loss_of(wrapped.model(batch["inputs"]), batch["labels"])
-                        window.backward(loss)
+                        window.backward(loss_fn(batch))
                     report.progress(accumulator.index, window.num_done)
                     if pauses and window.num_done < len(window):  # all ranks have as many
                         asked = signals.asked(checkpoints.overdue(), in_window=True)
@@ -107,13 +117,14 @@ def train(config: Config, job: Job) -> int:
                 if stopped:
                     break
                 lr = wrapped.lr
-                report.update(window.step(), lr)
-
+                update = accumulator.update(to_device(window, job.device), loss_fn) if is_auto else window.step()
+                report.update(update, lr)
                 done = accumulator.index
+                report.progress(done, 0)
                 asked = signals.asked(checkpoints.overdue())
                 stopped = asked if asked > 1 else 0
                 if not stopped and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
-                    measured = evaluate(wrapped, task.held_out, collate, job)
+                    measured = evaluate(wrapped, task, collate, job, accumulator)
                     report.evaluation(done, measured)
                 if asked or done == updates or checkpoints.due():
                     report.flush(to_disk=True)
@@ -125,18 +136,20 @@ def train(config: Config, job: Job) -> int:
             job.say(f"stopped by {name} in update {accumulator.index}{where}, and saved; --resume begins it")
             return 128 + stopped
         save_weights(config, job, wrapped)
-        report.summary(measured or evaluate(wrapped, task.held_out, collate, job))
+        report.summary(measured or evaluate(wrapped, task, collate, job, accumulator))
     return 0
 
 
 @torch.no_grad()
-def evaluate(wrapped: Wrapped, held_out: Sequence[Any], collate: Collate, job: Job) -> dict[str, float]:
+def evaluate(wrapped: Wrapped, task: Task, collate: Collate, job: Job, accumulator: Accumulator) -> dict[str, float]:
     """The mean loss, with accuracy or perplexity; every held-out sample counts once.
 
     All ranks run as many forwards, since those of a sharded model communicate; one that has no samples left runs
     one that is not counted. Of ranks that share samples each measures a part, or one all, or each all of them.
     """
-    size, number = job.config.micro_batch_size, len(held_out)
+    config, number, held_out = job.config, len(task.held_out), task.held_out
+    fits = accumulator.state_dict()["fit"]["size"]  # as "auto" has learned
+    size = fits or min(config.largest, -(-config.batch_size // job.data_ranks))
     mine = range(job.data_rank, number, job.data_ranks)
     sums = torch.zeros(3, dtype=torch.float64)
     wrapped.model.eval()
@@ -147,9 +160,9 @@ def evaluate(wrapped: Wrapped, held_out: Sequence[Any], collate: Collate, job: J
             scores = (wrapped.stages or wrapped.model)(batch["inputs"])
         if indices and scores is not None:  # the last stage of a pipeline has them
             sums += measure(scores, batch["labels"])
-    train_mode(wrapped.model, job.config)
-    count, loss, right = job.sum(sums).tolist()
-    if job.config.task == "language":
+    train_mode(wrapped.model, config)
+    count, loss, right = job.reduce(sums).tolist()
+    if config.task == "language":
         return {"loss": loss / count, "perplexity": math.exp(min(loss / count, 100.0))}
     return {"loss": loss / count, "accuracy": right / count}
 

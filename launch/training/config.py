@@ -53,7 +53,7 @@ class Config:
     layers: int = option(4, "of gpt")
 
     batch_size: int = option(64, "samples (rows of text) per update, over all ranks")
-    micro_batch_size: int = option(8, "samples that one forward on one rank can hold")
+    micro_batch_size: int | Literal["auto"] = option(8, "samples that one forward holds; auto: halved until it fits")
     epochs: int = option(5, "passes over the training data")
     updates: int = option(0, "updates to train for, instead of epochs; 0: epochs decides")
 
@@ -98,6 +98,11 @@ class Config:
     quiet: bool = option(False, "print only warnings and errors")
     track: Literal["none", "tensorboard", "wandb"] = option("none", "also log there, into the run's folder")
     measure_noise: bool = option(False, "measure the gradient noise scale")
+
+    @property
+    def largest(self) -> int:
+        """The most samples of a forward on a rank, where they are known before they were tried."""
+        return self.batch_size if self.micro_batch_size == "auto" else self.micro_batch_size
 
 
 # A run resumes a checkpoint that was made with the same values of these.
@@ -146,7 +151,8 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         elif get_origin(kind) is tuple:
             parser.add_argument(flag, type=float, nargs=2, metavar="X", help=text)
         else:
-            parser.add_argument(flag, type=kind, metavar={int: "N", float: "X", str: "NAME"}[kind], help=text)
+            metavar = {float: "X", str: "NAME"}.get(kind, "N")
+            parser.add_argument(flag, type=kind if isinstance(kind, type) else int_or_auto, metavar=metavar, help=text)
     given = parser.read(arguments)
     path, plan = given.pop("config", None), given.pop("plan", None)
     in_file: dict[str, Any] = {}
@@ -172,6 +178,10 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
     elif plan < 0:
         stop(f"--plan {plan}, expected a number of ranks")
     return config, plan
+
+
+def int_or_auto(word: str) -> int | str:
+    return word if word == "auto" else int(word)
 
 
 def _words_of(path: Path) -> list[str]:
@@ -229,7 +239,7 @@ def _check_folder(folder: Path, resume: bool) -> None:
 
 def check_batch(config: Config, ranks: int) -> None:
     """Stops where the batch cannot be cut over data ranks: each update gives every one as many micro-batches."""
-    batch, micro = config.batch_size, config.micro_batch_size
+    batch, micro = config.batch_size, config.largest
     steps = -(-batch // (ranks * micro))
     if batch // ranks < steps:
         stop(

@@ -64,13 +64,10 @@ class MicroBatches:
         for update in range(self.first, min(self.updates, (self.first // per_epoch + 1) * per_epoch)):
             batch = self.order.of_update(update)
             mine = part(batch, self.rank, self.ranks)
-            steps = self.steps if len(batch) == self.order.batch_size else -(-len(mine) // self._largest)
+            largest = -(-self.order.batch_size // (self.ranks * self.steps))
+            steps = self.steps if len(batch) == self.order.batch_size else -(-len(mine) // largest)
             for i in range(steps):
                 yield part(mine, i, steps).tolist()
-
-    @property
-    def _largest(self) -> int:
-        return -(-self.order.batch_size // (self.ranks * self.steps))
 
 
 def part(whole: Tensor, i: int, parts: int) -> Tensor:

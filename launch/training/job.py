@@ -35,6 +35,8 @@ class Job:
     rank: int
     ranks: int
     local_rank: int
+    data_rank: int  # neighbours that share samples are one
+    data_ranks: int
     device: torch.device
     engine: str
     is_planned: bool  # nothing is started
@@ -63,14 +65,16 @@ class Job:
                     everywhere=True,
                 )
         check_sharing(config, ranks)
-        check_batch(config, ranks // sharing(config)[1])
+        name, number = sharing(config)
+        check_batch(config, ranks // number)
         engine = config.engine
         if engine == "auto":
-            engine = "fsdp2" if sharing(config)[0] else "ddp" if ranks > 1 else "plain"
+            engine = "fsdp2" if name else "ddp" if ranks > 1 else "plain"
         if engine == "plain" and ranks > 1:
             stop(f"engine = 'plain' on {ranks} ranks, whose gradients nothing would reduce; use ddp or one process")
         device = torch.device(kind, local_rank) if kind == "cuda" else torch.device(kind)
-        return cls(config, rank, ranks, local_rank, device, engine, plan is not None)
+        data = rank // number, ranks // number
+        return cls(config, rank, ranks, local_rank, *data, device, engine, plan is not None)
 
     def __enter__(self) -> Job:
         warnings.formatwarning = _in_a_line  # type: ignore[assignment]
@@ -98,19 +102,6 @@ class Job:
             dist.destroy_process_group()
 
     @property
-    def sharing(self) -> int:
-        """How many ranks, neighbours, share samples."""
-        return sharing(self.config)[1]
-
-    @property
-    def data_rank(self) -> int:
-        return self.rank // self.sharing
-
-    @property
-    def data_ranks(self) -> int:
-        return self.ranks // self.sharing
-
-    @property
     def is_first(self) -> bool:
         return self.rank == 0
 
@@ -121,15 +112,12 @@ class Job:
             return nullcontext()
         return torch.autocast(self.device.type, DTYPES[precision])
 
-    def sum(self, numbers: Tensor) -> Tensor:
-        """Sums a tensor on the host over ranks."""
-        return self._reduce(numbers, dist.ReduceOp.SUM)
-
     def largest(self, *numbers: int) -> list[int]:
         """The largest value of each number over ranks."""
-        return [int(number) for number in self._reduce(torch.tensor(numbers), dist.ReduceOp.MAX)]
+        return [int(number) for number in self.reduce(torch.tensor(numbers), dist.ReduceOp.MAX)]
 
-    def _reduce(self, numbers: Tensor, how: Any) -> Tensor:
+    def reduce(self, numbers: Tensor, how: Any = dist.ReduceOp.SUM) -> Tensor:
+        """Sums a tensor on the host over ranks, or takes the largest."""
         if self.ranks > 1 and not self.is_planned:
             try:
                 dist.all_reduce(numbers, how)

@@ -39,6 +39,8 @@ def check_sharing(config: Config, ranks: int) -> None:
     for other in ("replicas", "measure_noise", "compile"):
         if getattr(config, other) > 1 or getattr(config, other) is True:
             stop(f"{given} with {other}, expected one of them; leave the other out")
+    if name == "pp" and config.micro_batch_size == "auto":
+        stop(f"{given} with micro_batch_size = 'auto', expected a number: stages exchange tensors of one shape")
     if name == "pp" and config.layers < number:
         stop(f"{given} and layers = {config.layers}, expected a layer for each stage")
     if name == "pp" and config.sync != "last":
@@ -46,7 +48,7 @@ def check_sharing(config: Config, ranks: int) -> None:
     cut = {
         "tp": {f"width = {config.width}, which makes {num_heads(config.width)} heads": num_heads(config.width)},
         "cp": {f"context = {config.context}": config.context},
-        "pp": {f"micro_batch_size = {config.micro_batch_size}": config.micro_batch_size},
+        "pp": {f"micro_batch_size = {config.largest}": config.largest},
     }
     for what, size in {f"{ranks} rank{'s' * (ranks > 1)}": ranks, **cut[name]}.items():
         if size % number:
@@ -112,7 +114,7 @@ def cut_batches(collate: Collate, config: Config, mesh: Any) -> Collate:
     def of_one_shape(rows: list[Tensor]) -> Batch:
         """Pads every micro-batch to one shape, since stages exchange tensors of one shape."""
         batch = collate(rows)
-        missing = config.micro_batch_size - len(rows), config.context - batch["inputs"].shape[1]
+        missing = config.largest - len(rows), config.context - batch["inputs"].shape[1]
         return {key: _padded(one, *missing, key) for key, one in batch.items()}
 
     return part_of_rows if name == "cp" else of_one_shape

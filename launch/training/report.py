@@ -26,7 +26,7 @@ NAMES = {"plain": "a plain module", "deepspeed": "DeepSpeed", "accelerate": "Acc
 def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates: int) -> str:
     """Ranks, steps and bytes, worked out from the batch that is wanted and what fits."""
     number = sum(parameter.numel() for parameter in task.model.parameters() if parameter.requires_grad)
-    batch, epoch = config.batch_size, order.updates_per_epoch
+    batch, epoch, is_auto = config.batch_size, order.updates_per_epoch, config.micro_batch_size == "auto"
     largest, tail = -(-batch // (job.data_ranks * steps)), order.num_samples % batch
     engine = NAMES.get(job.engine, job.engine.upper())
     if job.engine == "deepspeed":
@@ -40,7 +40,7 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
         f"{task.title}: {number / 1e6:.2f} million parameters, {order.num_samples} samples to train on",
         f"{job.ranks} rank{'s' * (job.ranks > 1)}, {engine} on {job.device.type}, {config.precision}",
         f"an update is {batch} samples: {job.data_ranks} x {steps} micro-batches of {largest}"
-        + ("" if job.data_ranks * steps * largest == batch else " or fewer")
+        + (", halved until they fit" if is_auto else "" if job.data_ranks * steps * largest == batch else " or fewer")
         + (f"; about {batch * task.per_sample:.0f} {task.unit}" if task.unit != "samples" else ""),
         f"{updates} updates, {epoch} per epoch" + (f", whose last is {tail} samples" if tail else ""),
     ]

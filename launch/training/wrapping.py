@@ -79,7 +79,7 @@ def _with_torch(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
         model = wrappers.ddp(model, gradient_as_bucket_view=True)
     elif job.engine == "fsdp2":
         shards: Any = None
-        if job.sharing > 1:
+        if job.data_ranks < job.ranks:
             mesh, shards = cut_model(model, config, job.device)
         policy = MixedPrecisionPolicy()
         if config.precision in ("bf16", "fp16"):
@@ -128,7 +128,7 @@ def read_deepspeed(config: Config) -> dict[str, Any]:
     except ValueError as error:
         stop(f"{path} is not JSON: {error}")
     ours = {
-        "train_micro_batch_size_per_gpu": config.micro_batch_size,
+        "train_micro_batch_size_per_gpu": config.largest,
         "gradient_accumulation_steps": 1,  # distaccum accumulates
         "gradient_clipping": config.max_norm,
         "bf16": {"enabled": config.precision == "bf16"},
@@ -183,7 +183,7 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
     )
     if is_deepspeed:
         accelerator.state.deepspeed_plugin.deepspeed_config.update(
-            train_micro_batch_size_per_gpu=config.micro_batch_size, gradient_clipping=config.max_norm
+            train_micro_batch_size_per_gpu=config.largest, gradient_clipping=config.max_norm
         )
     if accelerator.num_processes != job.ranks:
         stop(

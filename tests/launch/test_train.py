@@ -137,6 +137,30 @@ def test_run_begins_with_the_weights_of_a_file(programs, tmp_path):
     assert done.status == 2 and "is of another model than this run's, as in layer1.2" in only_line(done.text)
 
 
+SHORT_OF_MEMORY = """
+import torch, train
+whole = train.loss_of
+def loss_of(scores, labels):
+    if torch.is_grad_enabled() and len(labels) > 7:
+        raise MemoryError
+    return whole(scores, labels)
+train.loss_of = loss_of
+raise SystemExit(train.main())
+"""
+
+
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "ddp"), (2, "fsdp2")])
+def test_auto_halves_what_does_not_fit_and_a_resumed_run_has_the_same_bits(programs, tmp_path, ranks, engine):
+    options = (*SMALL, "--micro-batch-size", "auto", "--engine", engine, "--precision", "float64")
+    for out, updates in (("whole", 4), ("again", 2), ("again", 4)):
+        more = ("--schedule", "constant", "--updates", updates, "--resume", "--out", tmp_path / out)
+        done = programs.run("-c", SHORT_OF_MEMORY, *options, *more, ranks=ranks)
+        assert done.status == 0, done.text
+    assert same(tmp_path / "whole", tmp_path / "again")
+    assert [update["micro_batches"] for update in log_of(tmp_path / "again")] == [16 // ranks] * 4, "of 4 samples"
+    proven(programs, tmp_path / "again", 1e-10)
+
+
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
 def test_compiled_and_checkpointed_blocks_are_exact(programs, tmp_path, ranks, engine):
     file = tmp_path / "mine.toml"
