@@ -21,7 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader
 from training.checkpoints import Checkpoints, save_weights
 from training.config import Config, failures_in_a_line, read_config, refusals_in_a_line, stop
-from training.data import MicroBatches, Order
+from training.data import Order, micro_batches
 from training.job import EXCHANGE_SECONDS, Job, Signals
 from training.meshes import Collate, cut_batches
 from training.report import Report, plan
@@ -82,16 +82,14 @@ def train(config: Config, job: Job) -> int:
     measured: dict[str, float] = {}
     stopped, where = 0, ""
     # A checkpoint within a window is of its start, where running statistics are those of now.
-    pauses = not (
-        wrapped.is_deepspeed or any(isinstance(one, _BatchNorm) and one.training for one in task.model.modules())
-    )
+    has_statistics = any(isinstance(one, _BatchNorm) and one.training for one in task.model.modules())
+    pauses = not (wrapped.is_deepspeed or has_statistics)
     every = min(EXCHANGE_SECONDS, 60 * config.checkpoint_minutes or EXCHANGE_SECONDS)
     with Signals(job, every) as signals, Report(config, job, task.unit, updates, accumulator.index) as report:
         while accumulator.index < updates and not stopped:  # an epoch, or what is left of it
-            micro_batches = MicroBatches(order, accumulator.index, updates, steps, job.data_rank, job.data_ranks)
             loader = DataLoader(
                 task.train,
-                batch_sampler=micro_batches,
+                batch_sampler=micro_batches(order, accumulator.index, updates, steps, job.data_rank, job.data_ranks),
                 collate_fn=collate,
                 num_workers=config.workers,
                 pin_memory=job.device.type == "cuda",
@@ -126,7 +124,7 @@ def train(config: Config, job: Job) -> int:
                 if not stopped and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
                     measured = evaluate(wrapped, task, collate, job, accumulator)
                     report.evaluation(done, measured)
-                if asked or done == updates or checkpoints.due():
+                if asked or done == updates or (config.checkpoint_every and done % config.checkpoint_every == 0):
                     report.flush(to_disk=True)
                     checkpoints.save()
                 if stopped:

@@ -41,10 +41,6 @@ class Checkpoints:
         zero = [wrapped.model.zero_optimization_stage(), job.ranks] if wrapped.is_deepspeed else None  # type: ignore[operator]
         self._lasting |= {"samples to train on": num_samples, "DeepSpeed's stage and ranks": zero}
 
-    def due(self) -> bool:
-        """True if the number of updates asks for a checkpoint between two windows."""
-        return self._config.checkpoint_every > 0 and self._accumulator.index % self._config.checkpoint_every == 0
-
     def overdue(self) -> bool:
         """True if the first rank's clock asks for a checkpoint, possibly inside a window."""
         seconds = 60 * self._config.checkpoint_minutes

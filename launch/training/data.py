@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -41,33 +40,21 @@ def _permutation(number: int, seed: int) -> Tensor:
     return torch.randperm(number, generator=torch.Generator().manual_seed(seed))
 
 
-@dataclass(frozen=True)
-class MicroBatches:
+def micro_batches(order: Order, first: int, updates: int, steps: int, rank: int, ranks: int) -> list[list[int]]:
     """A rank's micro-batches from update `first` to the end of its epoch or of the run, as a `batch_sampler`.
 
     Every update but the last of an epoch gives each rank `steps` of them, as even as can be.
 
-    >>> two_ranks = [MicroBatches(Order(10, 8, 0), 0, 9, 2, rank, ranks=2) for rank in range(2)]
-    >>> [[len(micro_batch) for micro_batch in micro_batches] for micro_batches in two_ranks]
+    >>> [[len(one) for one in micro_batches(Order(10, 8, 0), 0, 9, 2, rank, ranks=2)] for rank in range(2)]
     [[2, 2, 1], [2, 2, 1]]
     """
-
-    order: Order
-    first: int
-    updates: int
-    steps: int
-    rank: int
-    ranks: int
-
-    def __iter__(self) -> Iterator[list[int]]:
-        per_epoch = self.order.updates_per_epoch
-        for update in range(self.first, min(self.updates, (self.first // per_epoch + 1) * per_epoch)):
-            batch = self.order.of_update(update)
-            mine = part(batch, self.rank, self.ranks)
-            largest = -(-self.order.batch_size // (self.ranks * self.steps))
-            steps = self.steps if len(batch) == self.order.batch_size else -(-len(mine) // largest)
-            for i in range(steps):
-                yield part(mine, i, steps).tolist()
+    largest, found = -(-order.batch_size // (ranks * steps)), []
+    for update in range(first, min(updates, (first // order.updates_per_epoch + 1) * order.updates_per_epoch)):
+        batch = order.of_update(update)
+        mine = part(batch, rank, ranks)
+        number = steps if len(batch) == order.batch_size else -(-len(mine) // largest)
+        found += [part(mine, i, number).tolist() for i in range(number)]
+    return found
 
 
 def part(whole: Tensor, i: int, parts: int) -> Tensor:

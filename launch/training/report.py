@@ -47,21 +47,15 @@ def plan(config: Config, job: Job, task: Task, order: Order, steps: int, updates
     # What autocast and FSDP2's policy lower is not the gradient; DeepSpeed's bf16 and fp16 lower that too.
     dtype = config.precision if job.engine == "deepspeed" or config.precision == "float64" else "float32"
     each = f"in each of {steps} micro-steps" if steps > 1 else "in its one micro-step"
-    when = {
-        "every": each,
-        "replicas": f"over shards {each}, and between replicas once per update",
-    }.get(config.sync, "once per update" + (f" and not {each}" if steps > 1 else ""))
+    often = {"every": each, "replicas": f"over shards {each}, and between replicas once per update"}
+    when = often.get(config.sync, "once per update" + (f" and not {each}" if steps > 1 else ""))
     if job.ranks > 1:
         shared = f" over {number_sharing} {SHARERS[name]}" if name in ("tp", "pp") else ""
         lines.append(f"{number * DTYPES[dtype].itemsize / 1e6:.1f} MB of gradients{shared}, reduced {when}")
     if batch > order.num_samples:
-        lines.append(
-            f"no update is that large: an epoch has {order.num_samples} samples, and an update takes none twice"
-        )
+        lines.append(f"no update is that large: an epoch has {order.num_samples} samples")
     if config.norm == "batch" and config.task == "vision":
-        lines.append(
-            "norm 'batch': each micro-batch is normalised by itself, so no update equals that of the big batch"
-        )
+        lines.append("norm 'batch' takes each micro-batch by itself: no update equals that of the big batch")
     return "\n".join(lines)
 
 
@@ -225,14 +219,8 @@ def draw(folder: Path) -> Path | None:
 
 def _cut(path: Path, key: str, last: int) -> None:
     """Keeps the lines up to this `key`: a killed run may have logged updates that no checkpoint has."""
-    kept = []
-    for line in path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else ():
-        try:
-            is_kept = json.loads(line)[key] <= last
-        except (ValueError, TypeError, KeyError):
-            break  # half a line
-        if is_kept:
-            kept.append(line)
+    lines = path.read_text(errors="replace").splitlines(keepends=True) if path.exists() else []
+    kept = [line for line in lines if line.endswith("\n") and json.loads(line)[key] <= last]  # not half a line
     path.write_text("".join(kept))
 
 

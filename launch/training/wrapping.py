@@ -174,11 +174,10 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
         from accelerate import Accelerator, InitProcessGroupKwargs
     except ImportError:
         stop("engine = 'accelerate' and it is not installed; pip install accelerate")
-    names = {"float32": "no", "float64": "no", "bf16": "bf16", "fp16": "fp16"}
     accelerator = Accelerator(
         # It must hear that this is the CPU, or it leaves the ranks apart; but then it would not hear of DeepSpeed.
         cpu=is_cpu and not is_deepspeed,
-        mixed_precision=names[config.precision],
+        mixed_precision=config.precision if config.precision in ("bf16", "fp16") else "no",
         kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")] if is_cpu and is_deepspeed else [],
     )
     if is_deepspeed:
