@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from training.config import Config, failures_in_a_line, read_config, refusals_in
 from training.data import Order, micro_batches
 from training.job import EXCHANGE_SECONDS, Job, Signals
 from training.meshes import Collate, cut_batches
-from training.report import Report, plan
+from training.report import Report, listed, plan
 from training.tasks import Batch, Task, loss_of, make_task, measure, to_device, train_mode, try_model
 from training.wrapping import Wrapped, change_blocks, wrap
 
@@ -71,7 +72,11 @@ def train(config: Config, job: Job) -> int:
     torch.manual_seed(config.seed + 1 + job.rank)  # weights are alike on all ranks, dropout is not
     if config.resume:
         checkpoints.resume()
-    if checkpoints.is_finished(updates):
+    if config.evaluate_only:
+        job.say(f"held out: {listed(evaluate(wrapped, task, collate, job, accumulator))}")
+        return 0
+    is_written = job.is_first and (Path(config.out) / "weights.pt").exists()
+    if accumulator.index >= updates and job.largest(is_written)[0]:
         job.say(f"nothing left to do: {accumulator.index} updates are done, and this run asks for {updates}")
         return 0
 
@@ -124,6 +129,9 @@ def train(config: Config, job: Job) -> int:
                 if not stopped and (done % (config.evaluate_every or order.updates_per_epoch) == 0 or done == updates):
                     measured = evaluate(wrapped, task, collate, job, accumulator)
                     report.evaluation(done, measured)
+                    if config.best and measured["loss"] < checkpoints.best:
+                        checkpoints.best = measured["loss"]
+                        save_weights(config, job, wrapped, "best")
                 if asked or done == updates or (config.checkpoint_every and done % config.checkpoint_every == 0):
                     report.flush(to_disk=True)
                     checkpoints.save()
@@ -146,8 +154,7 @@ def evaluate(wrapped: Wrapped, task: Task, collate: Collate, job: Job, accumulat
     one that is not counted. Of ranks that share samples each measures a part, or one all, or each all of them.
     """
     config, number, held_out = job.config, len(task.held_out), task.held_out
-    fits = accumulator.state_dict()["fit"]["size"]  # as "auto" has learned
-    size = fits or min(config.largest, -(-config.batch_size // job.data_ranks))
+    size = accumulator.state_dict()["fit"]["size"] or min(config.largest, -(-config.batch_size // job.data_ranks))
     mine = range(job.data_rank, number, job.data_ranks)
     sums = torch.zeros(3, dtype=torch.float64)
     wrapped.model.eval()

@@ -8,6 +8,7 @@ folder is written under another name, brought to disk, and renamed.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import shutil
 import time
@@ -36,6 +37,7 @@ class Checkpoints:
         self._config, self._job, self._wrapped, self._accumulator = config, job, wrapped, accumulator
         self._folder = Path(config.out) / "checkpoints"
         self._saved, self._time = "", time.monotonic()  # the newest, and when it was made
+        self.best = math.inf  # loss on held-out data
         # What a checkpoint and the run that resumes it have in common.
         self._lasting: State = {name: getattr(config, name) for name in LASTING}
         zero = [wrapped.model.zero_optimization_stage(), job.ranks] if wrapped.is_deepspeed else None  # type: ignore[operator]
@@ -58,7 +60,7 @@ class Checkpoints:
             partial.mkdir(parents=True)
         job.wait_for_all()
         state: State = {"accumulator": self._accumulator_of_all(), "schedule": wrapped.schedule.last_epoch}
-        state |= {"update": self._accumulator.index, "lasting": self._lasting}
+        state |= {"update": self._accumulator.index, "lasting": self._lasting, "best": self.best}
         if wrapped.is_deepspeed:
             with writing(partial):
                 wrapped.model.save_checkpoint(str(partial), tag="deepspeed")  # type: ignore[operator]
@@ -92,7 +94,7 @@ class Checkpoints:
         if not state:
             job.say(f"no checkpoint in {self._folder}: starts anew")
             return
-        self._saved = f"update-{state['update']:08d}"
+        self._saved, self.best = f"update-{state['update']:08d}", state["best"]
         if wrapped.is_deepspeed:
             wrapped.model.load_checkpoint(str(self._folder / self._saved), tag="deepspeed")  # type: ignore[operator]
         else:
@@ -128,31 +130,26 @@ class Checkpoints:
             dist.all_gather_object(every, mine)
         return {name: value for one in every for name, value in one.items()}
 
-    def is_finished(self, updates: int) -> bool:
-        """True if all updates are done and the weights are written."""
-        written = self._job.is_first and (Path(self._config.out) / "weights.pt").exists()
-        return self._accumulator.index >= updates and self._job.largest(written)[0] > 0
-
     def _found(self) -> list[Path]:
         """The oldest first."""
         return sorted(self._folder.glob("update-????????"))
 
 
-def save_weights(config: Config, job: Job, wrapped: Wrapped) -> None:
-    """weights.pt in the run's folder: the model's weights by name. All ranks call it."""
+def save_weights(config: Config, job: Job, wrapped: Wrapped, name: str = "weights") -> None:
+    """The model's weights by name, in the run's folder. All ranks call it."""
     if wrapped.is_deepspeed:
         import deepspeed
 
         module: Any = wrapped.model.module
         with deepspeed.zero.GatheredParameters(list(module.parameters())):  # of stage 3, and then let go again
-            weights = {name: tensor.detach().cpu().clone() for name, tensor in module.state_dict().items()}
+            weights = {key: tensor.detach().cpu().clone() for key, tensor in module.state_dict().items()}
     else:
-        weights = {name: tensor for (_, name), tensor in whole_state(wrapped, with_optimizer=False).items()}
-    if job.is_first:
-        partial = Path(config.out) / ".weights.pt"
+        weights = {key: tensor for (_, key), tensor in whole_state(wrapped, with_optimizer=False).items()}
+    for suffix in ("pt", *(["safetensors"] if config.safetensors else [])) if job.is_first else ():
+        partial = Path(config.out) / f".{name}.{suffix}"
         with writing(partial):
             save_tensors(weights, partial)
-        partial.replace(partial.with_name("weights.pt"))
+        partial.replace(partial.with_name(partial.name[1:]))
 
 
 @contextmanager
@@ -172,8 +169,13 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def save_tensors(state: Any, path: Path) -> None:
-    with path.open("wb") as file:  # whose errors say more than those of torch's own writer
-        torch.save(state, file)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import save_file
+
+        save_file({name: one.clone(memory_format=torch.contiguous_format) for name, one in state.items()}, path)
+    else:
+        with path.open("wb") as file:  # whose errors say more than those of torch's own writer
+            torch.save(state, file)
 
 
 def _to_disk(path: Path) -> None:
@@ -188,10 +190,7 @@ def _to_disk(path: Path) -> None:
 
 
 def whole_state(wrapped: Wrapped, with_optimizer: bool = True) -> Tensors:
-    """All tensors by the optimizer's name for it ("": a weight) and the weight's; whole on the first rank alone.
-
-    All ranks call it.
-    """
+    """Weights ("") and the optimizer's tensors by kind and name, whole on the first rank alone. All ranks call it."""
     # It warns that a weight which two dimensions cut is gathered in two steps, as it must be.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     module, states = _unwrapped(wrapped.model), wrapped.inner.state

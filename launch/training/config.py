@@ -94,6 +94,9 @@ class Config:
     keep: int = option(2, "checkpoints that stay")
     timeout: float = option(10.0, "minutes that ranks wait for each other before they give up")
     evaluate_every: int = option(0, "updates between evaluations; 0: after each epoch")
+    evaluate_only: bool = option(False, "measure weights, or with resume the newest checkpoint, and stop")
+    best: bool = option(False, "also keep the weights with the lowest loss on held-out data, as best.pt")
+    safetensors: bool = option(False, "write weights.pt and best.pt as safetensors too")
     progress_every: float = option(10.0, "seconds between lines of progress; 0: none")
     quiet: bool = option(False, "print only warnings and errors")
     track: Literal["none", "tensorboard", "wandb"] = option("none", "also log there, into the run's folder")
@@ -173,9 +176,9 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         if name in given and getattr(config, other) != value:
             stop(f"{name} does nothing unless {other} is {value!r}, and it is {getattr(config, other)!r}; leave it out")
     _check(config)
-    if plan is None:
+    if plan is None and not config.evaluate_only:
         _check_folder(Path(config.out), config.resume)
-    elif plan < 0:
+    elif plan is not None and plan < 0:
         stop(f"--plan {plan}, expected a number of ranks")
     return config, plan
 
@@ -223,8 +226,9 @@ def _check(config: Config) -> None:
         )
     if config.engine == "deepspeed" and config.precision == "float64":
         stop("precision = 'float64' with DeepSpeed, which computes in float32 at most; use ddp or fsdp2")
-    if config.track != "none" and importlib.util.find_spec(config.track) is None:
-        stop(f"{config.track} is asked for and not installed; pip install {config.track}, or leave it out")
+    for package in (config.track, "safetensors" if config.safetensors else "none"):
+        if package != "none" and importlib.util.find_spec(package) is None:
+            stop(f"{package} is asked for and not installed; pip install {package}, or leave it out")
 
 
 def _check_folder(folder: Path, resume: bool) -> None:

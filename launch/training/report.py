@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
-import statistics
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -154,7 +153,7 @@ class Report:
         with (self._folder / "evaluation.jsonl").open("a") as file:
             file.write(_json({"updates": updates, **measured}) + "\n")
         self.flush()
-        self._job.say(f"after {updates} updates: {_listed(measured)}, {self._pace()}")
+        self._job.say(f"after {updates} updates: {listed(measured)}, {self._pace()}")
         self._track(updates, {f"held out/{name}": value for name, value in measured.items()})
 
     def summary(self, measured: dict[str, float]) -> None:
@@ -176,12 +175,11 @@ class Report:
         }
         say(f"{len(updates)} updates in {seconds:.1f} s, {self._counted / seconds:.0f} {self._unit} per second")
         if updates:
-            say(f"loss {updates[0].loss:.4f} -> {updates[-1].loss:.4f}; held out: {_listed(measured)}")
+            say(f"loss {updates[0].loss:.4f} -> {updates[-1].loss:.4f}; held out: {listed(measured)}")
         noise = updates[-1].noise_scale if updates else None
         if noise is not None:  # as of the last updates; it grows as the loss falls
-            batch = statistics.median(map(_count, updates))
-            values |= {"noise_scale": noise, "batch": batch}
-            say(f"noise scale {noise:.0f} {self._unit}, the batch {batch:.0f}")
+            values["noise_scale"] = noise
+            say(f"noise scale {noise:.0f} {self._unit}, the last batch {_count(updates[-1]):.0f}")
         (self._folder / "summary.json").write_text(_json(values, indent=1) + "\n")
         picture = draw(self._folder)
         say(f"in {self._folder}: log.jsonl, checkpoints/, weights.pt" + (f", {picture.name}" if picture else ""))
@@ -229,7 +227,7 @@ def _json(value: Any, indent: int | None = None) -> str:
     return json.dumps(json.loads(json.dumps(value), parse_constant=lambda _: None), indent=indent)
 
 
-def _listed(measured: dict[str, float]) -> str:
+def listed(measured: dict[str, float]) -> str:
     return ", ".join(
         f"{name} {value:.1%}" if name == "accuracy" else f"{name} {value:.4f}" for name, value in measured.items()
     )

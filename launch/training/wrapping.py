@@ -185,9 +185,7 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
             train_micro_batch_size_per_gpu=config.largest, gradient_clipping=config.max_norm
         )
     if accelerator.num_processes != job.ranks:
-        stop(
-            f"Accelerate sees {accelerator.num_processes} processes and there are {job.ranks}; start with its launcher"
-        )
+        stop(f"Accelerate sees {accelerator.num_processes} processes of {job.ranks}; start with its launcher")
     inner, schedule = make_optimizer(model, config, updates)
     prepared_model, optimizer = accelerator.prepare(model, inner)
     return Wrapped(prepared_model, optimizer, schedule, inner, accelerator=accelerator)

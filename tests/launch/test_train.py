@@ -340,6 +340,29 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     assert printed == ["10", "20", "30", "40", "46"]
 
 
+def test_best_weights_are_kept_and_measured_alone(programs, tmp_path):
+    import safetensors.torch
+
+    run, options = tmp_path / "run", (*SMALL, "--updates", 6, "--lr", 1, "--max-norm", 0)
+    trained(programs, run, *options, "--evaluate-every", 1, "--best", "--safetensors", ranks=2)
+    measured = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    least = min(point["loss"] for point in measured)
+    assert least < measured[-1]["loss"], "the last is not the best"
+    for name, loss in (("best", least), ("weights", measured[-1]["loss"])):
+        alone = trained(
+            programs, tmp_path / "none", *options, "--evaluate-only", "--weights", run / f"{name}.safetensors"
+        )
+        assert f"held out: loss {loss:.4f}" in alone and not (tmp_path / "none").exists()
+        saved = torch.load(run / f"{name}.pt", weights_only=True)
+        assert all(
+            torch.equal(saved[key], one)
+            for key, one in safetensors.torch.load_file(run / f"{name}.safetensors").items()
+        )
+    assert f"held out: loss {measured[-1]['loss']:.4f}" in trained(
+        programs, run, *options, "--evaluate-only", "--resume"
+    )
+
+
 def test_wandb_hears_of_each_update_off_line(programs, tmp_path):
     """A stand-in that writes down what it is given."""
     stand_in = """
