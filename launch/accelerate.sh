@@ -18,6 +18,8 @@ esac
 file=$1
 shift
 [[ -f $file ]] || stop "$file is not there, expected a config file such as $(echo "$root"/configs/accelerate/*.yaml)"
+grep -q '^ *distributed_type:' "$file" || stop "$file has no distributed_type, expected what 'accelerate config' writes"
+config_is_there "$@"
 python=$(find_python)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m accelerate.commands.launch --config_file "$file" "$root/launch/train.py" --engine accelerate "$@"

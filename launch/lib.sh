@@ -13,6 +13,21 @@ stop() {
     exit 2
 }
 
+# whole_number NAME VALUE LEAST: stops where the value is none.
+whole_number() {
+    [[ $2 =~ ^[0-9]+$ && 10#$2 -ge $3 ]] || stop "$1 = $2, expected a whole number of at least $3"
+}
+
+# config_is_there "$@": stops where the file of --config is missing, as each rank would after its start.
+config_is_there() {
+    local before='' word
+    for word; do
+        [[ $word != --config=* ]] || before=--config word=${word#*=}
+        [[ $before != --config || -f $word ]] || stop "--config $word is not there, expected a file such as configs/demo.toml"
+        before=$word
+    done
+}
+
 # read_options "NAME ..." "$@": sets the variable of each --NAME VALUE before --, and `rest` to what comes after it.
 read_options() {
     local known=" $1 "

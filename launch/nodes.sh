@@ -28,7 +28,12 @@ fi
 for name in nodes node address; do
     [[ -n ${!name} ]] || stop "--$name is missing, and Slurm has not set it; --help says what it is"
 done
+whole_number --nodes "$nodes" 1
+whole_number --node "$node" 0
+whole_number --port "$port" 1
+[[ $ranks == auto ]] || whole_number --ranks "$ranks" 1
 ((node < nodes)) || stop "--node $node of --nodes $nodes, expected 0 to $((nodes - 1))"
+config_is_there "${rest[@]}"
 python=$(find_python)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --nnodes "$nodes" --node-rank "$node" --nproc-per-node "$ranks" \

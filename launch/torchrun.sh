@@ -14,12 +14,15 @@ source "$root/launch/lib.sh"
 
 ranks=auto
 case ${1:-} in -h | --help) help "${BASH_SOURCE[0]}" && exit ;; esac
-if [[ ${1:-} =~ ^[0-9]+$ ]]; then
+if [[ ${1:-} =~ ^-?[0-9] ]]; then
     ranks=$1
+    whole_number ranks "$ranks" 1
     shift
 elif [[ -n ${1:-} && $1 != -* ]]; then
     stop "$1 is no number of ranks; options of train.py begin with --, and --help lists those here"
 fi
+whole_number RESTARTS "${RESTARTS:-0}" 0
+config_is_there "$@"
 python=$(find_python)
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 exec "$python" -m torch.distributed.run --standalone --nproc-per-node "$ranks" --max-restarts "${RESTARTS:-0}" \

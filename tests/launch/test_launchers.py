@@ -180,7 +180,11 @@ WRONG = {
     ("launch/nodes.sh", "--updates", "3"): "--updates is not known; options of train.py come after --",
     ("launch/slurm.sh",): "no Slurm job here; submit it: sbatch launch/slurm.sh",
     ("launch/torchrun.sh", "two"): "two is no number of ranks",
+    ("launch/torchrun.sh", "0"): "ranks = 0, expected a whole number of at least 1",
+    ("launch/torchrun.sh", "2", "--config", "no.toml"): "--config no.toml is not there",
+    ("launch/nodes.sh", "--nodes", "2", "--node", "x", "--address", "a"): "--node = x, expected a whole number",
     ("launch/accelerate.sh",): "which config file?",
+    ("launch/accelerate.sh", "README.md"): "README.md has no distributed_type",
 }
 
 
