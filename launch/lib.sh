@@ -15,7 +15,7 @@ stop() {
 
 # whole_number NAME VALUE LEAST: stops where the value is none.
 whole_number() {
-    [[ $2 =~ ^[0-9]+$ && 10#$2 -ge $3 ]] || stop "$1 = $2, expected a whole number of at least $3"
+    [[ $2 =~ ^[0-9]+$ && $((10#$2)) -ge $3 ]] || stop "$1 = $2, expected a whole number of at least $3"
 }
 
 # config_is_there "$@": stops where the file of --config is missing, as each rank would after its start.

@@ -40,9 +40,7 @@ def train(config: Config, job: Job) -> int:
     steps = math.ceil(config.batch_size / (job.data_ranks * config.largest))
     is_auto = config.micro_batch_size == "auto"  # the loader yields then a rank's whole part of an update
     if is_auto and 0 < order.num_samples % config.batch_size < job.data_ranks:
-        stop(
-            "micro_batch_size = 'auto' and an epoch's last update has no sample for some rank; give another batch_size"
-        )
+        stop("micro_batch_size = 'auto' and no sample for some rank in an epoch's last update; change batch_size")
     updates = config.updates or config.epochs * order.updates_per_epoch
     job.say(plan(config, job, task, order, steps, updates))
     if job.is_planned:

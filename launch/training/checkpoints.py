@@ -113,7 +113,7 @@ class Checkpoints:
             return {}, ""
         try:
             state: State = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
-            made = state["lasting"]
+            made, _ = state["lasting"], state["best"]  # which another version may lack
         except Exception as error:  # of as many kinds as there are ways to break a file
             return {}, f"{found[-1]} cannot be read ({a_line(error)}); remove it to go on from the one before"
         for name, now in self._lasting.items():

@@ -88,7 +88,8 @@ def _load_weights(model: nn.Module, path: Path) -> str:
             found = found.get("model", found)  # of torchvision's own program
         fits = {name: one for name, one in found.items() if name in own and one.shape == own[name].shape}
     except Exception as error:  # of as many kinds as there are ways to break a file
-        stop(f"weights = '{path}' cannot be read: {a_line(error)}")
+        reason = a_line(error) if isinstance(error, OSError | ImportError) else type(error).__name__
+        stop(f"weights = '{path}' cannot be read as weights by their names ({reason})")
     anew = sorted({name.rpartition(".")[0] for name in own.keys() - fits.keys()})
     statistics = ("running_mean", "running_var", "num_batches_tracked")  # which GroupNorm has not
     unknown = sorted(name for name in found.keys() - own.keys() if not name.endswith(statistics))
@@ -242,12 +243,14 @@ def _language(config: Config) -> Task:
     else:
         model, encode, end = _from_hugging_face(config)
     texts = [[*encode(text), *([] if end is None else [end])] for text in _texts(Path(config.data), config.field)]
-    if config.pack:
-        texts = [[token for text in texts for token in text]]
-    starts = [(text, at) for text in texts for at in range(0, len(text), config.context)]
-    rows = [torch.tensor(text[at : at + config.context]) for text, at in starts]
-    rows = [row for row in rows if len(row) > 1]  # one token has no next one
-    held_out, kept = _split(len(rows), config.seed)
+
+    def rows_of(indices: list[int]) -> list[Tensor]:
+        chosen = [texts[i] for i in sorted(indices)]
+        chosen = [[token for text in chosen for token in text]] if config.pack else chosen
+        rows = [row for text in chosen for row in torch.split(torch.tensor(text), config.context)]
+        return [row for row in rows if len(row) > 1]  # one token has no next one
+
+    held_out, kept = map(rows_of, _split(len(texts), config.seed))
 
     def collate(rows: list[Tensor]) -> Batch:
         """The label of a token is the next one. Padded at the end, where a causal model's earlier tokens do not see it.
@@ -262,12 +265,12 @@ def _language(config: Config) -> Task:
     return Task(
         model,
         f"{config.model} on {Path(config.data).name}",
-        Keyed([rows[i] for i in kept], config.seed, draws=False),
-        [rows[i] for i in held_out],
+        Keyed(kept, config.seed, draws=False),
+        held_out,
         collate,
         count_tokens("labels"),
         "tokens",
-        sum(len(rows[i]) - 1 for i in kept) / max(1, len(kept)),
+        sum(len(row) - 1 for row in kept) / max(1, len(kept)),
     )
 
 
@@ -293,11 +296,9 @@ def _texts(path: Path, field: str) -> list[str]:
 
 def _of_json(line: str, where: str, field: str) -> str:
     try:
-        value = json.loads(line)
-        if not isinstance(value[field], str):
-            raise TypeError(f"it is {value[field]!r}")
-        return str(value[field])
-    except (ValueError, TypeError, KeyError) as error:
+        text: str = json.loads(line)[field].strip()
+        return text
+    except (ValueError, TypeError, KeyError, AttributeError) as error:  # no JSON, no object, no such field, no text
         stop(f"{where} is no JSON object with a text as {field!r} ({a_line(error)}); --field names it")
 
 

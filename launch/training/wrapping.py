@@ -168,6 +168,8 @@ def _accelerate(model: nn.Module, config: Config, job: Job, updates: int) -> Wra
     is_cpu, is_deepspeed = job.device.type == "cpu", os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
     if is_cpu and os.environ.get("ACCELERATE_USE_FSDP") == "true":
         stop("Accelerate's config asks for FSDP, and on CPU it would make DDP of it; use --engine fsdp2, or GPUs")
+    if os.environ.get("ACCELERATE_USE_FSDP") == "true" and os.environ.get("FSDP_VERSION", "1") == "1":
+        stop("Accelerate's config asks for FSDP 1, whose parts are not saved here; give it fsdp_version: 2")
     if is_deepspeed:
         _start_deepspeed(job)
     try:

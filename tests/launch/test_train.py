@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import signal
-import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -91,58 +90,52 @@ def test_texts_are_lines_paragraphs_or_a_field_of_json_lines(programs, tmp_path)
     (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n")
     (tmp_path / "paragraphs.md").write_text("\n\n".join(texts))
     (tmp_path / "folder" / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    small = (
+    options = (
         "--task",
         "language",
         "--width",
-        32,
+        8,
         "--layers",
         1,
         "--context",
         16,
+        "--batch-size",
+        16,
         "--epochs",
         1,
-        "--precision",
-        "float64",
+        "--data",
     )
     for data in ("lines.txt", "paragraphs.md", "folder"):
-        trained(programs, tmp_path / f"run {data}", *small, "--field", "body", "--data", tmp_path / data)
+        trained(programs, tmp_path / f"run {data}", *options, tmp_path / data, "--field", "body")
         assert same(tmp_path / "run lines.txt", tmp_path / f"run {data}")
-    proven(programs, tmp_path / "run folder", 1e-10)
-    counts = sum(update["counts"]["tokens"] for update in log_of(tmp_path / "run folder"))
-    tokens = sum(len(text) + 1 for text in texts)
-    assert 0.6 * tokens < counts < 0.8 * tokens, "all but what is held out, the last of each row and ends of texts"
-    done = programs.run("train", *small, "--data", tmp_path / "folder")
-    assert done.status == 2 and f"{tmp_path / 'folder' / 'a.jsonl'}:1 is no JSON object with a text as" in done.text
-    text = trained(programs, tmp_path / "rows", *small, "--data", tmp_path / "lines.txt", "--no-pack", "--plan")
-    assert "96 samples" in text or "samples to train on" in text
+    counts, length = [one["counts"]["tokens"] for one in log_of(tmp_path / "run folder")], sum(map(len, texts)) + 60
+    assert 0.6 * length < sum(counts) < 0.8 * length, "4 of 5 texts, without labels of the ends of rows and texts"
+    assert 13 * 16 < counts[0] < 15 * 16 and len(set(counts[:3])) > 1, "rows are full"
+    done = programs.run("train", *options, tmp_path / "folder")
+    assert f"{tmp_path / 'folder' / 'a.jsonl'}:1 is no JSON object with a text as 'text'" in only_line(done.text)
 
 
 def test_run_begins_with_the_weights_of_a_file(programs, tmp_path):
     """Of a network with BatchNorm and other classes, as torchvision's files are."""
-    import torchvision
-
     torch.manual_seed(5)
-    states = torchvision.models.resnet18(num_classes=7).state_dict()
-    torch.save(states, tmp_path / "resnet18.pth")
-    begun = ("--model", "resnet18", "--weights", tmp_path / "resnet18.pth", "--precision", "float64", "--batch-size", 8)
-    for out, ranks, norm in (("frozen", 2, "frozen"), ("group", 1, "group")):
-        text = trained(programs, tmp_path / out, *begun, "--norm", norm, "--updates", 2, "--lr", 1e-9, ranks=ranks)
-        assert f"resnet18 on digits from {tmp_path / 'resnet18.pth'} (but fc): " in text
-        proven(programs, tmp_path / out, 1e-10)
-        found = weights_of(tmp_path / out)
-        assert (found["conv1.weight"] - states["conv1.weight"]).abs().max() < 1e-6
-        assert ("bn1.running_mean" in found) == (norm == "frozen") and found["fc.weight"].shape[0] == 10
+    states = pytest.importorskip("torchvision").models.resnet18(num_classes=7).state_dict()
+    torch.save(states, file := tmp_path / "resnet18.pth")
+    begun = ("--model", "resnet18", "--weights", file, "--precision", "float64", "--image-size", 8, "--updates", 1)
+    for norm, ranks in (("frozen", 2), ("group", 1)):
+        text = trained(programs, tmp_path / norm, *begun, "--norm", norm, "--lr", 1e-9, ranks=ranks)
+        assert f"resnet18 on digits from {file} (but fc): " in text
+        proven(programs, tmp_path / norm, 1e-10)
+        found = weights_of(tmp_path / norm)
+        assert (found["conv1.weight"] - states["conv1.weight"]).abs().max() < 1e-6 and len(found["fc.weight"]) == 10
+        assert ("bn1.running_mean" in found) == (norm == "frozen")
     done = programs.run("train", *begun, "--model", "resnet34")
-    assert done.status == 2 and "is of another model than this run's, as in layer1.2" in only_line(done.text)
+    assert "resnet18.pth' is of another model than this run's, as in layer1.2" in only_line(done.text)
 
 
 SHORT_OF_MEMORY = """
 import torch, train
-whole = train.loss_of
-def loss_of(scores, labels):
-    if torch.is_grad_enabled() and len(labels) > 7:
-        raise MemoryError
+def loss_of(scores, labels, whole=train.loss_of):
+    if torch.is_grad_enabled() and len(labels) > 7: raise MemoryError
     return whole(scores, labels)
 train.loss_of = loss_of
 raise SystemExit(train.main())
@@ -151,27 +144,24 @@ raise SystemExit(train.main())
 
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "ddp"), (2, "fsdp2")])
 def test_auto_halves_what_does_not_fit_and_a_resumed_run_has_the_same_bits(programs, tmp_path, ranks, engine):
-    options = (*SMALL, "--micro-batch-size", "auto", "--engine", engine, "--precision", "float64")
-    for out, updates in (("whole", 4), ("again", 2), ("again", 4)):
-        more = ("--schedule", "constant", "--updates", updates, "--resume", "--out", tmp_path / out)
-        done = programs.run("-c", SHORT_OF_MEMORY, *options, *more, ranks=ranks)
+    options = (*SMALL, "--micro-batch-size", "auto", "--engine", engine, "--schedule", "constant", "--resume")
+    for out, updates in (("whole", 3), ("again", 2), ("again", 3)):
+        words = ("-c", SHORT_OF_MEMORY, *options, "--updates", updates, "--out", tmp_path / out)
+        done = programs.run(*words, ranks=ranks)
         assert done.status == 0, done.text
     assert same(tmp_path / "whole", tmp_path / "again")
-    assert [update["micro_batches"] for update in log_of(tmp_path / "again")] == [16 // ranks] * 4, "of 4 samples"
-    proven(programs, tmp_path / "again", 1e-10)
+    assert [update["micro_batches"] for update in log_of(tmp_path / "again")] == [16 // ranks] * 3, "of 4 samples"
+    proven(programs, tmp_path / "again")
 
 
 @pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
 def test_compiled_and_checkpointed_blocks_are_exact(programs, tmp_path, ranks, engine):
     file = tmp_path / "mine.toml"
-    file.write_text(
-        'task = "language"\nwidth = 32\nlayers = 2\ncontext = 16\noptimizer = "adamw"\nbetas = [0.8, 0.9]\n'
-    )
+    file.write_text('task = "language"\nwidth = 32\ncontext = 16\noptimizer = "adamw"\nbetas = [0.8, 0.9]\n')
     options = ("--config", file, "--engine", engine, "--precision", "float64", "--updates", 3, "--min-lr", 0.01)
     trained(programs, tmp_path / "run", *options, "--compile", "--activation-checkpointing", ranks=ranks)
     proven(programs, tmp_path / "run", 1e-10)
-    log = log_of(tmp_path / "run")
-    assert [round(update["lr"], 6) for update in log] == [0.02, 0.0175, 0.0125]
+    assert [round(update["lr"], 6) for update in log_of(tmp_path / "run")] == [0.02, 0.0175, 0.0125]
     assert json.loads((tmp_path / "run" / "config.json").read_text())["betas"] == [0.8, 0.9]
 
 
@@ -334,54 +324,35 @@ def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path
     assert summary["updates"] == 46 and summary["held_out"]["accuracy"] == measured[-1]["accuracy"]
     assert (run / "curve.png").read_bytes()[:4] == b"\x89PNG"
     assert list((run / "tensorboard").glob("events*"))
-    printed = re.findall(
-        r"^after (\d+) updates: loss \d\.\d{4}, accuracy \d+\.\d%, \d+ samples/s, peak \d\.\d\d GB$", text, re.MULTILINE
-    )
+    printed = re.findall(r"^after (\d+) updates: loss .*, accuracy .*%, \d+ samples/s, peak \d.\d\d GB$", text, re.M)
     assert printed == ["10", "20", "30", "40", "46"]
 
 
 def test_best_weights_are_kept_and_measured_alone(programs, tmp_path):
-    import safetensors.torch
-
+    load = pytest.importorskip("safetensors.torch").load_file
     run, options = tmp_path / "run", (*SMALL, "--updates", 6, "--lr", 1, "--max-norm", 0)
     trained(programs, run, *options, "--evaluate-every", 1, "--best", "--safetensors", ranks=2)
-    measured = [json.loads(line) for line in (run / "evaluation.jsonl").read_text().splitlines()]
-    least = min(point["loss"] for point in measured)
-    assert least < measured[-1]["loss"], "the last is not the best"
-    for name, loss in (("best", least), ("weights", measured[-1]["loss"])):
-        alone = trained(
-            programs, tmp_path / "none", *options, "--evaluate-only", "--weights", run / f"{name}.safetensors"
-        )
-        assert f"held out: loss {loss:.4f}" in alone and not (tmp_path / "none").exists()
+    losses = [json.loads(line)["loss"] for line in (run / "evaluation.jsonl").read_text().splitlines()]
+    assert min(losses) < losses[-1]
+    for name, loss in (("best", min(losses)), ("weights", losses[-1])):
+        weights = ("--evaluate-only", "--weights", run / f"{name}.safetensors")
+        assert f"held out: loss {loss:.4f}" in trained(programs, tmp_path / "none", *options, *weights)
         saved = torch.load(run / f"{name}.pt", weights_only=True)
-        assert all(
-            torch.equal(saved[key], one)
-            for key, one in safetensors.torch.load_file(run / f"{name}.safetensors").items()
-        )
-    assert f"held out: loss {measured[-1]['loss']:.4f}" in trained(
-        programs, run, *options, "--evaluate-only", "--resume"
-    )
+        assert all(torch.equal(saved[key], one) for key, one in load(run / f"{name}.safetensors").items())
+    assert f"held out: loss {losses[-1]:.4f}" in trained(programs, run, *options, "--evaluate-only", "--resume")
+    assert not (tmp_path / "none").exists()
 
 
 def test_wandb_hears_of_each_update_off_line(programs, tmp_path):
-    """A stand-in that writes down what it is given."""
-    stand_in = """
-        import json, wandb
-        def init(**given):
-            wandb.seen = open(given["dir"] / "seen", "a")
-            log([given["mode"], given["config"]["batch_size"]], None)
-            return wandb
-        def log(values, step):
-            wandb.seen.write(json.dumps([step, values]) + "\\n")
-        def finish():
-            wandb.seen.close()
-    """
-    (tmp_path / "wandb.py").write_text(textwrap.dedent(stand_in))
-    trained(programs, tmp_path / "run", *SMALL, "--updates", 3, "--track", "wandb", PYTHONPATH=str(tmp_path))
-    first, *seen = map(json.loads, (tmp_path / "run" / "seen").read_text().splitlines())
-    assert first == [None, ["offline", 64]] and [step for step, _ in seen] == [0, 1, 2, 3]
-    assert [values["loss"] for _, values in seen[:3]] == [update["loss"] for update in log_of(tmp_path / "run")]
-    assert "held out/accuracy" in seen[3][1]
+    (tmp_path / "wandb.py").write_text(
+        "def log(values, step): print('tracked', step, *values)\n"
+        "def finish(): print('tracked to the end')\n"
+        "def init(mode, **_): print('tracked', mode); import wandb; return wandb\n"
+    )
+    text = trained(programs, tmp_path / "run", *SMALL, "--updates", 2, "--track", "wandb", PYTHONPATH=str(tmp_path))
+    first, *updates, evaluated, last = re.findall("^tracked (.*)$", text, re.MULTILINE)
+    assert (first, evaluated, last) == ("offline", "2 held out/loss held out/accuracy", "to the end")
+    assert updates == [f"{i} loss lr gradient norm samples_per_second peak_memory" for i in (0, 1)]
 
 
 # Stopping and resuming
