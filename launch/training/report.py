@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import os
 import time
@@ -83,8 +84,7 @@ class Report:
 
                 self._tracker = SummaryWriter(str(self._folder / "tensorboard"), purge_step=start)
             elif config.track == "wandb":
-                import wandb
-
+                wandb = importlib.import_module("wandb")
                 named: dict[str, Any] = {"project": "distaccum", "name": self._folder.name, "dir": self._folder}
                 mode = os.environ.get("WANDB_MODE", "offline")
                 self._tracker = wandb.init(**named, mode=mode, config=dataclasses.asdict(config))
