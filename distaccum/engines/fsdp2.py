@@ -15,7 +15,7 @@ stand in.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, final
@@ -65,7 +65,7 @@ class FullyShardEngine(Engine):
         ranks = max(over, key=len)
         if len(over) > 1:
             _meshes().refuse_other_meshes(over, ranks)
-        group = _group_of_mesh(over[ranks][0], ranks)
+        group = _group_of_mesh(over[ranks][0].mesh_info.mesh, ranks)
         own, sharing = [p.sharded_param for p in self._every], None
         if any(p.device_mesh.size() > len(ranks) for p in own if hasattr(p, "to_local")):
             sharing = _meshes().ranks_sharing(own, group)
@@ -277,32 +277,20 @@ def _meshes() -> Any:
     return import_module("distaccum.meshes.sharing")
 
 
-def _group_of_mesh(group: Any, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The process group of `ranks`: the shards and replicas of a mesh, not its tensor-parallel dimension."""
-    if not (private.is_sharded(group) and private.is_hybrid(group)):
-        info = group.mesh_info
-        made: Any = info.shard_process_group if private.is_sharded(group) else info.replicate_process_group
-    elif list(ranks) == list(range(dist.get_world_size())):
-        made = dist.group.WORLD
-    else:
-        assert dist.group.WORLD is not None
-        made = own_group(dist.group.WORLD, ranks, backend=None)
+def _data_ranks(group: Any) -> tuple[int, ...]:
+    """The ranks over which fully_shard reduces: all of its mesh, which has no tensor-parallel dimension."""
+    return tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))
+
+
+def _group_of_mesh(mesh: Any, ranks: Sequence[int]) -> dist.ProcessGroup:
+    """The process group of `ranks`, the shards and replicas of `mesh`."""
+    made: Any = dist.group.WORLD
+    if mesh.ndim == 1:
+        made = mesh.get_group()
+    elif list(ranks) != list(range(dist.get_world_size())):
+        made = own_group(made, ranks, backend=None)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _data_ranks(group: Any) -> tuple[int, ...]:
-    """The ranks over which fully_shard reduces."""
-    info = group.mesh_info
-    return tuple(sorted(ranks_along(info.mesh, {info.shard_mesh_dim, info.replicate_mesh_dim})))
-
-
-def ranks_along(mesh: Any, dimensions: Collection[int]) -> list[int]:
-    """The ranks that one meets from here along these dimensions of a mesh."""
-    here = mesh.get_coordinate()
-    place = tuple(slice(None) if i in dimensions else at for i, at in enumerate(here))
-    ranks: list[int] = mesh.mesh[place].flatten().tolist()
-    return ranks
 
 
 def _is_trained(parameter: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, cast, final
 
 import torch.distributed as dist
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ..engines.averaging import settle_placements
 from ..engines.base import Engine, Sync, why_tensor_parallel
-from ..engines.fsdp2 import ranks_along
 from ..engines.private import fsdp2
 from ..law import Plan, shorten
 from ..norms import names_of
@@ -39,6 +38,14 @@ def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[l
         if len(sets[0]) > len(found[0]):
             found = sets
     return found
+
+
+def ranks_along(mesh: Any, dimensions: Collection[int]) -> list[int]:
+    """The ranks that one meets from here along these dimensions of a mesh."""
+    here = mesh.get_coordinate()
+    place = tuple(slice(None) if i in dimensions else at for i, at in enumerate(here))
+    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+    return ranks
 
 
 def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tuple[Any, ...]]:
