@@ -114,7 +114,6 @@ class DDPEngine(Engine):
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
         not_here = plan.reduce_afterwards or self._unseen_graphs or self._may_part or self.standing is not STANDING
         self._reduces = whole and not plan.some_rank_is_dry and not not_here
-        zeroed = [p for p in self._own if self._is_zeroed(p)] if self._zeroed else []
         if not self._reduces:
             self._by_hand += self._own
             if self._zeroed:  # a zeroed view of a bucket would look like the gradient of a parameter that took part
@@ -133,7 +132,6 @@ class DDPEngine(Engine):
             # A rank may run fewer forwards than others, none, or fail in its first. So no forward may communicate.
             at_end = private.communicate_before_forward(wrapper)
             wrapper.require_forward_param_sync = at_end and not (plan.some_rank_is_dry or plan.agrees)
-        self._zeroed = {id(p): _stamp(p) for p in zeroed}  # buckets that were laid out anew have moved them
 
     def will_reduce(self, reduce: bool) -> bool:
         return bool(self._unseen_graphs) or (reduce and self._reduces)
