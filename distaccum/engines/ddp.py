@@ -286,9 +286,7 @@ _SHARED: weakref.WeakKeyDictionary[DistributedDataParallel, _Shared] = weakref.W
 
 
 def _shared(wrapper: DistributedDataParallel) -> _Shared:
-    if wrapper not in _SHARED:
-        _SHARED[wrapper] = _Shared()
-    return _SHARED[wrapper]
+    return _SHARED.setdefault(wrapper, _Shared())
 
 
 def _stamp(parameter: nn.Parameter) -> Stamp:

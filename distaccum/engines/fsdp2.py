@@ -73,8 +73,8 @@ class FullyShardEngine(Engine):
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
         self.standing = self._standing
         self._policy = sync  # of the current window
-        self._found: list[private.GroupFlags] = []
-        self._hooks = ExitStack()  # of the current window
+        self._reshards: list[bool] = []  # after backward, by group, as before the current window
+        self._undo = ExitStack()  # of the current window
         self._by_hand: list[nn.Parameter] = []
         self._experts: Any = None  # finds DTensors outside of fully_shard that are cut over data-parallel ranks
         parts = self._cut_over_ranks(self._outside(self.parameters()))
@@ -135,8 +135,9 @@ class FullyShardEngine(Engine):
         self._reduces = not plan.reduce_afterwards and (
             plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
         )
-        self._found = [private.GroupFlags(state, group) for state, group in self._pairs]
-        for group in self._groups:
+        self._reshards = [group.reshard_after_backward for group in self._groups]
+        for state, group in self._pairs:
+            self._undo.callback(private.flags_of(state, group))
             private.only_sum(group)
             private.reduce_unused(group)
             if self._policy == "gathered":
@@ -146,7 +147,7 @@ class FullyShardEngine(Engine):
                 # on all).
                 self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
         for module in self._modules if self._policy == "gathered" and plan.uneven else ():
-            self._hooks.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
+            self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
         self._stands_in = False
         if plan.agrees and self._policy == "gathered":
             for module in self._modules:
@@ -158,9 +159,9 @@ class FullyShardEngine(Engine):
     def backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor], reduce: bool) -> None:
         scatter = self.will_reduce(reduce)
         reduce = reduce and self._reduces
-        for group, found in zip(self._groups, self._found, strict=True):
+        for group, reshards in zip(self._groups, self._reshards, strict=True):
             group.reduce_grads, group.all_reduce_grads = scatter, reduce
-            group.reshard_after_backward = found.reshard_after_backward and (reduce or self._policy != "gathered")
+            group.reshard_after_backward = reshards and (reduce or self._policy != "gathered")
         seen: set[int] = set()
         hooks: list[Any] = []
         if scatter and not self._stands_in:
@@ -226,10 +227,8 @@ class FullyShardEngine(Engine):
         private.reshard_groups(self._groups)
 
     def _release(self) -> None:
-        self._hooks.close()
-        for found in self._found:
-            found.put_back()
-        self._found, self._by_hand, self._unused = [], [], []
+        self._undo.close()
+        self._by_hand, self._unused = [], []
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:
         self._release()

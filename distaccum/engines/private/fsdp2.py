@@ -5,7 +5,7 @@ Undocumented names without an underscore, as `fsdp_params` and `mesh_info`, are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,21 +93,18 @@ def reduce_unused(group: Any) -> None:
         group.reduce_scatter_unused_params = True
 
 
-class GroupFlags:
-    """A group's flags as they were before the window."""
+def flags_of(state: Any, group: Any) -> Callable[[], None]:
+    """Returns what puts the flags of a group back as they are now."""
+    found = {name: getattr(group, name) for name in FLAGS if hasattr(group, name)}
+    is_initialised = state._is_root is not None
 
-    def __init__(self, state: Any, group: Any) -> None:
-        self._state, self._group = state, group
-        self._found = {name: getattr(group, name) for name in FLAGS if hasattr(group, name)}
-        self._is_initialised = state._is_root is not None
-        self.reshard_after_backward: bool = group.reshard_after_backward
+    def put_back() -> None:
+        if not is_initialised and state._is_root and state._auto_reshard_after_forward:
+            found.pop("post_forward_mesh_info", None)  # FSDP2 set it, for the root
+        for name, value in found.items():
+            setattr(group, name, value)
 
-    def put_back(self) -> None:
-        became_root = not self._is_initialised and self._state._is_root
-        if became_root and self._state._auto_reshard_after_forward:
-            self._found.pop("post_forward_mesh_info", None)  # FSDP2 set it, for the root
-        for name, value in self._found.items():
-            setattr(self._group, name, value)
+    return put_back
 
 
 def gathered_of(parameter: Any) -> Any:
