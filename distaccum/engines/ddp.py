@@ -60,6 +60,7 @@ class DDPEngine(Engine):
         self._covered = {wrapper: _reduced_by(wrapper) for wrapper in self.wrappers}
         self._own = [parameter for reduced in self._covered.values() for parameter in reduced.values()]
         self.alike = {id(parameter) for parameter in self._own}
+        self._inside = {id(parameter) for parameter in self.parameters()}  # the models
         if any(private.was_tensor_parallel(p) for wrapper in self.wrappers for p in wrapper.parameters()):
             self.hides_norm = "over tensor-parallel modules, whose parts it shows as plain tensors"
         self._refuse_dtensors()
@@ -92,8 +93,7 @@ class DDPEngine(Engine):
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
             _refuse_changes(wrapper, reduced)
-        if plan.uneven:
-            super().check(plan)
+        super().check(plan)
         if self._graph_is_torn:
             raise DistaccumError(
                 "the first backward of a DDP with static_graph=True failed, and DDP keeps the part that it saw; wrap "
@@ -106,11 +106,9 @@ class DDPEngine(Engine):
             )
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
-        self._by_hand = [p for p in parameters if id(p) not in self.alike]
-        if not all(p.requires_grad for p in self._by_hand):
-            # A parameter outside the models, as one of the loss, may be frozen here and trained on another rank.
-            models = {id(parameter) for parameter in self.parameters()}
-            self._by_hand = [p for p in self._by_hand if p.requires_grad or id(p) not in models]
+        # A parameter outside the models, as one of the loss, may be frozen here and trained on another rank.
+        others = [p for p in parameters if id(p) not in self.alike]
+        self._by_hand = [p for p in others if p.requires_grad or id(p) not in self._inside]
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
         not_here = plan.reduce_afterwards or self._unseen_graphs or self._may_part or self.standing is not STANDING
         self._reduces = whole and not plan.some_rank_is_dry and not not_here

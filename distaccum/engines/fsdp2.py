@@ -61,7 +61,8 @@ class FullyShardEngine(Engine):
                 self.policies += ("replicas",)
         over: dict[tuple[int, ...], list[Any]] = {}  # the groups by the ranks over which they reduce
         for one in self._groups:
-            over.setdefault(_data_ranks(one), []).append(one)
+            # Its mesh has no tensor-parallel dimension.
+            over.setdefault(tuple(sorted(one.mesh_info.mesh.mesh.flatten().tolist())), []).append(one)
         ranks = max(over, key=len)
         if len(over) > 1:
             _meshes().refuse_other_meshes(over, ranks)
@@ -274,11 +275,6 @@ def _refuse_state(*_: object) -> None:
 def _meshes() -> Any:
     """Opens the door to tensor parallelism and experts, where DTensors show one of them."""
     return import_module("distaccum.meshes.sharing")
-
-
-def _data_ranks(group: Any) -> tuple[int, ...]:
-    """The ranks over which fully_shard reduces: all of its mesh, which has no tensor-parallel dimension."""
-    return tuple(sorted(group.mesh_info.mesh.mesh.flatten().tolist()))
 
 
 def _group_of_mesh(mesh: Any, ranks: Sequence[int]) -> dist.ProcessGroup:
