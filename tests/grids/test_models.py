@@ -1,4 +1,4 @@
-"""Models of several parts, adapted, tied, branching, sparse or complex; each is compared with the big batch."""
+"""Models of several parts, adapted, tied, sparse or complex; each is compared with the big batch."""
 
 from __future__ import annotations
 
@@ -27,12 +27,9 @@ LAYOUTS = [[[3, 1], [2, 5, 1]], [[1, 4], [2]], [[2], [1, 3, 1]], [[5, 1, 2], []]
 
 
 def batches_of(index: int, rank: int) -> list[Batch]:
-    """Each sample carries the index of its window, and an expert that its whole micro-batch shares."""
+    """Each sample carries the index of its window."""
     made = [make_batch(size, seed=100 * index + 10 * rank + i) for i, size in enumerate(LAYOUTS[index][rank])]
-    for i, batch in enumerate(made):
-        size = len(batch["x"])
-        batch |= {"window": torch.full((size,), index), "expert": torch.full((size,), (index + i + rank) % 3)}
-    return made
+    return [{**batch, "window": torch.full((len(batch["x"]),), index)} for batch in made]
 
 
 def linear(inputs: int, outputs: int) -> nn.Module:
@@ -87,19 +84,6 @@ class Tied(nn.Module):
         return self.head(self.body(self.table(ids(batch))).tanh())
 
 
-class Heads(nn.Module):
-    """Only windows of an even index use one of the heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body, self.always, self.even = linear(5, 6), linear(6, 2), linear(6, 2)
-
-    def forward(self, batch: Batch) -> Tensor:
-        hidden = self.body(batch["x"]).tanh()
-        outputs = self.always(hidden)
-        return outputs + self.even(hidden) if batch["window"][0] % 2 == 0 else outputs
-
-
 class Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -117,21 +101,6 @@ class Complex(nn.Module):
 
     def forward(self, batch: Batch) -> Tensor:
         return (self.body(batch["x"]).to(torch.complex128) @ self.wave).abs()
-
-
-class Experts(nn.Module):
-    """Each sample goes to one of three experts; a micro-batch shares its expert."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts, self.head = nn.ModuleList([linear(5, 5) for _ in range(3)]), linear(5, 2)
-
-    def forward(self, batch: Batch) -> Tensor:
-        hidden = torch.zeros_like(batch["x"])
-        for i in batch["expert"].unique().tolist():
-            here = batch["expert"] == i
-            hidden = hidden.index_put((here,), self.experts[i](batch["x"][here]))
-        return self.head(hidden)
 
 
 def one(models: Sequence[nn.Module], batch: Batch) -> Tensor:
@@ -165,11 +134,9 @@ PROBLEMS: dict[str, Any] = {
     "adapters": (lambda: [Adapters()], one, adamw),
     "adapters, checkpointed": (lambda: [Adapters(checkpointed=True)], one, adamw),
     "tied": (lambda: [Tied()], one, sgd),
-    "a head for even windows": (lambda: [Heads()], one, sgd),
     "sparse": (lambda: [Sparse()], one, lambda models: [SGD(trained(models), lr=0.1)]),
     "sparse, SparseAdam": (lambda: [Sparse()], one, sparse_adam),
     "complex": (lambda: [Complex()], one, sgd),
-    "experts": (lambda: [Experts()], one, sgd),
 }
 OPTIONS: dict[str, Any] = {
     "": dict,
@@ -183,7 +150,7 @@ def wrap(kind: str, model: Any) -> nn.Module:
     if kind == "plain":
         return model
     if kind == "DDP":
-        return DistributedDataParallel(model, find_unused_parameters=isinstance(model, (Heads, Experts)))
+        return DistributedDataParallel(model)
     from torch.distributed.fsdp import fully_shard
 
     if kind == "FSDP2, parts":
@@ -203,15 +170,15 @@ def gradient(models: Iterable[nn.Module]) -> Tensor:
     return flat([torch.zeros_like(p) if p.grad is None else p.grad for p in trained(models)])
 
 
-def each_window(kind: str, num: int) -> Any:
+def each_window(kind: str) -> Any:
     """This rank's micro-batches of each window, and those of all ranks."""
-    for index in range(num):
+    for index in range(len(LAYOUTS)):
         by_rank = [batches_of(index, rank) for rank in range(2)]
         everything = by_rank[0] + by_rank[1]
         yield everything if kind == "plain" else by_rank[dist.get_rank()], join(everything)
 
 
-def follow(name: str, kind: str, option: str, num: int = len(LAYOUTS)) -> float:
+def follow(name: str, kind: str, option: str) -> float:
     """The largest difference between windows on this rank and the same updates by big batches on a copy."""
     make, its_loss, optimizers_of = PROBLEMS[name]
     torch.manual_seed(3)
@@ -221,7 +188,7 @@ def follow(name: str, kind: str, option: str, num: int = len(LAYOUTS)) -> float:
     options = OPTIONS[option]()
     accumulator = Accumulator(models, optimizers_of(models), **options)
     wrongs = []
-    for mine, everything in each_window(kind, num):
+    for mine, everything in each_window(kind):
         window = accumulator.window(mine)
         for batch in window:
             window.backward(its_loss(models, batch))
@@ -251,17 +218,13 @@ EXCEPTIONS = {  # tested below, or limits
     *((name, kind, option) for name in PROBLEMS for kind in KINDS[2:] for option in OPTIONS if "sparse" in name),
     *(("complex", "FSDP2", option) for option in OPTIONS),
     *(("complex", kind, "scaled") for kind in KINDS),
-    # All ranks must use a separately wrapped module in the same order.
-    *(("experts", "FSDP2, parts", option) for option in OPTIONS),
 }
 GRID = [(n, k, o) for n in PROBLEMS for k in KINDS for o in OPTIONS if (n, k, o) not in EXCEPTIONS]
 
 
 @pytest.mark.parametrize(("name", "kind", "option"), GRID, ids=["-".join(filter(None, case)) for case in GRID])
 def test_training_equals_training_on_big_batches(ranks, name, kind, option):
-    # With separately wrapped parts, a stand-in from an earlier window must use the same parts.
-    num = 3 if kind == "FSDP2, parts" and "even windows" in name else len(LAYOUTS)
-    for wrong in on(ranks, kind, follow, name, kind, option, num):
+    for wrong in on(ranks, kind, follow, name, kind, option):
         assert wrong <= BOUNDS[kind]
 
 
@@ -291,7 +254,7 @@ def adversaries(kind: str, how: str) -> float:
     generators = models if how == "in both windows" else generator
     accumulators = [Accumulator(generators, optimizers[0], max_norm=1e9), Accumulator(critic, optimizers[1])]
     wrongs = []
-    for mine, everything in each_window(kind, len(LAYOUTS)):
+    for mine, everything in each_window(kind):
         for turn, judged in ((1, criticise), (0, generate)):
             judge = critic
             if turn == 0 and "frozen" in how:
