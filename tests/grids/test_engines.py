@@ -1,7 +1,7 @@
 """The law on every engine, with the same tests: windows of every kind, compared with one big batch.
 
-Six wrappers run every test. The others run a part each, in turn, so that every pair of wrapper and policy, of policy
-and loss, and of policy and fault is tested.
+Eight pairs of a wrapper and a policy run every test. The others run a part each, in turn, so that every pair of wrapper
+and policy, of policy and loss, and of policy and fault is tested.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from tests.support.ranks import on_ranks
 
 GRID = [(name, sync) for name, kind in KINDS.items() for sync in kind.policies]
 WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1", "ZeRO 3") if name in KINDS]
+WHOLE += [("DDP, bucket views", "last"), ("FSDP2", "gathered")]
 
 
 def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1) -> list[Any]:
-    """Wrapper, policy and value: all values for the six wrappers, `quick` + `slow` values for each other pair."""
+    """Wrapper, policy and value: all values for the pairs of `WHOLE`, `quick` + `slow` values for each other pair."""
     found = []
     for place, (name, sync) in enumerate(GRID):
         is_whole = (name, sync) in WHOLE

@@ -68,6 +68,11 @@ def ddp(net: nn.Module, lr: float, max_norm: float | None = None) -> tuple[nn.Mo
     return with_sgd(wrappers.ddp(net, find_unused_parameters=True), lr)  # no loss uses the router
 
 
+def ddp_with_views(net: Any, lr: float, max_norm: float | None = None) -> tuple[nn.Module, SGD]:
+    net.router.requires_grad_(False)  # as no view stays a gradient where DDP looks for unused parameters
+    return with_sgd(wrappers.ddp(net, gradient_as_bucket_view=True), lr)
+
+
 def layers(net: Any) -> list[nn.Module]:
     return [net.body[0], net.body[2]]
 
@@ -160,6 +165,7 @@ def wide_sums() -> list[Any]:
 KINDS: dict[str, Kind] = {
     "plain": Kind(plain, full_weights, world=1),
     "DDP": Kind(ddp, full_weights),
+    "DDP, bucket views": Kind(ddp_with_views, full_weights),
     "DDP, three ranks": Kind(ddp, full_weights, world=3),
     "DDP, one rank": Kind(ddp, full_weights, world=1),
     "DDP, wide sums": Kind(ddp, full_weights, dtype=torch.float32, extensions=wide_sums),
