@@ -310,15 +310,3 @@ def test_windows_of_two_accumulators_may_alternate():
             exact = torch.autograd.grad(nets[i](whole).square().mean(), list(nets[i].parameters()))
             wrong.append(max(error(a, b) for a, b in zip(grads, exact, strict=True)))
     assert max(wrong) <= 1e-12
-
-
-@on_ranks(2)
-def test_error_of_one_ranks_loader_is_raised_on_all_with_its_window():
-    model, is_bad = DistributedDataParallel(nn.Linear(1, 1)), dist.get_rank() == 1
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2)
-    windows = accumulator.windows(breaking(3) if is_bad else noting(9, []))
-    run(next(windows), model)
-    said = "the disk is gone" if is_bad else "rank 1 could not plan this window .*the disk is gone"
-    with pytest.raises(OSError if is_bad else DistaccumError, match=said):
-        next(windows)
-    assert len([run(window, model) for window in accumulator.windows(noting(4, []))]) == 2
