@@ -7,7 +7,8 @@
 A mutant turns a condition, drops a statement, or changes a constant or an operator; a seed gives the same mutants of
 the same source, and a smaller number the first of them. Texts, annotations and assertions stay, since no test can see a
 change of them. Each mutant runs in a copy of the repository, against the file's own tests and then those of the core,
-the engines and update(). A test that hangs has failed. Not part of the suite: a mutant that survives takes minutes.
+the engines, update() and the grid. A test that hangs has failed. Not part of the suite: a mutant that survives takes
+minutes.
 """
 
 from __future__ import annotations
@@ -127,9 +128,10 @@ def copied_tree(folder: Path) -> Path:
 def first_failure(tree: Path, file: str = "window") -> str | None:
     """The first test that fails in the copy, or is hanging; None if all pass. The tests of this file run first."""
     own = [f"distaccum/{file}.py", *([f"tests/core/test_{file}.py"] * (ROOT / f"tests/core/test_{file}.py").exists())]
-    files = [*own, "tests/core", "tests/engines", "tests/runs/test_update.py"]
-    hangs = ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
-    command = [sys.executable, "-m", "pytest", "-xv", "--tb=no", "-n", "0", "-m", "not slow", *hangs, *files]
+    files = [*own, "tests/core", "tests/engines", "tests/runs/test_update.py", "tests/grids/test_engines.py"]
+    options = ["-o", f"faulthandler_timeout={HANG}", "-o", "faulthandler_exit_on_timeout=true"]
+    options += ["-n", "0", "-m", "not slow", "--ignore=tests/core/test_alone.py"]  # which runs the grid too
+    command = [sys.executable, "-m", "pytest", "-xv", "--tb=no", *options, *files]
     environment = {**os.environ, "PYTHONPATH": str(tree), "COLUMNS": "400"}
     done = subprocess.run(command, cwd=tree, env=environment, text=True, capture_output=True)
     begun = re.findall(r"^(\S+::\S+)", done.stdout, re.MULTILINE)
