@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import distaccum
 from tests.support.counting import Counting
+from tests.support.programs import wait_for
 
 LOOPS = Path(__file__).parent / "loops"
 RIGHT = {
@@ -417,6 +418,20 @@ def test_audit_sends_nothing_and_changes_no_weight(programs, tmp_path, name):
     alone = programs.run(str(tmp_path / f"{name}.py"), ranks=2, PYTHONPATH=root)
     audited = programs.run("distaccum", "audit", tmp_path / f"{name}.py", ranks=2, PYTHONPATH=root)
     assert alone.status == audited.status == 0 and alone.text in audited.text and "allreduce" in alone.text
+
+
+def test_audit_runs_under_accelerate_launch(programs, tmp_path):
+    """Two launchers, as a scheduler of a cluster starts them: on CPUs alone, Accelerate starts one process."""
+    shutil.copy(LOOPS / "data.py", tmp_path)
+    text = (LOOPS / "accelerated.py").read_text().replace("loss * steps * ", "loss * ")
+    (tmp_path / "train.py").write_text(text + "import sys\nprint(sys.argv, sys.path[0])\n")
+    code = "import sys\nfrom accelerate.commands.accelerate_cli import main\nsys.argv[0] = 'accelerate'\nmain()"
+    words = ["launch", "--cpu", "-m", "distaccum", "audit", "--json", tmp_path / "found.json", tmp_path / "train.py"]
+    started = programs.start_ranks(2, "-c", code, *words, "--lr", "0.1", PYTHONPATH=str(LOOPS.parents[2]))
+    done = wait_for(started, seconds=180)[0]
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert done.status == 1 and f"['{tmp_path / 'train.py'}', '--lr', '0.1'] {tmp_path}\n" in done.text
+    assert found["ranks"] == 2 and [one["kind"] for one in found["findings"]] == ["divisor"]
 
 
 def test_updates_end_a_script(programs, script):

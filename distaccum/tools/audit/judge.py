@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Sequence
 from itertools import chain, pairwise
 from typing import Any
 
@@ -12,10 +12,9 @@ from torch import Tensor
 
 from ...law import shorten
 from .receipts import Fault, Reckoning, same_on_all
-from .weights import Key, among_updates, terms_of, within_updates, without_backward
+from .weights import Key, Updates, among_updates, terms_of, within_updates, without_backward
 
 Seen = Sequence[dict[str, Any]]  # by rank
-Updates = Mapping[Key, list[dict[str, Any]]]  # by optimizer and index, by rank
 ONE = torch.ones(1)
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 EVENTS = {
@@ -44,6 +43,7 @@ def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
     faults: list[Fault] = []
     factors: dict[Key, float] = {}
     shared: dict[Key, str] = {}
+    tasks: set[Key] = set()
     kept: set[int] = set()  # optimizers whose script keeps gradients elsewhere when it clears them
     before: dict[int, Tensor] = {}
     compared = 0
@@ -51,25 +51,28 @@ def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
         places = [one.get("places") for one in ranks]
         if not places[0] or any(one != places[0] for one in places):
             continue
-        compared, receipts = compared + 1, Reckoning(seen, ranks, before.get(place))
+        used = [_used(one, has_cleared=False) for one in ranks]
+        receipts = Reckoning(seen, used, before.get(place))
         factor, found, more = receipts.judge()
         if (factor is None or found or more) and any(
             backward["cleared"] for one in ranks for backward in one["backwards"]
         ):
-            every = Reckoning(seen, ranks, before.get(place), with_cleared=True)
+            every = Reckoning(seen, ranks, before.get(place))
             again = every.judge()
             if again[0] is not None or any(fault.kind == "lost" for fault in again[1]):
                 kept.add(place)
                 (factor, found, more), receipts = again, every
         faults, notes, before[place] = faults + found, notes + more, receipts.closed
+        compared += factor is not None or bool(found)
         shared[place, index] = receipts.shared
+        tasks |= {(place, index)} if receipts.is_tasks else set()
         if factor is not None:
             factors[place, index] = factor
     faults += _cleared(seen, kept)
     updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
     terms = terms_of(updates, notes)
-    faults += within_updates(terms, len(seen)) + among_updates(terms, len(seen), factors, shared)
+    faults += within_updates(terms, len(seen)) + among_updates(terms, updates, factors, shared, tasks)
     faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates) + _apart(seen, updates)
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
@@ -86,9 +89,11 @@ def _share_nothing(seen: Seen) -> bool:
     if len(first) < max(2, len(seen)) or seen[0]["sharded"]:
         return False
     places, values = first[0]["places"], [one["values"] for one in first]
-    if any(one["places"] != places for one in first) or len({one.shape for one in values}) > 1:
-        return True
-    return not same_on_all(values, places, seen[0]["vectors"]).any()
+    alike = all(one["places"] == places for one in first) and len({one.shape for one in values}) == 1
+    if alike and same_on_all(values, places, seen[0]["vectors"]).any():
+        return False
+    alone = [Reckoning([one], [update], None).judge() for one, update in zip(seen, first, strict=True)]
+    return all(factor is not None or faults for factor, faults, _ in alone)  # not so for shards of FSDP1
 
 
 def _used(update: dict[str, Any], has_cleared: bool) -> dict[str, Any]:

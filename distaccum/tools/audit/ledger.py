@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from typing import Any, TypeVar, final
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...extensions.receipt import block_of, is_seen, num_copies, project
+from ...norms import names_of
 from .private import gathered_parameters
 
 Receipts = dict[int, Tensor]  # by the parameter's place
@@ -39,7 +40,6 @@ class Ledger:
     def __init__(self) -> None:
         self.parameters: list[Any] = []  # which keeps them, so that no other has their id
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
-        self.names: dict[int, str] = {}
         self.coarse: set[int] = set()  # whose gradients are in half precision
         self.receiving: Receipts | None = None  # of the backward at work
         self._places: dict[int, int] = {}  # by id
@@ -52,23 +52,28 @@ class Ledger:
             self.parameters.append(parameter)
         return self._places[id(parameter)]
 
-    def owners_of(self, parameters: Iterable[nn.Parameter], *, with_gradient: bool) -> set[int]:
-        """The optimizers that have any of these."""
-        places = (self._places.get(id(p)) for p in parameters if p.grad is not None or not with_gradient)
+    def owners_of(self, parameters: Iterable[nn.Parameter]) -> set[int]:
+        """The optimizers that have any of these that has a gradient."""
+        places = (self._places.get(id(p)) for p in parameters if p.grad is not None)
         return set[int]().union(*(self.owners.get(place, ()) for place in places if place is not None))
 
-    def add_root(self, module: nn.Module) -> None:
+    def add_root(self, module: nn.Module, *_: Any, **options: Any) -> None:
         if len(self._roots) < 32 and all(ref() is not module for ref in self._roots):
             self._roots.append(weakref.ref(module))
 
     def roots(self) -> list[nn.Module]:
         return [root for ref in self._roots if (root := ref()) is not None]
 
-    def name_all(self) -> None:
-        for root in self.roots():
-            for name, parameter in root.named_parameters():
-                if (place := self._places.get(id(parameter))) is not None:
-                    self.names.setdefault(place, name.removeprefix("module."))
+    def trained_roots(self) -> Iterator[nn.Module]:
+        """Yields modules with parameters of an optimizer, so no averaged copy and no teacher."""
+        for root in self.roots()[:8]:
+            if any(self._places.get(id(parameter)) in self.owners for parameter in root.parameters()):
+                yield root
+
+    def names(self) -> dict[int, str]:
+        by_id = names_of(self.roots())
+        named = ((place, by_id.get(id(one))) for place, one in enumerate(self.parameters))
+        return {place: name.removeprefix("module.") for place, name in named if name is not None}
 
     def sharded(self) -> dict[int, int]:
         """How many ranks hold the same shard, by place."""

@@ -33,19 +33,21 @@ class Reckoning:
         seen: Sequence[dict[str, Any]],
         updates: Sequence[dict[str, Any]],
         before: Tensor | None,
-        with_cleared: bool = False,
     ) -> None:
         first, about = updates[0], seen[0]
-        self.index, self.line, self.where = first["index"], first["line"], first["backwards"][-1]["line"]
+        self.index, self.line = first["index"], first["line"]
+        self.where = first["backwards"][-1]["line"] if first["backwards"] else self.line
         self.shared, self.ranks = "", [one["rank"] for one in seen]
+        reached = [one[one.any(-1)] for one in (update["received"].any(-1) for update in updates)]
+        drawn = {backward["drawn"] for one in updates for backward in one["backwards"]}
+        # Backwards of one micro-batch that reach different parameters
+        self.is_tasks = len(drawn) == 1 and any(bool((one != one[:1]).any()) for one in reached)
         self.names = [about["names"].get(place, f"parameter {place}") for place in first["places"]]
         sharded = torch.tensor([place in about["sharded"] for place in first["places"]])
         copies = torch.tensor([about["sharded"].get(place, 1) for place in first["places"]])
-        self.bound = torch.tensor([COARSE if place in about["coarse"] else FINE for place in first["places"]]).double()
-        self.received = []  # by rank: backwards, parameters, projections
-        for one in updates:
-            used = [with_cleared or not backward["cleared"] for backward in one["backwards"]]
-            self.received.append(one["received"][torch.tensor(used)])
+        bounds = [COARSE if place in about["coarse"] else FINE for place in first["places"]]
+        self.bound = torch.tensor(bounds, dtype=torch.float64)
+        self.received = [one["received"] for one in updates]  # by rank: backwards, parameters, projections
         own = torch.stack([one.sum(0) for one in self.received])  # ranks, parameters, projections
         self.own, self.whole = own, own.mean(0)
         self.size = torch.stack([one.norm(dim=(0, 2)) for one in self.received]).mean(0)
@@ -81,7 +83,7 @@ class Reckoning:
             return factor, faults, notes
         most = int(wrong.sum()) * 2 > int(judged.sum())  # then the factor is nobody's
         found = self._explain(judged if most else wrong, None if most else factor) if wrong.any() else []
-        if not found and (wrong & ~rounded).any() and self._is_scaled(wrong):
+        if not found and (wrong & ~rounded).any() and (_rest(self.closed, self.whole) < self.bound)[wrong].all():
             ratio = float((self.closed[0] * self.whole)[wrong].sum() / self.whole[wrong].square().sum()) / factor
             if len(self.own) > 1 and any(abs(ratio / one - 1) < FINE for one in (len(self.own), 1 / len(self.own))):
                 text = f"{self._named(wrong)}: the gradient in update {self.index} is {ratio:.4g} times the others'"
@@ -102,9 +104,6 @@ class Reckoning:
         most = [one.abs().amax((0, 2)) * (len(one) > 1) for one in self.received]
         apart = [(one - one[:1]).abs().amax((0, 2)) for one in self.received]
         return torch.stack([off < 1e-4 * size for off, size in zip(apart, most, strict=True)]).all(0)
-
-    def _is_scaled(self, wrong: Tensor) -> bool:
-        return bool((_rest(self.closed, self.whole) < self.bound)[wrong].all())
 
     def _explain(self, wrong: Tensor, factor: float | None) -> list[Fault]:
         """Fits with which weight each rank's backwards, and the update before, are in the gradients that are wrong."""

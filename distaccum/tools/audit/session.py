@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from ...batchnorm import batchnorms
 from ..terminal import fitted
 from .judge import verdict
 from .ledger import failures
@@ -82,9 +81,9 @@ class Audit:
         self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
         if lost := mine["world"] - self.ranks:
             self.notes.append(f"not seen: {lost} of {mine['world']} ranks, which did not tell what they saw (--folder)")
-        norms = [name for root in watch.ledger.roots() for name, one in batchnorms(root) if one.training]
-        if norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
-            self.notes.append(f"{norms[0]} normalises by each micro-batch, so that no window equals one big batch")
+        if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
+            self.notes.append(f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch")
+        self.notes += [f"{line}: trains a model in eval mode, without its dropout" for line in watch.undropped]
         for line, (length, total) in mine["padded"].items():
             self.notes.append(
                 f"{line}: DistributedSampler repeats {total - length} of {length} samples to pad each epoch"

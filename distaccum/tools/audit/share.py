@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 PATIENCE, HASTE = 30.0, 3.0  # seconds for the other ranks to end; after an error, for which they may wait
 LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"), ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"))
+STARTED = time.time() - 30  # what is older in a folder is of a run that was killed
 COMMON = ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID", "SLURM_STEP_ID")
 
 
@@ -28,7 +29,7 @@ def place_in_job() -> tuple[int, int]:
 
 @contextmanager
 def exchanged(mine: dict[str, Any], folder: str | None, number: int) -> Iterator[list[dict[str, Any]]]:
-    """What ranks tell each other, of those that come in time. Ranks leave together, as soon as rank 0 does.
+    """Tells other ranks what this one saw, and yields that of all that come in time. They leave when rank 0 does.
 
     They meet in a folder that is named by what ranks of a job have in common. Without a `folder` only those of a
     machine can.
@@ -37,14 +38,19 @@ def exchanged(mine: dict[str, Any], folder: str | None, number: int) -> Iterator
     if world == 1:
         yield [mine]
         return
-    common = [*(os.environ.get(name, "") for name in COMMON), str(number), "" if folder else str(os.getppid())]
+    common = [os.environ.get(name, "") for name in COMMON]
+    common += [str(number), "" if any(common) else str(os.getppid())]
     meeting = Path(folder or tempfile.gettempdir()) / "-".join(["distaccum-audit", *common]).replace(os.sep, "_")
     meeting.mkdir(parents=True, exist_ok=True)
     part = meeting / f"{mine['rank']}.part"
     torch.save(mine, part)
     part.rename(part.with_suffix(".pt"))
-    _wait(lambda: len([*meeting.glob("*.pt")]) >= world, PATIENCE if mine["ended"] else HASTE)
-    found = (torch.load(path, weights_only=True) for path in meeting.glob("*.pt"))
+
+    def parts() -> list[Path]:
+        return [one for one in meeting.glob("*.pt") if one.stat().st_mtime > STARTED]
+
+    _wait(lambda: len(parts()) >= world, PATIENCE if mine["ended"] else HASTE)
+    found = (torch.load(path, weights_only=True) for path in parts())
     seen = sorted(found, key=lambda one: int(one["rank"]))
     part.with_suffix(".read").touch()
     try:

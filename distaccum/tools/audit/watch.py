@@ -11,8 +11,8 @@ import os
 import sys
 import sysconfig
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, final
@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data.distributed import DistributedSampler
 
+from ...batchnorm import batchnorms
 from . import private
 from .criterions import count_of, criterions, reduction_of
 from .ledger import Ledger, Receipts, on_host, quietly
@@ -33,6 +34,7 @@ from .ledger import Ledger, Receipts, on_host, quietly
 FIRST, EVERY = 16, 16  # updates with receipts: all of the first, and then one of so many
 AFTER_EACH = 4  # of them also after each backward
 KEPT = 2000  # updates
+PRINTED = 1 << 16  # numbers of a target, by which it is told from others
 LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
 ELSEWHERE = (*LIBRARIES, "<frozen", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
 
@@ -107,10 +109,12 @@ class Watch:
         self.padded: dict[str, tuple[int, int]] = {}  # by line
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._touches: dict[str, set[int]] = {}  # optimizers, by the line of a backward
+        self.norms: dict[str, None] = {}  # batch normalisation that trains
+        self.undropped: dict[str, None] = {}  # backwards without the dropout that there is
         self._modes: dict[tuple[str, int], bool] = {}
         self._current: Backward | None = None
         self._early: list[Backward] = []  # before any optimizer was known
-        self._heard: list[dict[str, Any]] = []  # criterions since the last step
+        self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._num_cleared = 0
         self._stepping = self._scheduling = False
         self._scaler: Any = None
@@ -124,34 +128,39 @@ class Watch:
     def start(self) -> None:
         modules = [one for name, one in list(sys.modules.items()) if name != criterions.__module__]
         for criterion in criterions():
-            around = criterion.heard_by(self._see)
+            heard = criterion.heard_by(self._see)
             for module in modules:  # also where a script has imported its name already
                 if module is functional or getattr(module, "__dict__", {}).get(criterion.name) is criterion.call:
-                    self._stack.enter_context(patch.object(module, criterion.name, around))
-        wrapped: list[tuple[Any, str, Callable[..., Any]]] = [
-            *((owner, name, self._backward) for owner, name in private.BACKWARDS),
-            *((owner, f"clip_grad_{kind}_", self._clip) for owner in (nn.utils, nn.utils.clip_grad) for kind in CLIPS),
-            (Optimizer, "add_param_group", self._add_group),
+                    self._stack.enter_context(patch.object(module, criterion.name, heard))
+        clips = (
+            (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
+        )
+        before: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, self._clip) for owner, name in clips),
             (Optimizer, "zero_grad", self._clear),
-            (nn.Module, "zero_grad", self._clear_module),
-            (nn.Module, "named_parameters", self._note_root),
-            (LRScheduler, "step", self._schedule),
+            (nn.Module, "zero_grad", self._clear),
+            (nn.Module, "named_parameters", self.ledger.add_root),
             (DistributedSampler, "__iter__", self._pad),
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "unscale_", self._unscale),
+        ]
+        around: list[tuple[Any, str, Callable[..., Any]]] = [
+            *((owner, name, self._backward) for owner, name in private.BACKWARDS),
+            (Optimizer, "add_param_group", self._add_group),
+            (LRScheduler, "step", self._schedule),
             (torch.amp.GradScaler, "step", self._scaler_step),
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
-        for owner, name, hear in wrapped:
-            original = getattr(owner, name)
-            self._stack.enter_context(patch.object(owner, name, _heard(original, hear)))
+        for owner, name, hear in before:
+            self._stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear, is_first=True)))
+        for owner, name, hear in around:
+            self._stack.enter_context(patch.object(owner, name, _heard(getattr(owner, name), hear)))
         self._stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
         self._stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
         self._stack.callback(self.ledger.disarm)
 
     def stop(self) -> None:
         self._stack.close()
-        self.ledger.name_all()
 
     def note(self, kind: str, line: str, update: int) -> None:
         """Counts how often something happened at a line."""
@@ -165,7 +174,7 @@ class Watch:
         term = {"site": [line, name, inner], "reduction": reduction_of(given), "count": count, "rows": rows}
         term |= {"divisors": None, "unit": torch.finfo(loss.dtype).eps, "seed": None, "low": None}
         term["print"] = print_of(given.get("target", given.get("targets")))
-        self._heard = [*self._heard[-KEPT:], term]
+        self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
 
@@ -197,9 +206,7 @@ class Watch:
             quietly(private.note_divisors)(args[0] if args else options.get("tensors"))
         else:
             self.ledger.disarm()
-        for i, root in enumerate(self.ledger.roots()[:8]):
-            if self._modes.setdefault((made.line, i), root.training) and not root.training:
-                self.note("eval", made.line, num)
+        quietly(self._note_modes)(made.line, num)
         self._current = made
         try:
             result = original(*args, **options)
@@ -218,6 +225,17 @@ class Watch:
             self._early = [*self._early[-KEPT:], made]
         return result
 
+    def _note_modes(self, line: str, num: int) -> None:
+        for root in self.ledger.trained_roots():
+            key = line, id(root)
+            if key not in self._modes:
+                self._modes[key] = root.training
+                self.norms |= {name: None for name, one in batchnorms(root) if one.training}
+                if not root.training and any(isinstance(one, nn.Dropout) and one.p for one in root.modules()):
+                    self.undropped[line] = None
+            elif self._modes[key] and not root.training:
+                self.note("eval", line, num)
+
     # Steps
 
     def _know(self, optimizer: Any) -> Trained:
@@ -225,7 +243,7 @@ class Watch:
             self.trained[id(optimizer)] = one = Trained(optimizer, len(self.trained))
             one.pending, self._early = self._early, []
         one = self.trained[id(optimizer)]
-        for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
         return one
 
@@ -234,7 +252,6 @@ class Watch:
         self._know(optimizer)
         return result
 
-    @quietly
     def _close(self, one: Trained | None, kind: str = "") -> None:
         """Takes receipts of its gradients, which are unscaled, clipped or used next."""
         if one is None or not one.pending:
@@ -248,8 +265,8 @@ class Watch:
         if self._stepping or self._current is not None:  # of an optimizer's own, or in backward
             return
         self._stepping, one = True, self._know(optimizer)
-        self._close(one)
         if one.pending:
+            quietly(self._close)(one)
             self._record(one)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -277,7 +294,7 @@ class Watch:
         record |= {"schedules": {line: schedules.count(line) for line in schedules}}
         record |= {"backwards": [made.as_dict() for made in one.pending]}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
-        self._heard = []
+        self._heard.clear()
         if one.closed is not None:
             received = [made.received or {} for made in one.pending]
             places = sorted(set(one.closed).union(*received))
@@ -304,28 +321,17 @@ class Watch:
         self._drawn += 1
         return batch
 
-    def _clear(self, original: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
-        self._drop(p for group in optimizer.param_groups for p in group["params"])
-        return original(optimizer, *args, **options)
-
-    def _clear_module(self, original: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
-        self._drop(module.parameters())
-        return original(module, *args, **options)
-
-    def _drop(self, parameters: Iterable[nn.Parameter]) -> None:
-        """These are cleared: what was pending for their optimizers is lost, unless nothing was there."""
+    def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
+        """A module or an optimizer is cleared: what was pending is lost, unless nothing was there."""
+        parameters = cleared.parameters() if isinstance(cleared, nn.Module) else parameters_of(cleared)
         waiting = [] if self._stepping else [one for one in self.trained.values() if one.is_waiting]
-        owners = self.ledger.owners_of(parameters if waiting else (), with_gradient=True)
+        owners = self.ledger.owners_of(parameters if waiting else ())
         for one in (one for one in waiting if one.place in owners):
             self._num_cleared += 1
-            cleared = self._num_cleared, where()[0], any(kind == "ended" for kind, _, _ in one.events)
+            how = self._num_cleared, where()[0], any(kind == "ended" for kind, _, _ in one.events)
             for made in one.pending:
-                made.cleared = made.cleared or cleared
+                made.cleared = made.cleared or how
             one.events, one.closed = [], None
-
-    def _note_root(self, original: Any, module: nn.Module, *args: Any, **options: Any) -> Any:
-        self.ledger.add_root(module)
-        return original(module, *args, **options)
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
         if self._scheduling:
@@ -340,27 +346,23 @@ class Watch:
         finally:
             self._scheduling = False
 
-    def _clip(self, original: Any, *args: Any, **options: Any) -> Any:
+    def _clip(self, *_: Any, **options: Any) -> None:
         for one in self.trained.values():
             self._close(one, "clip")
-        return original(*args, **options)
 
-    def _pad(self, original: Any, sampler: Any) -> Any:
+    def _pad(self, sampler: Any) -> None:
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
             self.padded[where()[0]] = len(sampler.dataset), sampler.total_size
-        return original(sampler)
 
-    def _scale(self, original: Any, scaler: Any, *args: Any, **options: Any) -> Any:
+    def _scale(self, scaler: Any, *_: Any) -> None:
         self._scaler = scaler if scaler.is_enabled() else None
-        return original(scaler, *args, **options)
 
-    def _unscale(self, original: Any, scaler: Any, optimizer: Any) -> Any:
+    def _unscale(self, scaler: Any, optimizer: Any) -> None:
         self._close(self.trained.get(id(optimizer)), "unscale")
-        return original(scaler, optimizer)
 
     def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         one = self.trained.get(id(optimizer))
-        self._close(one)  # before it unscales
+        quietly(self._close)(one)  # before it unscales
         result = original(scaler, optimizer, *args, **options)
         if one is not None:  # also where it overflowed, and nothing was stepped
             one.forget()
@@ -377,7 +379,7 @@ class Watch:
                 for one in self.trained.values()
             },
             "padded": self.padded,
-            "names": ledger.names,
+            "names": ledger.names(),
             "sharded": ledger.sharded(),
             "coarse": sorted(ledger.coarse),
             "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
@@ -385,16 +387,18 @@ class Watch:
         }
 
 
-CLIPS = ("norm", "value")
+def parameters_of(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
+@torch.no_grad()
 def print_of(target: Any) -> Tensor | None:
-    """A number that tells targets apart, as sums of theirs would; 0 for those that are all alike."""
-    if not isinstance(target, Tensor):
+    """A number by which targets are told apart; 0 for those that are all alike."""
+    if not isinstance(target, Tensor) or not target.ndim:
         return None
-    ramp = torch.arange(target.numel(), device=target.device, dtype=torch.float32)
-    with torch.no_grad():
-        return ((ramp - (target.numel() - 1) / 2) * target.flatten()).sum()
+    numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
+    ramp = torch.arange(numbers.numel(), device=target.device, dtype=torch.float32)
+    return ((ramp - (numbers.numel() - 1) / 2) * numbers).sum()
 
 
 def _number(value: Any) -> float | None:
@@ -403,11 +407,14 @@ def _number(value: Any) -> float | None:
     return None
 
 
-def _heard(original: Any, hear: Callable[..., Any]) -> Any:
-    """Calls `hear` with the function and its arguments in its place."""
+def _heard(original: Any, hear: Callable[..., Any], is_first: bool = False) -> Any:
+    """Calls `hear` with the function and its arguments in its place, or before it with these alone."""
 
     @functools.wraps(original)
     def around(*args: Any, **options: Any) -> Any:
-        return hear(original, *args, **options)
+        if not is_first:
+            return hear(original, *args, **options)
+        quietly(hear)(*args, **options)
+        return original(*args, **options)
 
     return around

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from .criterions import BY_CLASS
@@ -13,10 +13,11 @@ from .receipts import Fault
 MEANS = ("mean", "batchmean")
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
 Key = tuple[int, int]  # an optimizer and its update
+Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
 Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, by update
 
 
-def terms_of(updates: Mapping[Key, Sequence[dict[str, Any]]], notes: list[str]) -> Terms:
+def terms_of(updates: Updates, notes: list[str]) -> Terms:
     """Terms with their `total`, what flows into all of it, and `each`, what flows into a sample; those to be judged."""
     found: Terms = defaultdict(lambda: defaultdict(list))
     unseen: Counter[str] = Counter()
@@ -80,7 +81,7 @@ def _ends(values: Any) -> tuple[float, float]:
     return (min(found), max(found)) if found else (0.0, 0.0)
 
 
-def without_backward(terms: Terms, updates: Mapping[Key, Sequence[dict[str, Any]]]) -> list[Fault]:
+def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
     """Losses that no backward follows, and that are yet counted in the divisor of those that one does."""
     faults = []
     for (place, *site, _), by_update in terms.items():
@@ -101,14 +102,16 @@ def without_backward(terms: Terms, updates: Mapping[Key, Sequence[dict[str, Any]
     return faults
 
 
-def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float], shared: Mapping[Key, str]) -> list[Fault]:
+def among_updates(
+    terms: Terms, updates: Updates, factors: Mapping[Key, float], shared: Mapping[Key, str], tasks: Container[Key]
+) -> list[Fault]:
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
-    faults = []
+    faults, ranks = [], len(next(iter(updates.values()), ()))
     sums: dict[Key, float] = defaultdict(float)
     for (place, *_), by_update in terms.items():
         for index, every in by_update.items():
             sums[place, index] += sum(one["total"] for one in every) / ranks
-    for (place, line, name, *_), by_update in terms.items():
+    for (place, line, name, inner, _), by_update in terms.items():
         known = [factors[place, index] for index in by_update if (place, index) in factors]
         factor = statistics.median(known) if known else None
         steps = {index: max(Counter(one["rank"] for one in every).values()) for index, every in by_update.items()}
@@ -131,7 +134,8 @@ def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float], shared
                 faults.append(Fault("divisor", line, text, "divide by the window's number of tokens on all ranks"))
         if not all(_is(totals[index], level) for index in usual):
             continue  # by a factor of the script's own, which it changes
-        odd = [index for index in totals if steps[index] != common and not _is(totals[index], level)]
+        skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
+        odd = [i for i in totals if i not in skipped and steps[i] != common and not _is(totals[i], level)]
         is_fixed = is_sum and _is(low, high)  # divided by a constant
         if odd and not is_fixed and all(_is(totals[i] / level, steps[i] / common) for i in odd):
             text = (
@@ -142,8 +146,8 @@ def among_updates(terms: Terms, ranks: int, factors: Mapping[Key, float], shared
             faults.append(Fault("window", line, text, hand))
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
-        if factor is None or not paths or whole:
-            continue  # terms that are one mean together
+        if factor is None or not paths or whole or any((place, index) in tasks for index in usual):
+            continue  # terms that are one mean together, or tasks of the same samples
         if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
             names = shared.get((place, usual[0]), "")
             if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
