@@ -82,6 +82,7 @@ def refuse_unfinished(window: Any) -> None:
 
 
 def refuse_missing_backward(window: Any, what: str) -> None:
+    """Raises where `what` is at work and had no backward."""
     if window.turn is not DONE:
         raise DistaccumError(
             f"{what} without window.backward(loss) ({window.where()}); call it for each one (to leave a micro-batch "
@@ -90,6 +91,7 @@ def refuse_missing_backward(window: Any, what: str) -> None:
 
 
 def refuse_copy(window: Any) -> None:
+    """Raises where the window is not over."""
     if window.stage not in OVER:
         raise DistaccumError(
             f"copying or pickling an Accumulator with a window that is {window.describe()}, of which a copy "

@@ -85,12 +85,12 @@ class Config:
         return size if size is None or isinstance(size, int | str) else size.most
 
     def refuse_to_cut(self, name: str) -> None:
-        """Where no size says into what."""
+        """Raises where no size says into what."""
         if self.steps is None and self.micro_batch_size is None:
             raise ValueError(f"{name}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
 
     def refuse_to_group(self) -> None:
-        """Where no number says how many micro-batches of a loader are a window."""
+        """Raises where no number says how many micro-batches of a loader are a window."""
         if self.by_cost is not None and self.most != "auto":
             return  # each batch of the loader is cut
         if self.steps is None and (self.batch_size is None or self.most == "auto"):
