@@ -210,14 +210,14 @@ class Window(Generic[Batch]):
             DistaccumError: A second backward in one micro-batch, one outside the loop, or gradients that were changed.
         """
         # Every micro-step comes through here, and shall cost less than the division that the seed saves.
-        may_reduce = self.start_backward()
+        may_reduce = self._start_backward()
         losses, seeds = self.losses.weigh(self.counts_here, self.at_work, loss, named)
         if losses:
-            self.run_backward(may_reduce, self._engine.backward, losses, seeds, may_reduce)
+            self._run(may_reduce, self._engine.backward, losses, seeds, may_reduce)
         else:
-            self.run_backward(may_reduce, self._engine.skip)
+            self._run(may_reduce, self._engine.skip)
 
-    def start_backward(self) -> bool:
+    def _start_backward(self) -> bool:
         """Raises where no backward may come now; returns whether the one that comes may reduce."""
         if self.turn is not WAITING:
             refuse_backward(self)
@@ -228,7 +228,7 @@ class Window(Generic[Batch]):
         is_last = self.micro_step == self.num_micro_steps - 1
         return not self.has_more_parts and (is_last or self.micro_step < self._num_early)
 
-    def run_backward(self, may_reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
+    def _run(self, may_reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward."""
         if self._hooks.before_backward:
             sends = self._engine.will_reduce(may_reduce)
@@ -294,7 +294,8 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        yield from import_module("distaccum.runs.parts").each_head(self, self._job, outputs, items)
+        run = self._start_backward, self._run
+        yield from import_module("distaccum.runs.parts").each_head(self, self._job, run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.
@@ -312,7 +313,7 @@ class Window(Generic[Batch]):
         pipeline = self._engine.pipeline
         if pipeline is None:
             raise DistaccumError(f"run() with {self._engine.name}, whose forward is yours: window.backward(loss)")
-        return self.run_backward(self.start_backward(), pipeline.run, self, inputs, options)
+        return self._run(self._start_backward(), pipeline.run, self, inputs, options)
 
     # The update
 

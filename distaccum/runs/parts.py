@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -15,6 +15,8 @@ from ..law import DistaccumError
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
+Start = Callable[[], bool]
+Run = Callable[..., Any]
 
 
 def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: str = "a part") -> Iterator[Item]:
@@ -38,8 +40,13 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
         item = following
 
 
-def each_head(window: Any, job: Job, outputs: Outputs, items: Iterable[Item]) -> Iterator[tuple[Item, Outputs]]:
-    """Yields each item with `outputs` cut off from their trunk, whose backward runs last."""
+def each_head(
+    window: Any, job: Job, run: tuple[Start, Run], outputs: Outputs, items: Iterable[Item]
+) -> Iterator[tuple[Item, Outputs]]:
+    """Yields each item with `outputs` cut off from their trunk, whose backward runs last.
+
+    `run` is what the window starts a backward with, which returns whether it may reduce, and what it runs it with.
+    """
     engine = job.engine
     if "step" in engine.owns:
         raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
@@ -66,13 +73,14 @@ def each_head(window: Any, job: Job, outputs: Outputs, items: Iterable[Item]) ->
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
         if not reached and all(window.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-        _run_trunk(window, job, [output for output, _ in reached], [gradient for _, gradient in reached])
+        _run_trunk(job, run, [output for output, _ in reached], [gradient for _, gradient in reached])
 
 
-def _run_trunk(window: Any, job: Job, losses: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    engine, may_reduce, seeds = job.engine, window.start_backward(), gradients
+def _run_trunk(job: Job, run: tuple[Start, Run], losses: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    start, run_backward = run
+    engine, may_reduce, seeds = job.engine, start(), gradients
     if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
         seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
     if engine.will_reduce(may_reduce):
         losses, seeds = map(list, engine.with_earlier(losses, seeds))
-    window.run_backward(may_reduce, engine.backward, losses, seeds, may_reduce)
+    run_backward(may_reduce, engine.backward, losses, seeds, may_reduce)
