@@ -245,21 +245,21 @@ def _language(config: Config) -> Task:
     texts = [[*encode(text), *([] if end is None else [end])] for text in _texts(Path(config.data), config.field)]
 
     def rows_of(indices: list[int]) -> list[Tensor]:
-        chosen = [texts[i] for i in sorted(indices)]
-        chosen = [[token for text in chosen for token in text]] if config.pack else chosen
-        rows = [row for text in chosen for row in torch.split(torch.tensor(text), config.context)]
+        """Tokens, each with its label: the next one, and none at the end of a text, where another may follow."""
+        chosen = [torch.tensor([text, [*text[1:], IGNORED]]).T for i in sorted(indices) if (text := texts[i])]
+        chosen = [torch.cat(chosen)] if config.pack and chosen else chosen
+        rows = [row for text in chosen for row in torch.split(text, config.context)]
         return [row for row in rows if len(row) > 1]  # one token has no next one
 
     held_out, kept = map(rows_of, _split(len(texts), config.seed))
 
     def collate(rows: list[Tensor]) -> Batch:
-        """The label of a token is the next one. Padded at the end, where a causal model's earlier tokens do not see it.
+        """Padded at the end, where a causal model's earlier tokens do not see it; a row's last token has no label.
 
-        The end of a text has none: what comes next is of another. Labels are moved here and not in the loss: where
-        ranks have parts of a row, the next token may be another's.
+        Labels are moved here and not in the loss: where ranks have parts of a row, the next token may be another's.
         """
-        nexts = [row[1:] if end is None else row[1:].masked_fill(row[:-1] == end, IGNORED) for row in rows]
-        labels = pad_sequence(nexts, batch_first=True, padding_value=IGNORED)
+        labels = pad_sequence([row[:-1, 1] for row in rows], batch_first=True, padding_value=IGNORED)
+        rows = [row[:, 0] for row in rows]
         return {"inputs": pad_sequence(rows, batch_first=True), "labels": pad(labels, (0, 1), value=IGNORED)}
 
     return Task(
