@@ -268,8 +268,7 @@ class Window(Generic[Batch]):
     # Several backwards in one micro-batch
 
     def parts(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yields `items`; each gets a backward of its own, so that one graph lives at a time, and only the last may
-        reduce.
+        """Yields `items`, each for a backward of its own: one graph lives at a time, and only the last may reduce.
 
         Args:
             items: Names of tasks or slices, since they are drawn one ahead. Compute the losses in the loop.
@@ -294,8 +293,8 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        run = self._start_backward, self._run
-        yield from import_module("distaccum.runs.parts").each_head(self, self._job, run, outputs, items)
+        parts = import_module("distaccum.runs.parts")
+        yield from parts.each_head(self, self._job, (self._start_backward, self._run), outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.

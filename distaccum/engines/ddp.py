@@ -93,7 +93,8 @@ class DDPEngine(Engine):
     def check(self, plan: Plan) -> None:
         for wrapper, reduced in self._covered.items():
             _refuse_changes(wrapper, reduced)
-        super().check(plan)
+        if plan.uneven:
+            super().check(plan)
         if self._graph_is_torn:
             raise DistaccumError(
                 "the first backward of a DDP with static_graph=True failed, and DDP keeps the part that it saw; wrap "
