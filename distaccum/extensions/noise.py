@@ -98,6 +98,7 @@ class Estimate:
         """`row` gives the sums of `numbers`; `norm` is the window's, `total` its count, `divisor` its gradient's."""
         self._before = before  # sums of |G|^2, tr(S) and weights, in which older updates count less
         self._row, self._norm, self.total, self._divisor = row, norm, total, divisor
+        self.norms: list[Tensor] = []  # small, per_sample and large, as in `split`
 
     @cached_property
     def sums(self) -> Tensor:
@@ -107,7 +108,7 @@ class Estimate:
         squares, per_sample, num = row.unbind()
         norm = math.inf if self._norm is None else self._norm
         large = norm.to(row).square() if isinstance(norm, Tensor) else row.new_full((), norm**2)
-        small, per_sample, large = [squares / num, per_sample / num, large / self._divisor**2]
+        small, per_sample, large = self.norms = [squares / num, per_sample / num, large / self._divisor**2]
         new = torch.stack([*split(small, per_sample, large, self.total), torch.ones_like(small)])
         counts = new.isfinite().all() & (per_sample - 1 / self.total > 1e-9 * per_sample)  # else both gradients are one
         before = self._before.to(row.device, row.dtype, non_blocking=True)  # of the host, where it was loaded
