@@ -27,10 +27,10 @@ FINE, COARSE = 2e-5, 5e-2  # relative errors that are none; where gradients add 
 
 
 @lru_cache(maxsize=512)
-def directions(length: int, columns: int, device: torch.device) -> Tensor:
+def directions(length: int, side: int, device: torch.device) -> Tensor:
     """Fixed random numbers, the same in every process; drawn from a generator of their own, on the host."""
-    generator = torch.Generator(device="cpu").manual_seed(0x5EED + 7 * length + columns)
-    drawn = torch.randn(length, columns, generator=generator, dtype=torch.float64, device="cpu")
+    generator = torch.Generator(device="cpu").manual_seed(0x5EED + 7 * length + side)
+    drawn = torch.randn(length, NUM, generator=generator, dtype=torch.float64, device="cpu")
     return widest(drawn.to(device, torch.float32 if device.type == "mps" else None))
 
 
@@ -50,10 +50,10 @@ def project(gradient: Any, whole: torch.Size | None = None, starts: Sequence[int
     whole, shape, kind = whole or gradient.shape, gradient.shape, gradient.device
     starts = starts or [0] * len(whole)
     if len(whole) < 2:
-        right = directions(max(1, whole.numel()), NUM, kind)[sum(starts) : sum(starts) + gradient.numel()]
+        right = directions(max(1, whole.numel()), 1, kind)[sum(starts) : sum(starts) + gradient.numel()]
         return torch.mv(right.T, widest(gradient.reshape(-1)))
-    left = directions(whole[0], 1, kind)[starts[0] : starts[0] + shape[0], 0]
-    right = directions(whole[1:].numel(), NUM, kind)
+    left = directions(whole[0], 0, kind)[starts[0] : starts[0] + shape[0]]
+    right = directions(whole[1:].numel(), 1, kind)
     if shape[1:] != whole[1:]:
         right = right.view(*whole[1:], NUM)
         for dim, (start, length) in enumerate(zip(starts[1:], shape[1:], strict=True)):
@@ -61,10 +61,11 @@ def project(gradient: Any, whole: torch.Size | None = None, starts: Sequence[int
         right = right.reshape(-1, NUM)
     matrix = gradient.flatten(1)
     rows = max(1, PIECE // max(1, matrix.shape[1]))
-    along = torch.zeros(matrix.shape[1], dtype=right.dtype, device=kind)
+    # A factor of its own for each: of a gradient of low rank, one for all might see nothing but its rounding.
+    along = torch.zeros(NUM, matrix.shape[1], dtype=right.dtype, device=kind)
     for i in range(0, len(matrix), rows):
-        along += torch.mv(widest(matrix[i : i + rows]).T, left[i : i + rows])
-    return torch.mv(right.T, along)
+        along.addmm_(left[i : i + rows].T, widest(matrix[i : i + rows]))
+    return (along * right.T).sum(1)
 
 
 class Block(NamedTuple):
