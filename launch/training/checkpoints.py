@@ -110,7 +110,7 @@ class Checkpoints:
         for partial in self._folder.glob(".update-*"):  # of a run that was killed while it wrote
             shutil.rmtree(partial)
         if not (found := self._found()):
-            return {}, ""
+            return {}, f"no checkpoint in {self._folder} to evaluate" if self._config.evaluate_only else ""
         try:
             state: State = torch.load(found[-1] / "state.pt", weights_only=True, map_location="cpu")
             made, _ = state["lasting"], state["best"]  # which another version may lack

@@ -135,10 +135,8 @@ def read_config(arguments: Sequence[str] | None = None) -> tuple[Config, int | N
         epilog="example: torchrun --nproc-per-node 2 launch/train.py --config configs/ddp-cpu.toml --updates 20",
         allow_abbrev=False,
     )
-    file_help = "a TOML file of these options; the command line beats it"
-    parser.add_argument("--config", type=Path, metavar="FILE", help=file_help)
-    plan_help = "print the plan of the run (on RANKS ranks), and stop"
-    parser.add_argument("--plan", type=int, nargs="?", const=0, metavar="RANKS", help=plan_help)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="a TOML file of these; the command line beats it")
+    parser.add_argument("--plan", type=int, nargs="?", const=0, metavar="RANKS", help="print the run's plan, and stop")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # by DeepSpeed's launcher
     parser.add_argument(
         "--tensorboard", dest="track", action="store_const", const="tensorboard", help=argparse.SUPPRESS
@@ -220,6 +218,9 @@ def _check(config: Config) -> None:
         stop(f"betas = {config.betas}, expected two numbers from 0 to below 1")
     if config.min_lr > config.lr:
         stop(f"min_lr = {config.min_lr} and lr = {config.lr}, expected a min_lr of at most lr")
+    is_untrained = not (config.weights or config.resume) and (config.task == "vision" or config.model == "gpt")
+    if config.evaluate_only and is_untrained:
+        stop("evaluate_only of weights that nobody has trained; give weights, or resume")
     if config.activation_checkpointing and config.task == "vision" and config.norm == "batch":
         stop(
             "activation_checkpointing with norm = 'batch', whose statistics would count each forward twice; use 'group'"

@@ -277,6 +277,7 @@ MISTAKES = {
     ("--optimizer", "adamw", "--betas", "0.9", "1"): "betas = (0.9, 1.0), expected two numbers from 0 to below 1",
     ("--track", "wandb"): "wandb is asked for and not installed; pip install wandb, or leave it out",
     ("--min-lr", "1"): "min_lr = 1.0 and lr = 0.02, expected a min_lr of at most lr",
+    ("--model", "cnn", "--evaluate-only"): "evaluate_only of weights that nobody has trained; give weights, or resume",
     ("--model", "cnn", "--activation-checkpointing"): "activation_checkpointing with cnn, which has no blocks",
 }
 
@@ -340,6 +341,8 @@ def test_best_weights_are_kept_and_measured_alone(programs, tmp_path):
         saved = torch.load(run / f"{name}.pt", weights_only=True)
         assert all(torch.equal(saved[key], one) for key, one in load(run / f"{name}.safetensors").items())
     assert f"held out: loss {losses[-1]:.4f}" in trained(programs, run, *options, "--evaluate-only", "--resume")
+    done = programs.start("train", *options, "--evaluate-only", "--resume", cwd=tmp_path).wait()
+    assert (done.status, "no checkpoint in runs/train/checkpoints to evaluate" in done.text) == (2, True), done.text
     assert not (tmp_path / "none").exists()
 
 
