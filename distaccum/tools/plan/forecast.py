@@ -122,7 +122,7 @@ def amount(name: str, value: object) -> int:
             return int(number)
     except ArithmeticError:  # it is no number
         pass
+    models = f"; or one of {', '.join(MODELS)}" if name == "parameters" else ""
     raise ValueError(
-        f"{name}={value!r}, expected a whole number of at least 1, such as 512, 7e9, 7b, 350M or 11.7M"
-        f"{f'; or one of {chr(44)} '.join(MODELS) if name == 'parameters' else ''}"
+        f"{name}={value!r}, expected a whole number of at least 1, such as 512, 7e9, 7b, 350M or 11.7M{models}"
     )
