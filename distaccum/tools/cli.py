@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
@@ -45,6 +46,17 @@ exit status: 0 equivalent, 1 not equivalent, 2 the check could not run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:  # the reader, as `| head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python would say so as it ends
+        return 128 + signal.SIGPIPE  # as of a program that the signal ends
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = _Parser(prog="distaccum", description="Gradient accumulation that is exact.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
@@ -61,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = given.run(given)
     except Exception as error:
-        if given.traceback:
+        if given.traceback or isinstance(error, BrokenPipeError):
             raise
         message = " ".join(str(error).split()) or "no message"
         where = f"distaccum {given.command}: {type(error).__name__}"
@@ -123,13 +135,14 @@ def _check(given: argparse.Namespace) -> int:
     if options.get("steps") is None and options.get("micro_batch_size") is None:
         options["micro_batch_size"] = max(1, Columns(**said).length_of(batch) // 3)
     report = Accumulator(model, options.pop("optimizer", None), **options).check(batch, loss_fn, **said)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report, flush=True)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
     if dist.is_initialized():  # a thread of gloo's may abort the process when Python ends: no group may live then
         del model, batch, loss_fn, options
         gc.collect()
         dist.barrier()
         dist.destroy_process_group()
+    if is_first:
+        print(json.dumps(dataclasses.asdict(report), indent=2) if given.json else report)
     return 0 if report.equivalent else 1
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,19 @@ def test_wrong_option_prints_one_line(capsys, words):
         main(words.split())
     seen = capsys.readouterr()
     assert ended.value.code == 2 and WRONG[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
+
+
+@pytest.mark.parametrize("words", ["plan --parameters gpt2", "check factories:good"])
+def test_reader_that_leaves_ends_the_command_quietly(folder, words):
+    """As `| head` does: here nobody reads from the first line on."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "distaccum", *words.split()]
+    done = subprocess.run(
+        command, text=True, stdout=writer, stderr=subprocess.PIPE, env={**os.environ, "COLUMNS": "80"}
+    )
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 def test_command_is_installed_and_check_runs_under_torchrun(folder):

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -32,7 +33,8 @@ def run(given: Any) -> int:
         watch.stop()
         with report.filled(watch, given.folder, ended=status != 2):
             if report.rank == 0:
-                sys.stdout.flush()
+                with suppress(BrokenPipeError):  # the report goes to stderr, which may be there still
+                    sys.stdout.flush()
                 print(report, file=sys.stderr, flush=True)
                 if given.json is not None:
                     Path(given.json).write_text(json.dumps(report.as_dict(), indent=2) + "\n")
