@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, final
 
 import torch
@@ -13,9 +13,8 @@ from torch import Tensor, nn
 
 from ..batches import cut_up
 from ..cutting import Batch, Columns
-from ..engines import Engine
 from ..extension import Extension
-from ..job import Manner
+from ..job import Job, Manner
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss
 from ..norms import HALF, leaves
@@ -47,12 +46,8 @@ def contrast(
     """One update of a loss over all pairs of a batch."""
     job = planner.job
     refuse_closure(job.engine, "contrast")
-    verifies = job.num_contrasts < PROOFS
-
-    def run(window: Window, agreement: Agreement) -> None:
-        Contrast(job.engine, job.scaler, agreement, encode, loss_fn, verifies).run(window)
-
     taking_part = [one for one in extensions if one.in_contrast]
+    run = Contrast(job, encode, loss_fn).run
     update = retry(planner, taking_part, cut_up(batch, job, columns, in_order=True), Manner(is_sum=True), run)
     job.num_contrasts += 1
     return update
@@ -68,33 +63,28 @@ class Contrast:
     at these representations. That gradient needs no graph of `encode`.
     """
 
-    engine: Engine
-    scaler: torch.amp.GradScaler | None
-    agreement: Agreement
+    job: Job
     encode: Encode
     loss_fn: PairsLoss
-    verifies: bool  # that encode gives the same again, which costs a read on the host
-    loss: Tensor = field(init=False)
 
-    def run(self, window: Window) -> None:
-        engine = self.engine
+    def run(self, window: Window, agreement: Agreement) -> None:
+        engine, scaler, models = self.job.engine, self.job.scaler, self.job.models
         window.begin()
         if window.plan.is_empty:
-            for _ in window:
-                pass
+            list(window)  # ends it
             return
-        before = Snapshot(engine.models)
+        before = Snapshot(models)
         encoded = self._encode_all(window)
+        agreement.agree()  # what fails on one rank fails before this; the others wait in it
         before.restore_buffers()  # they move when each micro-batch is encoded again
         device = window.parameters[0].device
         everyone, start, seed = gather(engine.peers, encoded, device)
-        after = random_state(random_devices(engine.models))
-        scale = torch.ones((), device=device)
-        if self.scaler is not None:
-            scale = self.scaler.scale(scale)
+        after = random_state(random_devices(models))
+        one = torch.ones((), device=device)
+        scale = one if scaler is None else scaler.scale(one)
         set_seed((seed + _GOLDEN * (window.index + 1)) % 2**63)  # the loss draws the same on all ranks
         try:
-            gradients, of_parameters = self._differentiate(everyone, scale, window)
+            loss, gradients, of_parameters = self._differentiate(everyone, scale, window)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -103,7 +93,7 @@ class Contrast:
                 f"loss_fn does not fit into memory on all representations ({shapes}; {in_short(error)}); take a "
                 "smaller batch, or a loss that goes over its pairs in blocks"
             ) from None  # a cause would say that smaller micro-batches help
-        window.losses.of_pairs = self.loss, engine.divisor / engine.peers.num_ranks
+        window.losses.of_pairs = loss, engine.divisor / engine.peers.num_ranks
         window.losses.largest = [
             (micro.number, one.detach().abs().max())
             for micro, part in zip(window.micros, encoded, strict=True)
@@ -112,7 +102,8 @@ class Contrast:
         ]
         total = sum(window.plan.num_counted)
         carried = [(p, g / total) for p, g in of_parameters if not hasattr(p, "to_local")]
-        differences: list[Tensor] = []
+        # That encode gives the same again costs a read on the host, so it is looked at in the first windows alone.
+        verifies, differences = self.job.num_contrasts < PROOFS, list[Tensor]()
         set_random_state(before.random)
         to_compare = iter(encoded)
         for micro_batch in window:
@@ -122,7 +113,7 @@ class Contrast:
                 window.backward(_carried(representations, zeros, ()))
             else:
                 first = next(to_compare)
-                if self.verifies:
+                if verifies:
                     differences += _differences(first, representations)
                 end = start + len(first[0])
                 rows = [None if g is None else g[start:end] for g in gradients]
@@ -134,30 +125,29 @@ class Contrast:
                 whole = gradient * scale.to(gradient.dtype)
                 parameter.grad = whole if parameter.grad is None else parameter.grad.add_(whole)
         set_random_state(after)
-        if self.verifies:
-            self._verify(window, differences)
+        if verifies:
+            _verify(engine.peers, loss, differences)
 
     def _encode_all(self, window: Window) -> list[list[Tensor]]:
-        """This rank's representations, by micro-batch; all ranks know then that none has failed."""
+        """This rank's representations, by micro-batch."""
         stand_ins = [window.substitute] * (window.num_micro_steps - len(window))
         with torch.no_grad():
             encoded = [_tensors_of(self.encode(one.batch)) for one in (*window.micros, *stand_ins) if one is not None]
         del encoded[len(window) :]
         torch.clear_autocast_cache()  # torch 2.9 would use the weights again that it cast without a graph
-        self.engine.show_parameters()
+        self.job.engine.show_parameters()
         _refuse_uneven(encoded, [length for one in window.micros for length in one.counts])
-        self.agreement.agree()  # what fails on one rank fails before this; the others wait in it
         return encoded
 
     def _differentiate(
         self, representations: Sequence[Tensor], scale: Tensor, window: Window
-    ) -> tuple[list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
-        """The loss's gradient by representation and by parameter, which is left out where it has none."""
+    ) -> tuple[Tensor, list[Tensor | None], list[tuple[nn.Parameter, Tensor]]]:
+        """The loss, and its gradient by representation and by parameter, which is left out where it has none."""
         with torch.enable_grad():
             loss = self.loss_fn(*representations)
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss, "loss_fn gave")
-        self.loss = loss.detach().clone()  # before a hook of backward's can change it in place
+        value = loss.detach().clone()  # before a hook of backward's can change it in place
         parameters = [p for p in window.parameters if p.requires_grad]
         wanted = [one for one in representations if one.requires_grad]
         _refuse_others(loss, {id(one) for one in (*wanted, *parameters)})
@@ -167,32 +157,32 @@ class Contrast:
         found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
         by_tensor = dict(zip(map(id, wanted), found, strict=False))
         of_parameters = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
-        hidden = {id(p) for p in self.engine.parameters()} if "parameters" in self.engine.owns else set()
+        engine = self.job.engine
+        hidden = {id(p) for p in engine.parameters()} if "parameters" in engine.owns else set()
         if any(id(p) in hidden for p, _ in of_parameters):
             raise DistaccumError(
-                f"loss_fn uses a parameter that {self.engine.name} shards, of which a rank has a part; use it in "
+                f"loss_fn uses a parameter that {engine.name} shards, of which a rank has a part; use it in "
                 "encode(), or keep it outside the wrapper and give it to an optimizer"
             )
-        return [by_tensor.get(id(one)) for one in representations], of_parameters
+        return value, [by_tensor.get(id(one)) for one in representations], of_parameters
 
-    def _verify(self, window: Window, differences: Sequence[Tensor]) -> None:
-        rows = self.engine.peers.gather([max(map(float, differences), default=0.0), float(self.loss)])
-        losses, message = [loss for _, loss in rows], ""
-        if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
-            message = (
-                f"loss_fn gave the ranks different losses ({', '.join(f'{loss:.6g}' for loss in losses)}), expected "
-                "one for all, since each is given all representations; it may draw from torch, random and numpy, "
-                "which are seeded alike, and depend on nothing else that differs between ranks"
-            )
-        elif wrong := ranks_where([value > 1 for value, _ in rows]):
-            message = (
-                f"encode() gave other representations the second time on rank {wrong}, so the gradient would not be "
-                "the loss's; it may depend on the micro-batch, the model, and the random numbers of torch, random and "
-                "numpy, and on nothing that changes between two calls"
-            )
-        if message:
-            window.discard()
-            raise DistaccumError(message)
+
+def _verify(peers: Peers, loss: Tensor, differences: Sequence[Tensor]) -> None:
+    """Raises, on all ranks, if they have other losses, or the second encoding gave other values."""
+    rows = peers.gather([max(map(float, differences), default=0.0), float(loss)])
+    losses = [value for _, value in rows]
+    if max(losses) - min(losses) > TOLERANCES[torch.float32] * max(map(abs, losses)):
+        raise DistaccumError(
+            f"loss_fn gave the ranks different losses ({', '.join(f'{value:.6g}' for value in losses)}), expected one "
+            "for all, since each is given all representations; it may draw from torch, random and numpy, which are "
+            "seeded alike, and depend on nothing else that differs between ranks"
+        )
+    if wrong := ranks_where([value > 1 for value, _ in rows]):
+        raise DistaccumError(
+            f"encode() gave other representations the second time on rank {wrong}, so the gradient would not be the "
+            "loss's; it may depend on the micro-batch, the model, and the random numbers of torch, random and numpy, "
+            "and on nothing that changes between two calls"
+        )
 
 
 def _carried(
@@ -220,12 +210,10 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
     sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in kind] for kind in kinds]
     nothing = torch.empty(0, dtype=torch.uint8, device=device)
     packed = _gather_bytes(peers, torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
+    split = zip(map(torch.split, packed, sizes), kinds, strict=True)
     by_rank = [
-        [
-            piece.clone().view(dtype).view(shape)
-            for piece, (dtype, shape) in zip(torch.split(one, of_rank), kind, strict=True)
-        ]
-        for one, of_rank, kind in zip(packed, sizes, kinds, strict=True)
+        [piece.clone().view(dtype).view(shape) for piece, (dtype, shape) in zip(pieces, kind, strict=True)]
+        for pieces, kind in split
         if kind
     ]
     whole = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
