@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import reduce
 from typing import Any
 
 import torch
@@ -43,44 +43,43 @@ class Comparison:
     """Compares the accumulated gradient with the big batch's, in the model's current modes and dtype."""
 
     def __init__(self, trial: Planner, batch: Any, columns: Columns, loss_fn: LossFn, before: Snapshot) -> None:
-        setup = trial.job
-        self.engine, self.models, self.reductions = setup.engine, setup.models, setup.config.reductions
-        self.parameters: list[nn.Parameter] = [p for p in setup.parameters() if p.requires_grad]
-        self.before = before
-        self._trial, self._loss_fn, self._columns, self.whole = trial, loss_fn, columns, columns.whole
-        self._own, self._own_length = batch, -1  # this rank's
-        self.batch, self.length = batch, 0  # of all ranks
+        job = trial.job
+        self.engine, self.models, self.reductions = job.engine, job.models, job.config.reductions
+        self.parameters: list[nn.Parameter] = [p for p in job.parameters() if p.requires_grad]
+        self.before, self.whole = before, columns.whole
+        self._trial, self._loss_fn, self._columns, self._own = trial, loss_fn, columns, batch
+        self.batch, self.length = self._of_all_ranks()
         self.kept: tuple[int, ...] = ()  # micro-batches, by rank
         self.is_finite = True  # the accumulated loss, as the whole batch's is
         self.notes: list[str] = []
-        self.dtype = min({p.dtype for p in self.parameters} or {torch.float32}, key=_bits)
+        self.dtype = min({p.dtype for p in self.parameters}, key=_bits)
         self.narrowest = self.dtype  # of what backward computes with; many models take a softmax or a norm in float32
         self._cast: Callable[[Any], Any] = lambda batch: batch
         self.modules = list({id(m): (n, m) for model in self.models for n, m in model.named_modules()}.values())
 
-    def join(self) -> None:
-        """Makes the batch of all ranks, on each of them."""
-        failed, peers = None, self.engine.peers
+    def _of_all_ranks(self) -> tuple[Any, int]:
+        """The batch of all ranks, on each of them, and its length."""
+        failed, length, peers = None, 0, self.engine.peers
         try:
             if not self.parameters:
                 raise ValueError(
                     "no parameter of the model requires a gradient, so nothing can be compared; unfreeze what is to be "
                     "trained (requires_grad_(True))"
                 )
-            self._own_length = self._columns.length_of(self._own)
+            length = self._columns.length_of(self._own)
         except Exception as error:  # the others wait in the gathering below, and hear of it there
             failed = error
             peers.tell(error)
         own = self._own if peers.num_ranks == 1 else map_tensors(self._own, Tensor.cpu)
-        everyone = peers.gather_objects((own, self._own_length, failed and in_short(failed)))
+        everyone = peers.gather_objects((own, length, failed and in_short(failed)))
         all_or_none([why for *_, why in everyone], failed, "rank {ranks} could not begin the check ({why})")
-        full = [(batch, length) for batch, length, _ in everyone if length]
-        self.length = sum(length for _, length in full)
-        if self.length < 2:
-            raise ValueError(f"check() got {self.length} samples, expected at least two, to cut between them")
-        if peers.num_ranks > 1:
-            joined = join_batches([batch for batch, _ in full], [length for _, length in full], self.whole)
-            self.batch = map_tensors(joined, lambda t: t.to(self.parameters[0].device))
+        lengths = [length for _, length, _ in everyone if length]
+        if sum(lengths) < 2:
+            raise ValueError(f"check() got {sum(lengths)} samples, expected at least two, to cut between them")
+        if peers.num_ranks == 1:
+            return own, length
+        joined = join_batches([batch for batch, length, _ in everyone if length], lengths, self.whole)
+        return map_tensors(joined, lambda t: t.to(self.parameters[0].device)), sum(lengths)
 
     def count(self, name: str, batch: Any, length: int) -> float:
         count = self._trial.job.config.counts[name]
@@ -105,25 +104,15 @@ class Comparison:
                 f"the loss of the whole batch is {exact.loss:g}, and it or its gradient is not finite, so there is "
                 "nothing to compare with; look for it in the batch and the model, or lower the scaler's scale"
             )
-        as_cut = self._accumulated(self._as_cut)
-        self.kept = as_cut.kept
         normalises = any(isinstance(module, KINDS) and module.training for _, module in self.modules)
-        sizes = uneven_sizes(self._own_length, least=2 if normalises else 1)  # it fails with one sample
-        parts = list(cut_batch(self._own, sizes, self._own_length, self.whole)) if sizes else []
-        uneven = self._accumulated(lambda _: Batches(parts, sizes))  # which shows a wrong count
-        self.is_finite = math.isfinite(as_cut.loss + uneven.loss)  # on all ranks alike
+        length = self._columns.length_of(self._own)
+        sizes = uneven_sizes(length, least=2 if normalises else 1)  # it fails with one sample
+        parts = list(cut_batch(self._own, sizes, length, self.whole)) if sizes else []
+        as_cut = self._measured(cut_up(self._own, self._trial.job, self._columns, parts=2))
+        uneven = self._measured(lambda _: Batches(parts, sizes))  # which shows a wrong count
+        self.kept, self.is_finite = as_cut.kept, math.isfinite(as_cut.loss + uneven.loss)  # on all ranks alike
         errors = zip(self._errors(as_cut, exact), self._errors(uneven, exact), strict=True)
         return [(norm, max(error, other)) for (norm, error), (_, other) in errors]
-
-    def _as_cut(self, index: int) -> Batches:
-        """This rank's batch, in two parts at least."""
-        cut = partial(cut_up, self._own, self._trial.job, self._columns)
-        batches = cut()(index)
-        return batches if len(batches.micro_batches) > 1 or self._own_length < 2 else cut(parts=2)(index)
-
-    def _accumulated(self, draw: Make) -> Measured:
-        self.before.restore()
-        return self._measured(draw, lambda batch: self._loss_fn(self._cast(batch)))
 
     def _big_batch(self) -> Measured:
         counts = {name: self.count(name, self.batch, self.length) for name in self.reductions}
@@ -135,40 +124,40 @@ class Comparison:
 
     def bare(self, name: str, batch: Any, *, restore: bool = True) -> Measured:
         """The gradient of one call of the criterion of this name, unweighted."""
+        return self._measured(lambda _: Batches([batch], [1]), name, restore=restore)
 
-        def loss_fn(batch: Any) -> Any:
-            with saved_tensors_hooks(self._note_dtype, lambda tensor: tensor):
-                loss = self._loss_fn(self._cast(batch))
-            if not isinstance(loss, Mapping):
-                return loss
-            found = loss.get(name, loss.get("loss") if len(self.reductions) == 1 else None)
-            if found is None:
-                raise ValueError(f"loss_fn gave losses {list(loss)}, expected one for each of {list(self.reductions)}")
-            return found
-
-        if restore:
-            self.before.restore()
-        found = self._measured(lambda _: Batches([batch], [1]), loss_fn, as_sum=True)
-        return weighted_sum([found], [1 / self.engine.peers.num_ranks])
+    def _loss_of(self, batch: Any, name: str | None) -> Any:
+        with saved_tensors_hooks(self._note_dtype, lambda tensor: tensor):
+            loss = self._loss_fn(self._cast(batch))
+        if name is None or not isinstance(loss, Mapping):
+            return loss
+        found = loss.get(name, loss.get("loss") if len(self.reductions) == 1 else None)
+        if found is None:
+            raise ValueError(f"loss_fn gave losses {list(loss)}, expected one for each of {list(self.reductions)}")
+        return found
 
     def _note_dtype(self, tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():
             self.narrowest = min(self.narrowest, tensor.dtype, key=_bits)
         return tensor
 
-    def _measured(self, draw: Make, loss_fn: LossFn, *, as_sum: bool = False) -> Measured:
-        """The gradient and the loss of a window that is not stepped; `as_sum`: of bare losses, summed over ranks."""
-        trial, engine, scaler = self._trial, self.engine, self._trial.job.scaler
-        window = trial.plan(draw, Manner(is_sum=as_sum, measure=lambda _: BatchSizes(by_hand=as_sum)))
+    def _measured(self, draw: Make, name: str | None = None, *, restore: bool = True) -> Measured:
+        """The gradient and the loss of a window that is not stepped; of a `name`, bare, where all ranks have the same
+        micro-batch.
+        """
+        if restore:
+            self.before.restore()
+        trial, engine, scaler, is_bare = self._trial, self.engine, self._trial.job.scaler, name is not None
+        window = trial.plan(draw, Manner(is_sum=is_bare, measure=lambda _: BatchSizes(by_hand=is_bare)))
         try:
-            run_all(window, loss_fn)
+            run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
             if (reduction := engine.peers.sum(sums)) is not None:
                 reduction.wait()
-            scale = 1.0 if scaler is None else 1 / scaler.get_scale()
-            zero = torch.zeros(())
+            once = 1 / engine.peers.num_ranks if is_bare else 1.0
+            scale, zero = once if scaler is None else once / scaler.get_scale(), torch.zeros(())
             gradients = [zero if p.grad is None else local(p.grad).to_dense() * scale for p in self.parameters]
-            return Measured(gradients, float(sums.sum()) / engine.divisor, window.plan.num_counted)
+            return Measured(gradients, float(sums.sum()) / engine.divisor * once, window.plan.num_counted)
         finally:
             window.discard()
 

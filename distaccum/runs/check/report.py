@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cutting import Columns
-from ...job import Hooks, Job
+from ...job import Hooks
 from ...law import DistaccumError
 from ...norms import names_of
 from ...planner import Planner
@@ -87,32 +87,26 @@ class Report:
 def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Report:
     """The report; gradients, buffers, modes, random numbers and warnings that were given are as they were before."""
     planner.make_way()
-    setup, engine = planner.job, planner.job.engine
+    job, engine = planner.job, planner.job.engine
     refuse_closure(engine, "check")
     if "step" in engine.owns:
         raise DistaccumError(
             f"check() with {engine.name}, which shows no gradient; check the module before it is wrapped"
         )
-    every, warned = setup.parameters(), set(setup.once.keys)
-    with warnings.catch_warnings(), kept(setup.models, every if engine.stale(every) else ()) as before:
-        warnings.simplefilter("ignore")
-        try:
-            return _report(Comparison(_trial_of(setup), batch, columns, loss_fn, before))
-        finally:
-            setup.once.keys = warned
-
-
-def _trial_of(job: Job) -> Planner:
-    """A planner of the same models, whose windows have no extensions, judge nothing, and count apart."""
-    trial = copy.copy(job)
+    every, warned = job.parameters(), set(job.once.keys)
+    trial = copy.copy(job)  # of the same models, whose windows have no extensions, judge nothing, and count apart
     trial.begin_anew()
     trial.random, trial.fit, trial.substitute = None, job.fit, job.substitute
     trial.hooks, trial.config = Hooks(), replace(job.config, on_nonfinite="ignore")
-    return Planner(trial)
+    with warnings.catch_warnings(), kept(job.models, every if engine.stale(every) else ()) as before:
+        warnings.simplefilter("ignore")
+        try:
+            return _report(Comparison(Planner(trial), batch, columns, loss_fn, before))
+        finally:
+            job.once.keys = warned
 
 
 def _report(comparison: Comparison) -> Report:
-    comparison.join()
     own = comparison.compare()
     with comparison.in_float64() as used:
         is_wide = used is not comparison
