@@ -7,11 +7,11 @@ of the same rows, which is the law that accumulation relies on.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any, NamedTuple, final
+from itertools import chain, islice, pairwise
+from typing import Any, final
 
 import torch
 from accelerate import PartialState
@@ -33,12 +33,6 @@ KNOWN: dict[str, tuple[Reduction, Count]] = {
 }
 
 
-class Compared(NamedTuple):
-    differs: str = ""
-    tells_apart: bool = True  # a count of samples would have differed
-    fitting: str = ""  # the first of KNOWN that does not differ
-
-
 class _UnseenError(Exception):
     """A rank cannot see what the loss is a mean over."""
 
@@ -56,52 +50,47 @@ class Questions:
     reduction: Reduction
     is_models: bool  # the model's own, which is told no number: its own mean is the right one
     is_overridden: bool  # `compute_loss` is a subclass's, whose rows may belong together
-    meets: bool  # ranks meet in each loss, so all must take as many
     is_open: bool = True
 
-    def weight(self, micro_batch: Any) -> float | Tensor:
-        return self.number_and_weight(micro_batch)[1]
+    def number(self, micro_batch: Any) -> Any:
+        """The number of items that the loss is told; None: nothing."""
+        return None if self.is_models else self.items(micro_batch)
 
-    def number_and_weight(self, micro_batch: Any) -> tuple[Any, float | Tensor]:
-        """The number of items that the loss is told (None: nothing), and what the micro-batch weighs."""
-        items = self.items(micro_batch)
-        number = None if self.is_models else items
+    def weight(self, micro_batch: Any) -> Any:
         if self.count is not None:
-            return number, self.count(micro_batch)  # the planner checks it
-        if items is not None:
-            return number, items
+            return self.count(micro_batch)  # the planner checks it
+        if (items := self.items(micro_batch)) is not None:
+            return items
         labels = micro_batch.get("labels") if isinstance(micro_batch, Mapping) else None
         if isinstance(labels, Tensor) and labels.dim() > 1:
             reason = f"labels of shape {list(labels.shape)}, and a model that takes no num_items_in_batch"
             raise ValueError(self._unseen(reason))
         try:
-            return number, count_samples(micro_batch)
+            return count_samples(micro_batch)
         except (TypeError, ValueError) as error:
             raise ValueError(self._unseen(str(error).split(";")[0])) from error
 
-    def ask(self, drawn: Sequence[Any], index: int) -> None:
-        """Asks what is open in the windows 0, 1, 2, 4, 8 and so on. All ranks call it together.
+    def ask(self, micro_batches: Sequence[Any], index: int) -> None:
+        """Asks what is open in the windows 0, 1, 2, 4, 8 and so on. All ranks call it together, as they meet in losses.
 
         Raises:
             ValueError: The loss is not what the default count takes it for, or that cannot be seen.
         """
         if not self.is_open or index & (index - 1):
             return
-        micro_batches = [one for one in drawn if self.weight(one)]
         numbers = gather_object([len(micro_batches)])
-        if max(numbers) == 0 or (self.meets and min(numbers) == 0):
-            return
         try:
-            self._ask(micro_batches if index == 0 else micro_batches[:2], sum(numbers))
+            if min(numbers):
+                self._ask(micro_batches, sum(numbers))
         except _UnseenError as error:
             if index == 0 and self.count is None:  # which is believed
                 raise ValueError(self._unseen(str(error))) from error.__cause__
 
     def _ask(self, micro_batches: Sequence[Any], number: int) -> None:
-        uses = self._of_all(lambda: map(self._use, micro_batches[:1]))
-        if self.count is None and self.reduction == "mean" and set(uses) == {"mean"}:
+        uses = [] if self.count is not None else self._of_all(lambda: map(self._use, micro_batches[:1]))
+        if self.reduction == "mean" and {*uses} == {"mean"}:
             self.is_open = False
-        elif self.is_overridden and (self.count is not None or not any(uses)):
+        elif self.is_overridden and not any(uses):
             self.is_open = False
             if self.count is None:
                 self._warn(
@@ -109,12 +98,12 @@ class Questions:
                     "cannot be asked whether it is a mean over them: terms with other denominators (as of DPO with "
                     "several loss types) are not exact; count=count_samples says that it is such a mean"
                 )
-        elif self.count is None and "mixed" in uses:
-            self._object(self._wrong(Compared("divided by the number of items in one term, and in another not")))
+        elif "mixed" in uses:
+            self._object(self._wrong("divided by the number of items in one term, and in another not"))
         elif found := self._compared(micro_batches):
-            if wrong := next((one for one in found if one.differs), None):
-                self._object(self._wrong(wrong))
-            self.is_open = self.is_open and not any(one.tells_apart for one in found)
+            if wrong := next((one for one in found if isinstance(one, str)), None):
+                self._object(wrong)
+            self.is_open = self.is_open and not any(found)
         elif number > 1:  # else each count is right
             raise _UnseenError("its micro-batches of one row cannot be put together")
 
@@ -124,41 +113,30 @@ class Questions:
         Twice the number halves a mean, and only one term of a mixed one.
         """
         items = self.items(micro_batch)
-        if items is None or (self.is_models and self.count is not None):
+        if items is None:
             return ""
-        own, once, twice = (self._loss(micro_batch, n) for n in (None if self.is_models else items, items, 2 * items))
+        own, once, twice = (self._loss(micro_batch, n) for n in (self.number(micro_batch), items, 2 * items))
         room = max(SAME, 8 * self.precision) * abs(own)
         if abs(2 * twice - own) <= room:
             return "mean"
         return "mixed" if min(abs(2 * twice - once), abs(2 * (once - twice))) > room else "other"
 
-    def _compared(self, micro_batches: Sequence[Any]) -> list[Compared]:
-        """Compares each micro-batch with its first row and the others, and pairs of first rows put together with each.
+    def _compared(self, micro_batches: Sequence[Any]) -> list[str | bool]:
+        """Compares two rows that are put together with each: neighbours among the first rows of all ranks.
 
-        Rows of one micro-batch may be alike where those of two are not, as where they are sorted by length.
+        Rows of one micro-batch may be alike where those of two are not, as where they are sorted by length; and those
+        of two may not go together.
         """
-        some = micro_batches[: max(1, MOST // PartialState().num_processes)]
-        firsts = self._of_all(
-            lambda: [map_tensors(next(cut_batch(one, [1], count_samples(one))), Tensor.cpu) for one in some]
-        )
-        own: list[tuple[Any, ...]] = []
+        most, pairs = max(2, MOST // PartialState().num_processes), []
+        rows = self._of_all(lambda: islice(chain.from_iterable(map(_first_two, micro_batches)), most))
+        for one, other in pairwise(rows[:MOST]):
+            with suppress(Exception):
+                pairs.append((join_batches([_padded(one, other), _padded(other, one)], [1, 1]), one, other))
+        return self._of_all(lambda: (self._compare(*pair) for pair in pairs))  # on all ranks, which meet in losses
 
-        def cut() -> list[int]:
-            for one, other in pairwise(firsts[:MOST]):
-                with suppress(Exception):  # they do not go together
-                    own.append((join_batches([_padded(one, other), _padded(other, one)], [1, 1]), one, other))
-            lengths = [(one, count_samples(one)) for one in micro_batches]
-            own.extend((one, *cut_batch(one, [1, rows - 1], rows)) for one, rows in lengths if rows > 1)
-            return [len(own)]
-
-        least = min(self._of_all(cut))
-        if least or self.meets:  # a model's own loss may meet other ranks too, as DETR's number of boxes does
-            del own[least:]
-        return self._of_all(lambda: [self._compare(*pieces) for pieces in own])
-
-    def _compare(self, whole: Any, *parts: Any) -> Compared:
-        """Compares the whole's loss with what those of its parts make of it."""
-        wanted, *losses = (self._loss(one, self.number_and_weight(one)[0]) for one in (whole, *parts))
+    def _compare(self, whole: Any, *parts: Any) -> str | bool:
+        """Returns why the loss of the whole is not what its parts make of it, or whether a count of samples differs."""
+        wanted, *losses = (self._loss(one, self.number(one)) for one in (whole, *parts))
         room = min(0.01, 200 * self.precision) * abs(wanted) or 1.0  # for rounding, in batches of other shapes
 
         def error(reduction: Reduction, count: Count) -> float:
@@ -171,20 +149,20 @@ class Questions:
             return off if math.isfinite(off) else math.inf
 
         if not math.isfinite(wanted) or error(self.reduction, self.weight) <= 1:
-            return Compared(tells_apart=error(self.reduction, count_samples) > 10)
+            return error(self.reduction, count_samples) > 10
         weights = " and ".join(f"{float(self.weight(part)):g}" for part in parts)
         has_labels = isinstance(whole.get("labels"), Tensor)
         known = (name for name, how in KNOWN.items() if (has_labels or how[1] is count_samples) and error(*how) <= 1)
         first, second = losses
         seen = f"{wanted:.8g} of a micro-batch, {first:.8g} and {second:.8g} of its parts with counts {weights}"
-        return Compared(seen, fitting=next(known, ""))
+        return self._wrong(seen, next(known, ""))
 
     def _loss(self, micro_batch: Any, number: Any) -> float:
         loss = self.loss(micro_batch, number)
         self.precision = max(self.precision, torch.finfo(loss.dtype).eps)
         return float(loss)
 
-    def _of_all(self, own: Callable[[], Any]) -> list[Any]:
+    def _of_all(self, own: Callable[[], Iterable[Any]]) -> list[Any]:
         """Lists what the ranks found; raises on all of them if one could not."""
         found, failed = [], None
         try:
@@ -208,18 +186,18 @@ class Questions:
         if PartialState().is_main_process:
             warn(message)
 
-    def _wrong(self, found: Compared) -> str:
+    def _wrong(self, seen: str, fitting: str = "") -> str:
         weight = "what count= counts" if self.count is not None else "the labels that the Trainer counts, or samples,"
         what = f"a mean over {weight}" if self.reduction == "mean" else "a sum over its rows"
-        cure = f"{found.fitting} fits here"
-        if not found.fitting:
+        cure = f"{fitting} fits here"
+        if not fitting:
             cure = (
                 "no count of samples or labels fits here, nor does a sum, so it takes a count of your own, or none is "
                 "right (a loss over pairs, terms with several denominators), and any count takes it for a mean"
             )
         return (
-            f"the loss of {self.name} is not {what} as AccumulatingTrainer takes it: it is {found.differs}; give "
-            f"count= what it is a mean over, and reduction='sum_to_mean' where it is a sum: {cure}"
+            f"the loss of {self.name} is not {what} as AccumulatingTrainer takes it: it is {seen}; give count= what it "
+            f"is a mean over, and reduction='sum_to_mean' where it is a sum: {cure}"
         )
 
     def _unseen(self, reason: str) -> str:
@@ -228,6 +206,12 @@ class Questions:
             "count=count_tokens('labels'), count=len for a list of samples or one of your own, and "
             "reduction='sum_to_mean' where it is a sum"
         )
+
+
+def _first_two(micro_batch: Any) -> Iterator[Any]:
+    """Its first rows, on the host."""
+    rows = count_samples(micro_batch)
+    return (map_tensors(row, Tensor.cpu) for row in cut_batch(micro_batch, [1] * min(rows, 2), rows))
 
 
 def _padded(row: Any, other: Any) -> Any:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from typing import Any, final
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -68,10 +68,11 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         super().__init__(*args, **kwargs)
         self.update: Update | None = None
         self._own_count, self._reduction = count, reduction
-        self._made: tuple[nn.Module, Accumulator, Questions] | None = None
+        self._wrapped: nn.Module | None = None  # what these are made for:
+        self._accumulator: Accumulator
+        self._questions: Questions
         self._iterator: Any = None  # of a pass over the data
         self._windows: Windows | None = None  # of that pass
-        self._drawn: list[Any] = []  # by this rank, for windows to come
         self._window: Window
         self._micro_batches: Iterator[Any]  # of the window
         self._most: int | None = None  # micro-batches of an epoch, as far as the loop shall have turns
@@ -82,13 +83,12 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse()
-        options = self.accelerator.gradient_state.plugin_kwargs
-        options["sync_each_batch"] = True  # the loop then leaves no_sync alone, whose flags are the engine's
-        try:
-            return super().train(*args, **kwargs)
-        finally:
-            options["sync_each_batch"] = self._syncs_each
-            self._leave()
+        # The loop then leaves no_sync alone, whose flags are the engine's.
+        with patch.dict(self.accelerator.gradient_state.plugin_kwargs, sync_each_batch=True):
+            try:
+                return super().train(*args, **kwargs)
+            finally:
+                self._leave()
 
     # What the loop calls
 
@@ -108,36 +108,33 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, *args: Any) -> tuple[list[Any], Any]:
         """The micro-batches that this rank has in the next window, filled up to the turns that the loop shall make."""
-        accumulator, questions = self._accumulator_of(self.model_wrapped)
         if self._windows is None or self._iterator is not epoch_iterator:
+            self._leave()
+            self._make(self.model_wrapped)
+            self._iterator, micro_batches = epoch_iterator, self._noted(itertools.islice(epoch_iterator, self._most))
             # Drawing waits for other ranks, which may be at another micro-step, where one deals out to all.
             deals = isinstance(self.callback_handler.train_dataloader, DataLoaderDispatcher)
-            self._leave()
-            self._iterator, self._drawn = epoch_iterator, []
-            micro_batches = self._noted(itertools.islice(epoch_iterator, self._most))
-            self._windows = accumulator.windows(micro_batches, ahead=self.args.world_size == 1 or not deals)
+            self._windows = self._accumulator.windows(micro_batches, ahead=self.args.world_size == 1 or not deals)
         window = next(self._windows, None)
-        drawn, self._drawn = self._drawn[:num_batches], self._drawn[num_batches:]
         if window is None:  # no rank has any more
             return [], None
-        questions.ask(drawn, window.index)
+        own = [one.batch for one in window.micros]
+        self._questions.ask(own, window.index)
         window.begin()  # together, before some ranks idle
         self._window, self._micro_batches, self._turns = window, iter(window), num_batches
-        self._last = drawn[-1] if drawn else self._last
         name = getattr(self.model, "main_input_name", "input_ids")
         nothing = {name: torch.empty(0, dtype=torch.long, device=self.args.device)}  # for the loop, which counts tokens
-        return drawn + [nothing] * (num_batches - len(drawn)), None
+        return own + [nothing] * (num_batches - len(own)), None
 
     def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        for micro_batch in micro_batches:
-            self._drawn.append(micro_batch)
-            yield micro_batch
+        for self._last in micro_batches:
+            yield self._last
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch; which of the `inputs` of this update comes in which turn is the window's choice."""
         window, loss = self._window, torch.zeros((), device=self.args.device)
         if self._turns > window.num_micro_steps:  # so that the backward that reduces comes last on each rank
-            self._keep_pace(model, self._last)
+            self._keep_pace(self._last)
         else:
             loss += self._run(model, window, next(self._micro_batches))
         self._turns -= 1
@@ -151,30 +148,23 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
         """Runs one micro-batch; its part of the window's loss, times the ranks, over which the Trainer averages."""
-        _, questions = self._accumulator_of(self.model_wrapped)
-        items, weight = questions.number_and_weight(micro_batch)
-        with self._alone():
-            self.accelerator.backward = lambda loss, **_: window.backward(loss)
-            try:
-                loss: Tensor = super().training_step(model, micro_batch, items)
-            finally:
-                del self.accelerator.backward
+        questions = self._questions
+        with self._alone(), patch.object(self.accelerator, "backward", lambda loss, **_: window.backward(loss)):
+            loss: Tensor = super().training_step(model, micro_batch, questions.number(micro_batch))
         if window.stand_in:
             return 0.0
         (total,) = window.counts.values()
-        return loss * share_of(self._reduction, weight, total, self.accelerator.num_processes)  # type: ignore[arg-type]  # a tensor is a number too
+        return loss * share_of(self._reduction, questions.weight(micro_batch), total, self.accelerator.num_processes)
 
-    def _keep_pace(self, model: nn.Module, batch: Any) -> None:
+    def _keep_pace(self, batch: Any) -> None:
         """Runs a subclass's `compute_loss` without labels and backward, since ranks may wait for each other in it."""
         if batch is None or type(self).compute_loss is Trainer.compute_loss:
             return
         if isinstance(batch, Mapping):
             labels = {name: batch[name] for name in ("labels", "shift_labels") if name in batch}
             batch = {**batch, **{name: torch.full_like(one, IGNORED) for name, one in labels.items()}}
-        model.train()
-        with torch.no_grad(), self._alone(), self.compute_loss_context_manager():
-            one = torch.ones((), device=self.args.device)
-            self.compute_loss(_inner(model), self._prepare_inputs(batch), num_items_in_batch=one)
+        self.model_wrapped.train()
+        self._loss_of(batch, torch.ones((), device=self.args.device))
 
     def end_window(self) -> None:
         """Records the update that the Trainer made."""
@@ -189,37 +179,33 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
 
     # The Accumulator, and what it counts
 
-    def _accumulator_of(self, model: nn.Module) -> tuple[Accumulator, Questions]:
-        if self._made is None or self._made[0] is not model:
-            questions = self._questions_about(model)
-            accumulator = Accumulator(
-                model,
-                steps=lambda _: self.args.gradient_accumulation_steps,
-                reduction=self._reduction,
-                count=questions.weight,
-                scaler=self.accelerator.scaler,
-                sync="every" if self._syncs_each else "last",
-                on_nonfinite="ignore",  # as the Trainer does
-            )
-            self._made = model, accumulator, questions
-        return self._made[1:]
-
-    def _questions_about(self, model: nn.Module) -> Questions:
+    def _make(self, model: nn.Module) -> None:
+        """Makes the Accumulator of what the Trainer has wrapped now, if it is not the one of before."""
+        if self._wrapped is model:
+            return
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
-        own = self._bare_model()
-        coarse = self.args.bf16 or self.args.fp16 or self.args.tf32
-        dtypes = [*(p.dtype for p in model.parameters() if p.is_floating_point()), *[torch.bfloat16] * bool(coarse)]
-        return Questions(
-            name=f"{type(self).__name__}.compute_loss" if is_overridden else type(own).__name__,
-            loss=lambda micro_batch, number: self._loss_in_eval(model, micro_batch, number),
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        dtypes |= {torch.bfloat16} if self.args.bf16 or self.args.fp16 or self.args.tf32 else set()
+        self._questions = Questions(
+            name=f"{type(self).__name__}.compute_loss" if is_overridden else type(self._bare_model()).__name__,
+            loss=self._loss_in_eval,
             precision=max(torch.finfo(dtype).eps for dtype in dtypes),
             items=self._items,
             count=self._own_count,
             reduction=self._reduction,
             is_models=not is_overridden and self.compute_loss_func is None,
             is_overridden=is_overridden,
-            meets=is_overridden or (self.accelerator.num_processes > 1 and _inner(model) is model),
         )
+        self._accumulator = Accumulator(
+            model,
+            steps=lambda _: self.args.gradient_accumulation_steps,
+            reduction=self._reduction,
+            count=self._questions.weight,
+            scaler=self.accelerator.scaler,
+            sync="every" if self._syncs_each else "last",
+            on_nonfinite="ignore",  # as the Trainer does
+        )
+        self._wrapped = model
 
     def _bare_model(self) -> Any:
         own = self.accelerator.unwrap_model(self.model)
@@ -236,23 +222,23 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         # The Trainer knows this loss by the model's name, and takes GPT-2's labels for unshifted.
         return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
 
-    def _loss_in_eval(self, model: nn.Module, micro_batch: Any, number: Any) -> Tensor:
-        with kept([model]), torch.no_grad(), self._alone(), self.compute_loss_context_manager():
-            model.eval()
-            inputs = self._prepare_inputs({**micro_batch})
-            loss: Tensor = self.compute_loss(_inner(model), inputs, num_items_in_batch=number)
+    def _loss_in_eval(self, micro_batch: Any, number: Any) -> Tensor:
+        with kept([self.model_wrapped]):
+            self.model_wrapped.eval()
+            return self._loss_of({**micro_batch}, number)
+
+    def _loss_of(self, batch: Any, number: Any) -> Tensor:
+        """The loss without a graph, by this rank alone."""
+        model = self.model_wrapped
+        inner = model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
+        with torch.no_grad(), self._alone(), self.compute_loss_context_manager():
+            loss: Tensor = self.compute_loss(inner, self._prepare_inputs(batch), num_items_in_batch=number)
         return loss
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Counts and losses of one micro-batch on one rank, which the window weighs."""
-        args = self.args
-        before, args.average_tokens_across_devices = args.average_tokens_across_devices, False
+    def _alone(self) -> Any:
+        """A context for counts and losses of one micro-batch on one rank, which the window weighs."""
         self.current_gradient_accumulation_steps = 1
-        try:
-            yield
-        finally:
-            args.average_tokens_across_devices = before
+        return patch.object(self.args, "average_tokens_across_devices", False)
 
     def _refuse(self) -> None:
         args = self.args
@@ -266,10 +252,6 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
                 f"AccumulatingTrainer with {refused[0]} is not supported; use one process per device with DDP or FSDP, "
                 "or write the loop with Accelerate and an Accumulator"
             )
-
-
-def _inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model  # whose forward may communicate
 
 
 @final
