@@ -202,37 +202,27 @@ def _carried(
 def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.device) -> tuple[list[Tensor], int, int]:
     """All ranks' representations, ready for a loss; where this rank's begin; a common seed."""
     joined = [torch.cat(parts) for parts in zip(*encoded, strict=True)]
-    everyone = peers.gather_objects(([(one.dtype, tuple(one.shape)) for one in joined], torch.initial_seed()))
-    kinds = [kind for kind, _ in everyone]
-    if len({len(kind) for kind in kinds if kind}) > 1:
-        raise DistaccumError(f"encode() gave the ranks {list(map(len, kinds))} representations, expected as many")
-    owns = [one.contiguous().reshape(-1).view(torch.uint8) for one in joined]  # bytes, for one collective
-    sizes = [[math.prod(shape) * dtype.itemsize for dtype, shape in kind] for kind in kinds]
-    nothing = torch.empty(0, dtype=torch.uint8, device=device)
-    packed = _gather_bytes(peers, torch.cat([nothing, *owns]), [sum(of_rank) for of_rank in sizes])
-    split = zip(map(torch.split, packed, sizes), kinds, strict=True)
-    by_rank = [
-        [piece.clone().view(dtype).view(shape) for piece, (dtype, shape) in zip(pieces, kind, strict=True)]
-        for pieces, kind in split
-        if kind
-    ]
-    whole = [torch.cat(parts) for parts in zip(*by_rank, strict=True)]
-    start = sum(kind[0][1][0] for kind in kinds[: peers.rank] if kind)
-    return [one.requires_grad_(_has_gradient(one)) for one in whole], start, everyone[0][1]
-
-
-def _gather_bytes(peers: Peers, packed: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The bytes of all ranks, whose numbers may differ; one collective."""
-    if peers.group is None:
-        return [packed]
-    longest = max(sizes)
-    padded = torch.cat([packed, packed.new_zeros(longest - len(packed))])
-    rows = packed.new_empty(peers.num_ranks * longest)
-    # Offloaded parameters leave numbers on the host, which the device's group cannot send.
-    group = peers.host_group if packed.device.type == "cpu" else peers.group
-    with in_contact():
-        dist.all_gather_into_tensor(rows, padded, group=group)
-    return [rows[i * longest :][:size] for i, size in enumerate(sizes)]
+    kinds = [(one.dtype, tuple(one.shape[1:])) for one in joined]
+    everyone = peers.gather_objects((kinds, len(joined[0]) if joined else 0, torch.initial_seed()))
+    lengths, given = [length for _, length, _ in everyone], [kinds for kinds, length, _ in everyone if length]
+    if any(kinds != given[0] for kinds in given):
+        raise DistaccumError(
+            f"encode() gave the ranks {given} representations, expected as many, with rows of one kind"
+        )
+    sizes = [math.prod(shape) * dtype.itemsize for dtype, shape in given[0]]
+    rows = torch.zeros(max(lengths), sum(sizes), dtype=torch.uint8, device=device)  # bytes, for one collective
+    for columns, one in zip(torch.split(rows, sizes, 1), joined, strict=False):
+        columns[: len(one)] = one.reshape(len(one), math.prod(one.shape[1:])).view(torch.uint8)
+    if peers.group is not None:
+        of_ranks = rows.new_empty(peers.num_ranks * len(rows), rows.shape[1])
+        # Offloaded parameters leave numbers on the host, which the device's group cannot send.
+        group = peers.host_group if device.type == "cpu" else peers.group
+        with in_contact():
+            dist.all_gather_into_tensor(of_ranks, rows, group=group)
+        rows = torch.cat([one[:length] for one, length in zip(torch.split(of_ranks, len(rows)), lengths, strict=True)])
+    copies = [columns.clone(memory_format=torch.contiguous_format).flatten() for columns in torch.split(rows, sizes, 1)]
+    whole = [one.view(dtype).view(len(rows), *shape) for one, (dtype, shape) in zip(copies, given[0], strict=True)]
+    return [one.requires_grad_(_has_gradient(one)) for one in whole], sum(lengths[: peers.rank]), everyone[0][-1]
 
 
 def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:
