@@ -12,7 +12,6 @@ import operator
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -172,26 +171,6 @@ NUM_PLAIN = len(RankReport._fields) - 1  # fields that are one number
 FAILED_AT = RankReport._fields.index("failed")  # its place in a row
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Knowledge that all ranks share of a window before its first backward."""
-
-    counts: dict[str, float]  # the global denominators
-    num_counted: tuple[int, ...]  # micro-batches by rank
-    all_terms: bool  # no rank leaves a term out of any backward
-    all_terms_in_last: bool  # no rank leaves one out of its last
-    has_stand_in: tuple[bool, ...]  # by rank: holds a micro-batch from an earlier window, to stand in with
-    epoch_over: bool  # no rank drew anything
-    no_more_after: bool  # no rank has more
-    agrees: bool  # ranks agree before they reduce
-    reduce_afterwards: bool  # the engine reduces after the last backward, when all ranks have succeeded
-    largest: int  # samples in a micro-batch of any rank, where they were cut
-    largest_sample: int  # numbers in a sample of it
-    is_empty: bool  # no micro-batch has anything that counts, so there is no update
-    uneven: bool  # ranks have different numbers of micro-batches
-    some_rank_is_dry: bool
-
-
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
 AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "update": ("the update's index", int, "load the same state, and ask for as many windows"),
@@ -200,32 +179,30 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 }
 
 
-def make_plan(names: Sequence[str], rows: Sequence[Sequence[float]]) -> Plan:
-    """The plan that follows from all ranks' reports; an error where they contradict each other."""
-    reports = list(map(RankReport.from_row, rows))
-    by_rank: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]  # of each field, all ranks'
-    for name, (what, say, cure) in AGREED.items() if len(reports) > 1 else ():
-        values = getattr(by_rank, name)
-        if len(set(values)) > 1:
-            seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))
-            raise DistaccumError(
-                f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
-            )
-    totals = zip(names, zip(*by_rank.totals, strict=True), strict=True)
-    counts, numbers = {name: as_int_if_whole(sum(total)) for name, total in totals}, by_rank.num_counted
-    return Plan(
-        counts=counts,
-        num_counted=numbers,
-        all_terms=all(by_rank.all_terms),
-        all_terms_in_last=all(by_rank.all_terms_in_last),
-        has_stand_in=by_rank.has_stand_in,
-        epoch_over=not any(by_rank.num_drawn),
-        no_more_after=all(by_rank.no_more_after),
-        agrees=any(by_rank.agrees),
-        reduce_afterwards=any(by_rank.reduce_afterwards),
-        largest=max(by_rank.largest),
-        largest_sample=max(by_rank.largest_sample),
-        is_empty=not (any(numbers) and any(counts.values())),
-        uneven=min(numbers) != max(numbers),
-        some_rank_is_dry=min(numbers) == 0,
-    )
+class Plan:
+    """Knowledge that all ranks share of a window before its first backward: what follows from the rows of all."""
+
+    def __init__(self, names: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
+        """Raises where they contradict each other."""
+        of_ranks: Any = RankReport(*zip(*map(RankReport.from_row, rows), strict=True))  # type: ignore[arg-type]
+        for name, (what, say, cure) in AGREED.items() if len(rows) > 1 else ():
+            values = getattr(of_ranks, name)
+            if len(set(values)) > 1:
+                seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))
+                raise DistaccumError(
+                    f"ranks disagree on {what} ({seen}), expected the same everywhere; {cure} on every rank"
+                )
+        totals = zip(names, zip(*of_ranks.totals, strict=True), strict=True)
+        self.counts = {name: as_int_if_whole(sum(total)) for name, total in totals}  # the global denominators
+        numbers: tuple[int, ...] = of_ranks.num_counted
+        self.num_counted = numbers  # micro-batches by rank
+        self.is_empty = not (any(numbers) and any(self.counts.values()))  # nothing counts, so there is no update
+        self.uneven, self.some_rank_is_dry = min(numbers) != max(numbers), min(numbers) == 0
+        self.all_terms = all(of_ranks.all_terms)  # no rank leaves a term out of any backward
+        self.all_terms_in_last = all(of_ranks.all_terms_in_last)  # or out of its last
+        self.has_stand_in: tuple[bool, ...] = of_ranks.has_stand_in  # by rank
+        self.epoch_over, self.no_more_after = not any(of_ranks.num_drawn), all(of_ranks.no_more_after)
+        self.agrees = any(of_ranks.agrees)  # ranks agree before they reduce
+        self.reduce_afterwards = any(of_ranks.reduce_afterwards)  # after the last backward, when all have succeeded
+        self.largest = max(of_ranks.largest)  # samples in a micro-batch of any rank, where they were cut
+        self.largest_sample = max(of_ranks.largest_sample)  # numbers in a sample of it

@@ -17,7 +17,6 @@ from .law import (
     Plan,
     all_or_none,
     in_short,
-    make_plan,
     shorten,
 )
 from .ranks import Rows
@@ -76,7 +75,7 @@ class Planner:
         rows = [draw.report.to_row()] if engine.peers.is_alone else self._gathered(draw, wait())
         if draw.error is not None:  # this process is alone; else it was raised with the others'
             draw.raise_error()
-        plan = make_plan(tuple(SUM if manner.is_sum else job.config.reductions), rows)
+        plan = Plan(tuple(SUM if manner.is_sum else job.config.reductions), rows)
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
