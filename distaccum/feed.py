@@ -23,6 +23,8 @@ from .private import own_version_of
 from .ranks import Owed, Rows
 
 NUM_ELEMENTS = 64  # of each tensor of a loop's first item, which are compared
+# A tensor, the number of torch's writes to it, and elements, to which numpy and others write without torch's knowledge.
+Look = tuple[Tensor, int | None, bytes]
 
 
 class Position(NamedTuple):
@@ -41,33 +43,10 @@ class Draw:
     substitute: Micro | None  # the last of them with a count for each name: what this rank can stand in with
     error: Exception | None  # of drawing or counting, until the other ranks have the report
 
-    def raise_error(self) -> None:
-        error, self.error = self.error, None
-        if error is not None:
-            self.micros = []
-            try:
-                raise error
-            finally:
-                del error  # or its traceback would keep itself
-
-
-@final
-class Given:
-    """Micro-batches that the caller has, or that a batch is cut into."""
-
-    communicates = False
-
-    def __init__(self, job: Job, make: Make, manner: Manner) -> None:
-        self._job, self._make, self._manner = job, make, manner
-
-    def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
-        found = draw(self._job, self._make, index, self._manner)
-        return found, self._job.engine.peers.post(found.report.to_row())
-
-    def accept(self, draw: Draw, *, ahead: bool) -> None: ...
-
-    @staticmethod  # a window keeps it, and shall not keep what it was made of
-    def pace(index: int, micro_step: int, num_micro_steps: int) -> None: ...
+    def take_error(self) -> Exception | None:
+        """Lets the error go, and the micro-batches, which its traceback would keep."""
+        error, self.error, self.micros = self.error, None, []
+        return error
 
 
 @final
@@ -196,7 +175,7 @@ class Reader:
         self._drawn: list[Any] = []
         self._position = position  # before the first of these
         self._is_fresh = True
-        self._first: _First | None = None  # item, until one of the next window was drawn
+        self._first: tuple[Any, list[Look]] | None = None  # item, as it was, until one of the next window was drawn
         self._error: Exception | None = None  # after these
         self._has_ended = False
 
@@ -215,7 +194,7 @@ class Reader:
             except Exception as error:  # raised where its window is asked for, on all ranks
                 self._error = error
             if self._is_fresh and self._drawn:
-                self._first, self._is_fresh = _First(self._drawn[0]), False
+                self._first, self._is_fresh = (self._drawn[0], _look_at(self._drawn[0])), False
 
     @property
     def holds_any(self) -> bool:
@@ -232,15 +211,32 @@ class Reader:
         """The first `num` items, or as many as there are; they stay until `use`."""
         if self._error is not None and len(self._drawn) < num:
             raise self._error
-        if len(self._drawn) > 1 and self._first is not None:
-            self._first.refuse_change()
+        if len(self._drawn) > 1:
+            self._refuse_reuse()
         return self._drawn[:num]
 
     def settle_reuse(self) -> None:
         """Looks for the last time, before the loop gets the first item: one of the next window was drawn since then."""
-        if self._first is not None:
-            self._first.refuse_change()
+        self._refuse_reuse()
         self._first = None
+
+    def _refuse_reuse(self) -> None:
+        """Raises if the first item was written to since it was drawn.
+
+        A loader that fills one buffer again, or several in turn, comes back to that of the first before any other.
+        """
+        if self._first is None:
+            return
+        item, before = self._first
+        now = _look_at(item)
+        if len(now) != len(before) or not all(
+            a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, before, strict=True)
+        ):
+            raise DistaccumError(
+                "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
+                "and a window draws its micro-batches before it runs; expected memory of its own for each: yield "
+                "copies, by tensor.clone(), array.copy() or dict(batch)"
+            )
 
     def use(self, num: int) -> Position | None:
         """Lets the first `num` items go; returns where the loader stood before them."""
@@ -286,16 +282,12 @@ class Reader:
         return iterator
 
 
-@final
-class Left:
-    """An iterator that was left, and what was drawn of it. It is not asked for again when the caller lets it go."""
-
-    def __init__(self, loader: Any, reader: Reader) -> None:
-        self.reader, self.is_weak = reader, True
-        try:
-            self.loader: Callable[[], Any] = weakref.ref(loader)
-        except TypeError:  # as of a list's iterator
-            self.loader, self.is_weak = lambda: loader, False
+def held(iterator: Any) -> Callable[[], Any]:
+    """A reference to an iterator that was left, of which no more is asked when the caller lets it go."""
+    try:
+        return weakref.ref(iterator)
+    except TypeError:  # as of a list's iterator
+        return lambda: iterator
 
 
 def all_of(micro_batches: Any) -> list[Any]:
@@ -307,45 +299,16 @@ def all_of(micro_batches: Any) -> list[Any]:
     return reader.peek(sys.maxsize)
 
 
-@final
-class _First:
-    """A loop's first item, as it was when it was drawn.
-
-    A loader that fills one buffer again, or several in turn, comes back to that of the first before any other.
-    """
-
-    def __init__(self, item: Any) -> None:
-        self._item, self._before = item, _look_at(item)
-
-    def refuse_change(self) -> None:
-        now, before = _look_at(self._item), self._before
-        if len(now) != len(before) or not all(map(_Seen.is_as, now, before)):
-            raise DistaccumError(
-                "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
-                "and a window draws its micro-batches before it runs; expected memory of its own for each: yield "
-                "copies, by tensor.clone(), array.copy() or dict(batch)"
-            )
-
-
-class _Seen(NamedTuple):
-    tensor: Tensor
-    version: int | None  # counts torch's writes
-    elements: bytes  # numpy and other libraries write without torch's knowledge
-
-    def is_as(self, other: _Seen) -> bool:
-        return self.tensor is other.tensor and self[1:] == other[1:]
-
-
-def _look_at(item: Any) -> list[_Seen]:
+def _look_at(item: Any) -> list[Look]:
     """The tensors of an item as they are now; nothing is read from a device."""
-    found: list[_Seen] = []
+    found: list[Look] = []
     for _, tensor in tensors_in(item):
         elements = b""
         if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
             some = tensor.detach().reshape(-1)[:: -(-tensor.numel() // NUM_ELEMENTS)]
             packed = some.clone(memory_format=torch.contiguous_format)
             elements = bytes(packed.view(torch.uint8).tolist())  # as bytes NaN equals itself
-        found.append(_Seen(tensor, own_version_of(tensor), elements))
+        found.append((tensor, own_version_of(tensor), elements))
     return found
 
 

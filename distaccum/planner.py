@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, final
 
 from .batches import Make
 from .cutting import Batch
-from .feed import Ahead, Draw, Given, Left, Position, Reader, num_items
+from .feed import Ahead, Draw, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import (
@@ -31,7 +31,7 @@ class Planner:
         self.job = job
         self._window: weakref.ref[Window] | None = None  # the last one
         self.feed: Ahead | None = None  # of the loop over windows(), or of one that was left
-        self._left: list[Left] = []  # iterators that were left
+        self._left: list[tuple[Callable[[], Any], Reader]] = []  # iterators that were left, and what was drawn of them
         self.position: Position | None = None  # of the next loader, of a state that was loaded
         self._guard()
 
@@ -61,38 +61,42 @@ class Planner:
 
     def plan(self, make: Make, manner: Manner = LOOP) -> Window:
         """The window of the micro-batches that `make` gives for an update."""
-        return self.plan_from(Given(self.job, make, manner), manner)
+        self._begin()
+        found = draw(self.job, make, self.job.index, manner)
+        return self._window_of(found, self.job.engine.peers.post(found.report.to_row()), manner)
 
-    def plan_from(self, feed: Given | Ahead, manner: Manner = LOOP) -> Window:
-        """Draws a window, exchanges reports with the other ranks, and returns it."""
+    def _plan_from(self, feed: Ahead) -> Window:
+        self._begin()
+        found, wait = feed.draw(self.job.index)
+        if feed.communicates and not found.report.num_drawn:
+            # The others wait for this rank in the loader, where they cannot hear of an error.
+            all_or_none((), found.take_error(), "")
+        window = self._window_of(found, wait, LOOP, feed.pace)
+        feed.accept(found, ahead=not window.plan.no_more_after and not window.plan.epoch_over)
+        return window
+
+    def _begin(self) -> None:
         self.make_way()
-        job, engine = self.job, self.job.engine
-        for one in job.adapters:
+        for one in self.job.adapters:
             one.begin()
-        draw, wait = feed.draw(job.index)
-        if draw.error is not None and not draw.report.num_drawn and feed.communicates:
-            draw.raise_error()  # the others wait for this rank in the loader, where they cannot hear of it
-        rows = [draw.report.to_row()] if engine.peers.is_alone else self._gathered(draw, wait())
-        if draw.error is not None:  # this process is alone; else it was raised with the others'
-            draw.raise_error()
-        plan = Plan(tuple(SUM if manner.is_sum else job.config.reductions), rows)
+
+    def _window_of(
+        self, found: Draw, wait: Callable[[], Rows], manner: Manner, pace: Callable[[int, int, int], None] | None = None
+    ) -> Window:
+        """The window that follows from the rows of all ranks, if none has failed."""
+        job, engine, rows = self.job, self.job.engine, wait()
+        if any(row[FAILED_AT] for row in rows):
+            failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
+            why = "rank {ranks} could not plan this window ({why}); no gradient was touched"
+            all_or_none(failed, found.take_error(), why)
+        names = tuple(SUM if manner.is_sum else job.config.reductions)
+        plan = Plan(names, engine.peers.combine(rows, job.config.counts.values()))
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
-        substitute = draw.substitute or job.substitute
-        window = Window(job, plan, draw.micros, substitute, manner, feed.pace)
+        window = Window(job, plan, found.micros, found.substitute or job.substitute, manner, pace)
         self._window = weakref.ref(window)
-        feed.accept(draw, ahead=not plan.no_more_after and not plan.epoch_over)
         return window
-
-    def _gathered(self, draw: Draw, rows: Rows) -> Rows:
-        """The rows of all ranks, if none has failed."""
-        peers = self.job.engine.peers
-        if any(row[FAILED_AT] for row in rows):
-            failed = peers.gather_objects(draw.error and in_short(draw.error), everyone=True)
-            draw.raise_error()
-            all_or_none(failed, None, "rank {ranks} could not plan this window ({why}); no gradient was touched")
-        return peers.combine(rows, self.job.config.counts.values())
 
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it, as the error says."""
@@ -146,7 +150,7 @@ class Planner:
         was_left = False
         try:
             while True:
-                window = self.plan_from(feed)
+                window = self._plan_from(feed)
                 feed.window = self._window
                 if window.plan.epoch_over:
                     return
@@ -163,19 +167,20 @@ class Planner:
         finally:
             feed.leave()
             if reader.is_of_iterator and reader.holds_any:
-                left = Left(loader, reader)  # of those that are held here, the last alone
-                self._left[:] = [*(one for one in self._left if one.is_weak or left.is_weak), left]
+                left = held(loader)
+                if not isinstance(left, weakref.ref):  # of those that are held here, the last alone
+                    self._left = [one for one in self._left if isinstance(one[0], weakref.ref)]
+                self._left.append((left, reader))
             if self.feed is feed and not (was_left and reader.tells_state):  # else a state that comes now says where
                 self.feed = None
 
     def _reader_of(self, loader: Any) -> Reader:
         """The one that an iterator was left with, or a new one, from the position of a loaded state."""
-        self._left[:] = [one for one in self._left if one.loader() is not None]
-        for one in self._left:
-            if one.loader() is loader:
-                self._left.remove(one)
-                one.reader.resume(loader)
-                return one.reader
+        readers = [reader for of, reader in self._left if of() is loader]
+        self._left = [one for one in self._left if one[0]() is not None and one[0]() is not loader]
+        for reader in readers:
+            reader.resume(loader)
+            return reader
         tells_state = hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict")
         tells_state = tells_state and all(one.tells_state(loader) for one in self.job.adapters)
         position, self.position = self.position, None
