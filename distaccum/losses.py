@@ -147,37 +147,29 @@ class Losses:
         given, self._given = self._given, set()
         return [name for name, n in zip(self._names, counts, strict=True) if n and given and name not in given]
 
-    def numbers(self) -> list[float] | None:
-        """This rank's losses by name, weighted; None where they are on a device."""
-        totals = dict.fromkeys(self._names, 0.0)
-        for _, (name, share, loss) in self._terms:
-            if isinstance(loss, Tensor):
-                return None
-            totals[name] += share * loss
-        return None if self.of_pairs is not None else list(totals.values())
-
-    def sums(self) -> Tensor:
-        """Like `numbers`, on the device: the ranks add them up for the record."""
+    def totals(self) -> list[Loss]:
+        """This rank's losses by name, weighted; numbers where they are on the host."""
         if self.of_pairs is not None:
             whole, part = self.of_pairs
-            return whole.to(self._device, self._wide).reshape(1) * part
-        numbers = self.numbers()
-        if numbers is not None:
-            return torch.stack([self._on_device(number) for number in numbers])
-        return torch.stack([self._sum_of(name) for name in self._names])
+            return [whole.to(self._device, self._wide) * part]
+        found: dict[str, Any] = dict.fromkeys(self._names, 0.0)
+        on_device: dict[str, list[tuple[float, Tensor]]] = {}
+        for _, (name, share, loss) in self._terms:
+            if isinstance(loss, Tensor):
+                on_device.setdefault(name, []).append((share, loss))
+            else:
+                found[name] += share * loss
+        for name, terms in on_device.items():
+            first, losses = terms[0][0], [loss for _, loss in terms]
+            if any(share != first for share, _ in terms):  # a kernel each, and no shares that are sent to the device
+                first, losses = 1.0, [loss * share for share, loss in terms]
+            total = torch.stack(losses).sum(dtype=self._wide).to(self._device) * first
+            found[name] = total + found[name] if found[name] else total
+        return list(found.values())
 
-    def _sum_of(self, name: str) -> Tensor:
-        found = [(share, loss) for _, (of, share, loss) in self._terms if of == name]
-        if not found:
-            return self._on_device(0.0)
-        losses = [loss if isinstance(loss, Tensor) else self._on_device(loss) for _, loss in found]
-        first = found[0][0]
-        if all(share == first for share, _ in found):
-            total = torch.stack(losses).sum(dtype=self._wide) * first
-        else:  # a kernel each, and no shares that are sent to the device
-            weighted = [one * share for one, (share, _) in zip(losses, found, strict=True)]
-            total = torch.stack(weighted).sum(dtype=self._wide)
-        return total.to(self._device)
+    def sums(self) -> Tensor:
+        """Like `totals`, on the device: the ranks add them up for the record."""
+        return torch.stack([self._on_device(one) for one in self.totals()])
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         """The number of the first micro-batch with a loss (or representation) that is not finite, and its value."""
@@ -210,9 +202,9 @@ class Record:
         """`flags` of overflow on this rank; None: there is no scaler."""
         self.sums: dict[str, Tensor] = {}  # of numbers, by the extension's key
         self._sending: Any = None
-        is_ready = flags is None and peers.is_alone and not numbers
-        self._losses: Tensor | list[float] | None = losses.numbers() if is_ready else None
-        if self._losses is not None:
+        self._losses: Tensor | list[Loss] = []
+        if flags is None and peers.is_alone and not numbers:
+            self._losses = losses.totals()
             return
         own = losses.sums()
         pieces = [own, *(one.to(own) for one in numbers.values())]
@@ -231,7 +223,7 @@ class Record:
     def losses(self) -> list[float]:
         """The losses by name over all ranks, which it waits for, times the engine's divisor."""
         self.wait()
-        return self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses or []
+        return self._losses.tolist() if isinstance(self._losses, Tensor) else list(map(float, self._losses))
 
     def overflows(self, peers: Peers) -> Tensor:
         """The number of ranks whose gradients overflowed, the same on all."""
