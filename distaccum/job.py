@@ -82,14 +82,6 @@ class Manner:
 LOOP = Manner()
 
 
-@dataclass
-class Trace:
-    """A note of a window that holds gradients: nobody may take them for those of the next if it is dropped."""
-
-    update: int  # its index
-    lacks_step: bool = False  # its loop is complete
-
-
 @final
 class Job:
     """Everything that the windows of an Accumulator share."""
@@ -138,7 +130,8 @@ class Job:
         self.index = 0  # of the next update
         self.skipped = 0  # updates in a row
         self.num_contrasts = 0  # that ended well in this process
-        self.trace: Trace | None = None  # of the window that is open
+        # An open window has gradients, which nobody may take for those of the next if it is dropped; its loop is over.
+        self.holds_gradients = self.lacks_step = False
         self.fit: Any = None  # what update() learned of sizes (runs/sizes.py)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.substitute: Micro | None = None  # of a window whose gradient was finite, to stand in with

@@ -105,7 +105,7 @@ class Planner:
         if window is None or window.stage in OVER:
             return
         if window.stage in OPEN and not window.may_be_dropped:
-            window.may_be_dropped, window.trace.lacks_step = True, False
+            window.may_be_dropped, self.job.lacks_step = True, False
             raise DistaccumError(
                 f"another window was requested while one is {window.describe()}; finish its loop and call its "
                 "step(), or discard() it (a second request discards it)"
@@ -114,15 +114,15 @@ class Planner:
 
     def forget(self, *, warns: bool = True) -> None:
         """Clears what a window left that was dropped while it held gradients."""
-        trace = self.job.trace
-        if trace is None or self.window is not None:
+        job = self.job
+        if not job.holds_gradients or self.window is not None:
             return
-        self.job.engine.clear(self.job.parameters())  # Ctrl-C may have come while the window was discarded
-        self.job.trace = None
-        if trace.lacks_step and warns:
-            self.job.once(
+        job.engine.clear(job.parameters())  # Ctrl-C may have come while the window was discarded
+        job.holds_gradients = False
+        if job.lacks_step and warns:
+            job.once(
                 "forgotten",
-                f"the window of update {trace.update} was dropped between its loop and its step(), so its gradients "
+                f"the window of update {job.index} was dropped between its loop and its step(), so its gradients "
                 "were discarded and nothing was learned from them; call window.step() after the loop, or discard() to "
                 "give a window up",
             )
@@ -158,7 +158,7 @@ class Planner:
                     yield window
                 except GeneratorExit:
                     window.may_be_dropped = was_left = True
-                    window.trace.lacks_step = False
+                    job.lacks_step = job.lacks_step and self.window is not window
                     raise
                 if window.plan.no_more_after:
                     if self.window is window:  # else the caller has planned another

@@ -158,11 +158,6 @@ class Peers:
 
     # Failures
 
-    def translate_lost(self, error: RuntimeError) -> None:
-        """Raises LostRanksError in the place of a collective's error about a rank that is gone."""
-        if self.group is not None:
-            _raise_if_lost(error)
-
     def tell(self, error: Exception) -> None:
         """Logs an error of a loader, a count or `update()`, which this rank keeps until the others can hear of it."""
         if not self.is_alone:
@@ -186,13 +181,14 @@ def in_contact() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        _raise_if_lost(error)
+        raise_if_lost(error)
         raise
 
 
-def _raise_if_lost(error: RuntimeError) -> None:
-    # Not of an error that quotes one.
-    if not isinstance(error, DistaccumError) and (isinstance(error, dist.DistBackendError) or LOST.search(str(error))):
+def raise_if_lost(error: RuntimeError) -> None:
+    """Raises LostRanksError if this is a collective's error about a rank that is gone, and none that quotes one."""
+    is_own = isinstance(error, DistaccumError) or not dist.is_initialized()
+    if not is_own and (isinstance(error, dist.DistBackendError) or LOST.search(str(error))):
         raise LostRanksError(
             f"rank {dist.get_rank()} lost contact with the other ranks: one has died, failed, or exceeded the process "
             f"group's timeout ({in_short(error)}). The group cannot be used any more; start all ranks again, from a "

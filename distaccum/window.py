@@ -27,11 +27,12 @@ from .guard import (
     refuse_unfinished,
     untouched_statistics,
 )
-from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper, Trace
+from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
 from .nonfinite import judge, judge_loss
 from .norms import EPSILON, clip
+from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, unscale
 from .update import Update
 
@@ -87,7 +88,6 @@ class Window(Generic[Batch]):
         self.counts_here = Counts()  # of the micro-batch that the loop has
         self.has_more_parts = False  # of parts() or heads()
         self.may_be_dropped = False  # another window may discard this one without an error
-        self.trace = Trace(self.index)
         self._job, self._engine, self._num_own = job, job.engine, len(micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
         self._pace = pace  # draws a part of the next window
@@ -161,7 +161,7 @@ class Window(Generic[Batch]):
                 give_up(self, TAMPERED)
             if not self.plan.is_empty:
                 self._finish()
-            self.stage, self.trace.lacks_step = Stage.COMPLETE, not self.plan.is_empty
+            self.stage, self._job.lacks_step = Stage.COMPLETE, not self.plan.is_empty
         finally:
             if self.stage is not Stage.COMPLETE:
                 self.discard()
@@ -178,7 +178,7 @@ class Window(Generic[Batch]):
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
         job, engine = self._job, self._engine
-        self.stage, job.trace = Stage.RUNNING, self.trace
+        self.stage, job.holds_gradients, job.lacks_step = Stage.RUNNING, True, False
         try:
             if torch.is_inference_mode_enabled():  # what is made in it could not be written to outside
                 raise DistaccumError("a window inside torch.inference_mode(), which trains nothing; leave that mode")
@@ -240,7 +240,7 @@ class Window(Generic[Batch]):
             outputs = call(*given)
         except RuntimeError as error:
             if self._engine.lockstep or self._engine.will_reduce(may_reduce):
-                self._engine.peers.translate_lost(error)
+                raise_if_lost(error)
             raise
         for heard in self._hooks.after_backward:
             heard(self)
@@ -256,11 +256,11 @@ class Window(Generic[Batch]):
         try:
             engine.finish()
         except RuntimeError as error:
-            engine.peers.translate_lost(error)
+            raise_if_lost(error)
             raise
         self._tamper.complete()
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
-        if looks and not look_at(engine, self.parameters).finite:
+        if looks and not look_at(engine, self.parameters)[0]:
             judge(engine, self.losses, self.parameters, "gradient", "raise")
         for give in self._hooks.numbers:
             if (found := give(self)) is not None:
@@ -329,7 +329,8 @@ class Window(Generic[Batch]):
             raise DistaccumError(
                 f"step() on a window that is {self.describe()}; step once, after the loop over its micro-batches"
             )
-        job, self.trace.lacks_step = self._job, False
+        job = self._job
+        job.lacks_step = False
         due = job.schedules_due() if job.schedulers else []
         if job.steps and self._tamper.is_cleared():
             give_up(self, "gradients were cleared between the window's loop and its step()")
@@ -435,7 +436,7 @@ class Window(Generic[Batch]):
         self.micros, self.substitute, self.at_work = [], None, None
         self.losses.clear()
         self._tamper.clear()
-        self._job.trace = None
+        self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:
         """Tells all extensions; twice is no harm."""

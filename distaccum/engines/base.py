@@ -297,31 +297,23 @@ def is_zero(gradients: Sequence[Tensor]) -> bool:
     return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
 
 
-class Look(NamedTuple):
-    finite: bool  # every element
-    norm: Tensor | None
-    read: float = math.inf  # the norm, where it was read
-
-
-def look_at(engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None) -> Look:
-    """Takes the norm, and tells whether every element is finite; reads one number, usually after one pass."""
-    # On a CPU the largest element takes eighteen times as long as the norm.
-    read = _read_norm(engine, parameters) if norm is None else number_of(norm)
+def look_at(
+    engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None
+) -> tuple[bool, Tensor | None, float]:
+    """Returns whether every element is finite, the norm, and it as a number; reads one, usually after one pass."""
+    # On a CPU the largest element takes eighteen times as long as the norm, and kernels that add norms up take longer
+    # than the norms.
+    gradients = [p.grad for p in parameters if p.grad is not None] if norm is None else []
+    is_own = type(engine).norm is Engine.norm and type(engine).shards is Engine.shards and engine.norm_in is None
+    if norm is None and is_own and all(map(_is_plain, gradients)):
+        read = math.hypot(*map(number_of, norms_of(gradients, 2.0)))
+    else:
+        read = number_of(engine.norm(parameters) if norm is None else norm)
     if math.isfinite(read):
-        return Look(True, norm, read)
+        return True, norm, read
     largest = engine.norm(parameters, math.inf)  # a sum of squares can overflow, this cannot
     is_finite = math.isfinite(number_of(largest))
-    return Look(is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm)
-
-
-def _read_norm(engine: Engine, parameters: Sequence[nn.Parameter]) -> float:
-    """The norm as a number: on the host, kernels that add norms up would cost more than the norms."""
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    is_own = type(engine).norm is Engine.norm and type(engine).shards is Engine.shards and engine.norm_in is None
-    if is_own and all(map(_is_plain, gradients)):
-        return math.hypot(*map(number_of, norms_of(gradients, 2.0)))
-    read: float = number_of(engine.norm(parameters))
-    return read
+    return is_finite, largest * engine.norm(parameters, 2.0, largest) if is_finite else norm, math.inf
 
 
 def _is_plain(one: Tensor) -> bool:
