@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.amp import GradScaler
 
+from .engines import Engine
 from .job import Counts, Job, Micro
 from .law import Reduction, share_of
 from .norms import HALF, number_of
@@ -193,17 +194,20 @@ class Losses:
 @final
 class Record:
     """Losses by name, numbers of extensions, and with a scaler whether gradients overflowed: ranks add them up at a
-    step, while nobody waits.
+    step, while nobody waits. An Update keeps it.
     """
 
     def __init__(
-        self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, peers: Peers
+        self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, engine: Engine
     ) -> None:
         """`flags` of overflow on this rank; None: there is no scaler."""
+        self.norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
+        self.read = math.inf  # it, where the step has read it
+        self._divisor = engine.divisor
         self.sums: dict[str, Tensor] = {}  # of numbers, by the extension's key
         self._sending: Any = None
         self._losses: Tensor | list[Loss] = []
-        if flags is None and peers.is_alone and not numbers:
+        if flags is None and engine.peers.is_alone and not numbers:
             self._losses = losses.totals()
             return
         own = losses.sums()
@@ -214,16 +218,17 @@ class Record:
         self._values = torch.cat(pieces) if len(pieces) > 1 else own
         self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
         self.sums = dict(zip(numbers, others, strict=False))
-        self._sending = peers.sum(self._values)
+        self._sending = engine.peers.sum(self._values)
 
     def wait(self) -> None:
         if self._sending is not None:
             self._sending.wait()
 
     def losses(self) -> list[float]:
-        """The losses by name over all ranks, which it waits for, times the engine's divisor."""
+        """The losses by name over all ranks, which it waits for."""
         self.wait()
-        return self._losses.tolist() if isinstance(self._losses, Tensor) else list(map(float, self._losses))
+        found = self._losses.tolist() if isinstance(self._losses, Tensor) else self._losses
+        return [float(one) / self._divisor for one in found]
 
     def overflows(self, peers: Peers) -> Tensor:
         """The number of ranks whose gradients overflowed, the same on all."""

@@ -35,16 +35,13 @@ class Update:
     seconds: float
     notes: dict[str, Any] = field(default_factory=dict, compare=False)
     _record: Record | None = field(default=None, compare=False)  # None where nothing counted
-    _divisor: float = field(default=1, compare=False)  # of the record's losses
-    _norm: Tensor | None = field(default=None, compare=False)
-    _read: float = field(default=math.inf, compare=False)  # the norm, where the step has read it
 
     @cached_property
     def losses(self) -> dict[str, float]:
         """The loss of each name over all ranks, the same on each; a mean or a sum, as its reduction says."""
         if self._record is None:
             return dict.fromkeys(self.counts, 0.0)
-        return {name: one / self._divisor for name, one in zip(self.counts, self._record.losses(), strict=True)}
+        return dict(zip(self.counts, self._record.losses(), strict=True))
 
     @cached_property
     def loss(self) -> float:
@@ -57,7 +54,7 @@ class Update:
 
         `max_norm=math.inf` measures it and clips nothing.
         """
-        return None if self._norm is None else float(self._norm)
+        return None if self._record is None or self._record.norm is None else float(self._record.norm)
 
     @cached_property
     def noise_scale(self) -> float | None:
@@ -71,7 +68,8 @@ class Update:
 
     def norm(self) -> Tensor | float | None:
         """The gradient's norm where the step took it, to clip or to see whether it is finite; reads nothing."""
-        return self._read if math.isfinite(self._read) else self._norm
+        record = self._record
+        return record and (record.read if math.isfinite(record.read) else record.norm)
 
     def summed(self, key: str) -> Tensor | None:
         """The sum over the ranks of an extension's `numbers`, which it waits for; None if there were none.
@@ -93,7 +91,7 @@ class Update:
     def __getstate__(self) -> dict[str, Any]:
         """Read numbers travel; a running reduction does not."""
         read = {name: getattr(self, name) for name in ("losses", "loss", "grad_norm", "noise_scale")}
-        return {**self.__dict__, **read, "_record": None, "_norm": None}
+        return {**self.__dict__, **read, "_record": None}
 
     def __repr__(self) -> str:
         return f"Update({', '.join(f'{name}={value!r}' for name, value in self.as_dict().items())})"

@@ -95,9 +95,6 @@ class Window(Generic[Batch]):
         self._is_first = True  # no backward ended yet
         self._has_stepped = False  # the weights have moved
         self._tamper = Tamper(job)
-        self._record: Record | None = None
-        self._norm: Tensor | None = None  # of the gradient before clipping, where it is wanted
-        self._read = math.inf  # it, where the look for what is not finite has read it
         self._started = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -335,7 +332,7 @@ class Window(Generic[Batch]):
         if job.steps and self._tamper.is_cleared():
             give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
-            reason = self._step()
+            reason, record = self._step()
             if reason is None and self._engine.lockstep:
                 job.substitute = self.substitute
             job.skipped = 0 if reason is None else job.skipped + 1
@@ -356,66 +353,57 @@ class Window(Generic[Batch]):
                 job.scaler.update(job.scaler.get_scale())  # it keeps to which optimizers it was shown
             job.step_schedules(due)
             raise
-        record, self._record = self._record, None
-        update = Update(
-            index=self.index,
-            counts=self.counts,
-            micro_batches=self._num_own,
-            stepped=reason is None,
-            reason=reason,
-            seconds=time.perf_counter() - self._started,
-            _record=record,
-            _divisor=self._engine.divisor,
-            _norm=None if job.config.max_norm is None else self._norm,
-            _read=self._read,
-        )
+        seconds = time.perf_counter() - self._started
+        update = Update(self.index, self.counts, self._num_own, reason is None, reason, seconds, {}, record)
         self._end(update)
         if job.skipped >= MOST_SKIPS:
             job.refuse_to_skip_on(reason)
         return update
 
-    def _step(self) -> str | None:
-        """Sums the record, unscales, judges, clips and steps; returns the reason not to step, the same on all ranks."""
+    def _step(self) -> tuple[str | None, Record | None]:
+        """Sums the record, unscales, judges, clips and steps.
+
+        Returns the reason not to step, the same on all ranks, and the record, if anything counted.
+        """
         job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
         if self.plan.is_empty:
-            return f"no {' and no '.join(self.counts)} in any micro-batch of any rank"
+            return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
-            self._record = Record(self.losses, self.numbers, None if scaler is None else [], engine.peers)
-            return None
+            return None, Record(self.losses, self.numbers, None if scaler is None else [], engine)
         flags = None if scaler is None else unscale(scaler, job.optimizers, self.losses.scale_stamp)
         stepped = [p for p in job.trained or self.parameters if p.grad is not None]
-        if config.max_norm is not None and "norm" not in engine.owns:
-            self._norm = engine.norm(stepped)
-        self._record = Record(self.losses, self.numbers, flags, engine.peers)
-        reason = None
+        norm = None if config.max_norm is None or "norm" in engine.owns else engine.norm(stepped)
+        record = Record(self.losses, self.numbers, flags, engine)
+        reason, read = None, math.inf
         if scaler is not None:
-            overflows = self._record.overflows(engine.peers)
+            overflows = record.overflows(engine.peers)
             note_overflow(scaler, job.optimizers, overflows)
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
-                judge_loss(engine, self.losses, self._record, self.parameters, config.on_nonfinite)
+                judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
         elif config.on_nonfinite != "ignore" and "norm" not in engine.owns:
-            finite, self._norm, self._read = look_at(engine, stepped, self._norm)
+            finite, norm, read = look_at(engine, stepped, norm)
             if not finite:
                 reason = judge(engine, self.losses, self.parameters, "gradient", config.on_nonfinite)
         if reason is None:
             reason = next((why for one in self._hooks.judge if (why := one(self)) is not None), None)
         if reason is None:
             most = None if "clip" in engine.owns else config.max_norm
-            if self._norm is not None and most is not None and self._read + EPSILON > most and not math.isinf(most):
-                clip([p.grad for p in stepped if p.grad is not None], most, self._norm)
+            if norm is not None and most is not None and read + EPSILON > most and not math.isinf(most):
+                clip([p.grad for p in stepped if p.grad is not None], most, norm)
             self.stage = Stage.STEPPING
             reason = engine.step(job.optimizers)
             self._has_stepped = reason is None
             if "norm" in engine.owns:  # it judged the gradient as it stepped
-                self._norm = None if config.max_norm is None else engine.norm(stepped)
+                norm = None if config.max_norm is None else engine.norm(stepped)
                 if reason is not None:
-                    judge_loss(engine, self.losses, self._record, self.parameters, config.on_nonfinite)
+                    judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
                     if config.on_nonfinite == "raise" and "scale" not in engine.owns:
                         judge(engine, self.losses, self.parameters, "gradient", "raise")
         if scaler is not None:
             scaler.update()
-        return reason
+        record.norm, record.read = None if config.max_norm is None else norm, read
+        return reason, record
 
     # The end
 
