@@ -23,11 +23,10 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .batches import Batches, cut_up
 from .cutting import Batch, Columns, Count, Names, count_samples
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
-from .feed import all_of
+from .feed import Batches, all_of, cut_up
 from .job import Job
 from .law import Reduction, Schedule
 from .options import BatchNorm, Config, OnNonfinite, by_name

@@ -6,9 +6,8 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, final
 
-from .batches import Make
 from .cutting import Batch
-from .feed import Ahead, Draw, Position, Reader, draw, held, num_items
+from .feed import Ahead, Draw, Make, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import (

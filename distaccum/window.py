@@ -22,6 +22,8 @@ from .guard import (
     Stage,
     clear_stale,
     give_up,
+    judge,
+    judge_loss,
     refuse_backward,
     refuse_copy,
     refuse_unfinished,
@@ -30,7 +32,6 @@ from .guard import (
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
-from .nonfinite import judge, judge_loss
 from .norms import EPSILON, clip
 from .ranks import raise_if_lost
 from .scaling import forget, note_overflow, unscale

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..batches import cut_up
 from ..cutting import Batch, Columns
 from ..extension import Extension
+from ..feed import cut_up
 from ..job import Job, Manner
 from ..law import DistaccumError, in_short, ranks_where
 from ..losses import refuse_loss

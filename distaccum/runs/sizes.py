@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..batches import Batches
 from ..cutting import each_entry, tensors_in
+from ..feed import Batches
 from ..job import BatchSizes, Job
 from ..law import whole_number
 

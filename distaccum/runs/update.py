@@ -10,14 +10,13 @@ from typing import Any, final
 
 from torch import Tensor
 
-from ..batches import Make, cut_up
 from ..cutting import Batch, Columns
 from ..engines import Engine
 from ..extension import Extension, hooks_of
-from ..guard import Stage
+from ..feed import Make, cut_up
+from ..guard import NonfiniteError, Stage
 from ..job import LOOP, Manner
 from ..law import DistaccumError, LostRanksError, all_or_none, in_short, ranks_where
-from ..nonfinite import NonfiniteError
 from ..planner import Planner
 from ..update import Update
 from ..window import Window

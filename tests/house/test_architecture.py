@@ -22,7 +22,7 @@ FLOORS = (
     "engines",
     "wrappers meshes",
     "options job",
-    "batches losses guard nonfinite",
+    "losses guard",
     "feed update",
     "window",
     "planner extension",

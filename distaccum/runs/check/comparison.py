@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ...batches import Batches, Make, cut_up
 from ...batchnorm import KINDS
 from ...cutting import Columns, count_samples, cut_batch, map_tensors
+from ...feed import Batches, Make, cut_up
 from ...feeding.joining import join_batches
 from ...job import BatchSizes, Manner
 from ...law import DistaccumError, all_or_none, in_short
