@@ -58,27 +58,17 @@ class Losses:
     ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
         """Losses of `micro` and their seeds for a backward; None: of a stand-in, whose share is 0."""
         if not named and not self.has_several:
-            share = self._share(0, counts)
-            return self._weigh(micro, self._names[0], loss, share or 0.0)
+            one, seed = self._weigh(micro, self._names[0], loss, self._share(0, counts) or 0.0)
+            return (one,), (seed,)
         given = self._by_name(loss, named)
         self._given.update(given)
-        losses, seeds = list[Tensor](), list[Tensor]()
-        for i, name in enumerate(self._names):
-            share = self._share(i, counts)
-            # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
-            if name in given and share is not None:
-                one, seed = self._weigh(micro, name, given[name], share)
-                losses += one
-                seeds += seed
-        return losses, seeds
-
-    def _weigh(
-        self, micro: Micro | None, name: str, loss: Tensor | None, share: float
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        one, seed = self._seed(loss, 0.0 if micro is None else share)
-        if share and micro is not None:
-            self._terms.append((micro.number, (name, share, _recorded(one))))
-        return (one,), (seed,)
+        # What has no count is left out, not multiplied by 0: the mean over nothing is NaN, and 0 times NaN is too.
+        pairs = [
+            self._weigh(micro, name, given[name], share)
+            for i, name in enumerate(self._names)
+            if name in given and (share := self._share(i, counts)) is not None
+        ]
+        return [one for one, _ in pairs], [seed for _, seed in pairs]
 
     def _share(self, i: int, counts: Counts) -> float | None:
         """The factor of a named loss of a micro-batch; None: the term is left out."""
@@ -104,8 +94,10 @@ class Losses:
             raise ValueError(f"backward() got {unknown or 'no loss'}, expected losses by name, of {list(self._names)}")
         return given
 
-    def _seed(self, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
-        """The loss, ready for backward, and its seed: a fill, which nobody waits for."""
+    def _weigh(self, micro: Micro | None, name: str, loss: Tensor | None, share: float) -> tuple[Tensor, Tensor]:
+        """Notes a loss for the record; returns it, ready for backward, and its seed: a fill, which nobody waits for."""
+        if micro is None:
+            share = 0.0
         if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
@@ -123,6 +115,8 @@ class Losses:
             )
         if loss.dtype in HALF:
             loss = loss.float()
+        if share and micro is not None:
+            self._terms.append((micro.number, (name, share, _recorded(loss))))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
