@@ -112,19 +112,8 @@ class Accumulator:
         mesh: Any = None,
         extensions: Sequence[Extension] = (),
     ) -> None:
-        reductions, counts = by_name(reduction, count)
-        config = Config(
-            steps=steps,
-            batch_size=batch_size,
-            micro_batch_size=micro_batch_size,
-            reductions=reductions,
-            counts=counts,
-            max_norm=max_norm,
-            sync=sync,
-            on_nonfinite=on_nonfinite,
-            batchnorm=batchnorm,
-            mesh=mesh,
-        )
+        sizes = steps, batch_size, micro_batch_size
+        config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
         self._config = config
         job = Job(config, model, optimizer, scheduler, scaler, accelerator)
         self._extensions = join_all(extensions, job)

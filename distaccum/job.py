@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from operator import is_ as is_same
@@ -18,6 +18,7 @@ from .batchnorm import batchnorms
 from .cutting import count_samples
 from .engines import Engine, choose_engine
 from .law import DistaccumError, Once
+from .norms import unique
 from .options import Config, as_list
 from .private import is_view, version_of
 from .scaling import has_unscaled
@@ -224,10 +225,6 @@ class Job:
                 "the optimizer holds none of the model's parameters; make it from model.parameters() after the "
                 "model is moved, wrapped and complete"
             )
-
-
-def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 @final

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +27,10 @@ def leaves(roots: Sequence[Tensor]) -> dict[int, Tensor]:
                 found[id(variable)] = variable
             waiting += [following for following, _ in node.next_functions]
     return found
+
+
+def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -100,7 +100,8 @@ class Planner:
     def make_way(self) -> None:
         """Raises if the last window still holds gradients; a second request discards it, as the error says."""
         window = self.window
-        self.forget()
+        if window is None:
+            self.forget()
         if window is None or window.stage in OVER:
             return
         if window.stage in OPEN and not window.may_be_dropped:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ..adapter import Prepared
 from ..law import DistaccumError, Plan, ranks_where
-from ..norms import HALF, local, number_of
+from ..norms import HALF, local, number_of, unique
 from ..private import norms_of, run_backward
 from ..ranks import Peers, norm_over
 
@@ -103,7 +103,7 @@ class Engine:
 
     def parameters(self) -> list[nn.Parameter]:
         """The models' parameters, each once: the tensors that hold gradients when a window is complete."""
-        return list({id(p): p for model in self.models for p in model.parameters()}.values())
+        return unique(p for model in self.models for p in model.parameters())
 
     def adopt(self, given: Prepared, max_norm: float | None, on_nonfinite: str) -> None:
         """Leaves in `given` what the library steps; raises for options that the wrapper cannot follow."""

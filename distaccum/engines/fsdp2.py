@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..law import DistaccumError, Plan, shorten, warn
-from ..norms import HALF
+from ..norms import HALF, unique
 from ..ranks import own_group
 from .averaging import average, largest
 from .base import STANDING, Engine, Source, Sync, refuse_left_out_terms, sparse_embeddings, why_tensor_parallel
@@ -87,7 +87,7 @@ class FullyShardEngine(Engine):
         self._stands_in = False
         self._unused: list[Any] = []  # of _every: without a gradient in this window, on this rank
         self._shown: dict[int, Any] = {}  # of _every, by the id of what modules show in its place
-        trained = [(group, p) for group in self._groups for p in group.fsdp_params if _is_trained(p)]
+        trained = [(group, p) for group in self._groups for p in group.fsdp_params if p.sharded_param.requires_grad]
         low = [private.name_of(p) for group, p in trained if private.adds_up_in(group, p) in HALF]
         if low and sync != "every" and self.peers.rank == 0:
             warn(
@@ -98,7 +98,7 @@ class FullyShardEngine(Engine):
     def parameters(self) -> list[nn.Parameter]:
         others = {id(one) for p in self._every for one in private.shown_for(p)}  # which no optimizer has
         every = [*super().parameters(), *(p.sharded_param for p in self._every)]
-        return list({id(p): p for p in every if id(p) not in others}.values())
+        return unique(p for p in every if id(p) not in others)
 
     def _outside(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         own = {id(p.sharded_param) for p in self._every}  # which model.to() replaces
@@ -132,7 +132,7 @@ class FullyShardEngine(Engine):
         self.show_parameters()  # weights may have changed since they were gathered
         self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
         self._cut_over_ranks(self._by_hand)  # a loss's own too
-        self._unused = [p for p in self._every if _is_trained(p)]
+        self._unused = [p for p in self._every if p.sharded_param.requires_grad]
         self._reduces = not plan.reduce_afterwards and (
             plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
         )
@@ -167,13 +167,14 @@ class FullyShardEngine(Engine):
         hooks: list[Any] = []
         if scatter and not self._stands_in:
             self._note_used()
-            hooks = [_when_used(p, seen) for p in self._unused if private.gathered_of(p) is not None]
+            leaves = [leaf for p in self._unused if (leaf := private.gathered_of(p)) is not None]
+            hooks = [leaf.register_post_accumulate_grad_hook(lambda leaf: seen.add(id(leaf))) for leaf in leaves]
         try:
             self.run_backward(tuple(losses), tuple(seeds))
         finally:
             for hook in hooks:
                 hook.remove()
-        self._unused = [p for p in self._unused if id(p) not in seen]
+        self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
 
     def _note_used(self) -> None:
         self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
@@ -286,11 +287,3 @@ def _group_of_mesh(mesh: Any, ranks: Sequence[int]) -> dist.ProcessGroup:
         made = own_group(made, ranks, backend=None)
     assert isinstance(made, dist.ProcessGroup)
     return made
-
-
-def _is_trained(parameter: Any) -> bool:
-    return bool(parameter.sharded_param.requires_grad)
-
-
-def _when_used(parameter: Any, seen: set[int]) -> Any:
-    return private.gathered_of(parameter).register_post_accumulate_grad_hook(lambda _: seen.add(id(parameter)))
