@@ -181,7 +181,7 @@ class Ahead:
     def _want(self, index: int) -> None:
         """Notes how many items update `index` takes."""
         try:
-            self._num, self._fault = num_items(self._job, index), None
+            self._num, self._fault = self._job.items_at(index), None
         except Exception as error:
             self._num, self._fault = 0, error
 
@@ -204,19 +204,6 @@ class Ahead:
         batches = cut_up(items[0], self._job, Columns())(index) if items else Batches([])
         batches.no_more_after = is_last
         return batches
-
-
-def num_items(job: Job, index: int) -> int:
-    """The items of a loader that update `index` takes."""
-    config = job.config
-    if config.by_cost is not None:
-        return 1  # which is cut
-    if isinstance(config.steps, int):
-        return config.steps
-    steps, warning = config.grouped_at(index, job.engine.peers.num_data_ranks)
-    if warning is not None:
-        job.once("batch_size", warning)
-    return steps
 
 
 @final
@@ -401,8 +388,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         for number, (batch, own) in enumerate(zip(batches.micro_batches, counts, strict=False))
         if keeps or any(own)
     ]
-    has_several = not manner.is_sum and len(job.config.counts) > 1
-    full = [one for one in micros if all(one.counts) or keeps] if has_several else micros
+    full = [one for one in micros if keeps or all(one.counts)]
     by_hand, largest, width = (False, 0, 0) if manner.measure is None else manner.measure(batches)
     report = RankReport(
         update=index,

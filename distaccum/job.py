@@ -61,14 +61,6 @@ class Hooks(NamedTuple):
             raise errors[0]
 
 
-class BatchSizes(NamedTuple):
-    """The micro-batches of a window, to `update()`."""
-
-    by_hand: bool = False  # no backward reduces
-    largest: int = 0  # samples in a micro-batch
-    width: int = 0  # numbers in a sample
-
-
 @dataclass(frozen=True)
 class Manner:
     """How a window is run."""
@@ -76,8 +68,9 @@ class Manner:
     hooks: Hooks | None = None  # None: those of the accumulator's extensions
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     agrees: bool = False  # ranks agree before they reduce
-    # Asked of its micro-batches: whether no backward may reduce, and how large they are, which the plan then says.
-    measure: Callable[[Any], BatchSizes] | None = None
+    # Asked of its micro-batches, for the plan: whether no backward may reduce, the most samples in one, and the most
+    # numbers in a sample.
+    measure: Callable[[Any], tuple[bool, int, int]] | None = None
 
 
 LOOP = Manner()
@@ -162,6 +155,10 @@ class Job:
 
     def _epochs_of(self) -> list[int]:
         return [getattr(one, "last_epoch", 0) for one in self.schedulers]
+
+    def items_at(self, index: int) -> int:
+        """The items of a loader that update `index` takes."""
+        return self.config.items_at(index, self.engine.peers.num_data_ranks, self.once)
 
     @property
     def most(self) -> int | None:

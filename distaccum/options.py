@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .cutting import Count, count_samples
 from .engines import Sync
-from .law import REDUCTIONS, Reduction, Schedule, steps_for, whole_number
+from .law import REDUCTIONS, Once, Reduction, Schedule, steps_for, whole_number
 
 if TYPE_CHECKING:  # of a room
     from .feeding.by_cost import ByCost
@@ -104,21 +104,23 @@ class Config:
         steps = self.steps
         return whole_number(f"steps({index})", steps(index), WHOLE) if callable(steps) else steps
 
-    def grouped_at(self, index: int, ranks: int) -> tuple[int, str | None]:
-        """Micro-batches of a loader in a window, and a warning where that is not the batch that was requested."""
-        steps = self.steps_at(index)
-        if steps is not None:
-            return steps, None
+    def items_at(self, index: int, ranks: int, once: Once) -> int:
+        """The items of a loader that update `index` takes; warns where that is not the batch that was requested."""
+        if self.by_cost is not None:
+            return 1  # which is cut
+        if (given := self.steps_at(index)) is not None:
+            return given
         wanted, micro = self.batch_size, self.micro_batch_size
         assert wanted is not None and isinstance(micro, int)
         wanted = whole_number(f"batch_size({index})", wanted(index)) if callable(wanted) else wanted
         steps = steps_for(wanted, micro, ranks)
-        if steps * micro * ranks == wanted:
-            return steps, None
-        return steps, (
-            f"batch_size={wanted} is not a multiple of {ranks} ranks x {micro} samples: each full update holds "
-            f"{steps * micro * ranks} ({steps} micro-batches per rank); split() cuts a batch unevenly instead"
-        )
+        if steps * micro * ranks != wanted:
+            once(
+                "batch_size",
+                f"batch_size={wanted} is not a multiple of {ranks} ranks x {micro} samples: each full update holds "
+                f"{steps * micro * ranks} ({steps} micro-batches per rank); split() cuts a batch unevenly instead",
+            )
+        return steps
 
 
 def as_list(name: str, value: Any, needs: str) -> list[Any]:

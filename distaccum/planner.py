@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, final
 
 from .cutting import Batch
-from .feed import Ahead, Draw, Make, Position, Reader, draw, held, num_items
+from .feed import Ahead, Draw, Make, Position, Reader, draw, held
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import (
@@ -32,16 +32,7 @@ class Planner:
         self.feed: Ahead | None = None  # of the loop over windows(), or of one that was left
         self._left: list[tuple[Callable[[], Any], Reader]] = []  # iterators that were left, and what was drawn of them
         self.position: Position | None = None  # of the next loader, of a state that was loaded
-        self._guard()
-
-    def _guard(self) -> None:
-        for one in self.job.optimizers:
-            _guard_steps(one, self)
-
-    def forbids_steps(self) -> bool:
-        """Returns whether the optimizers hold a window's gradients, and it is not the one that steps."""
-        window = self.window
-        return window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE)
+        _guard_steps(self)
 
     @property
     def window(self) -> Window | None:
@@ -56,7 +47,7 @@ class Planner:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._guard()
+        _guard_steps(self)
 
     def plan(self, make: Make, manner: Manner = LOOP) -> Window:
         """The window of the micro-batches that `make` gives for an update."""
@@ -190,22 +181,23 @@ class Planner:
         return Reader(loader, position, tells_state=tells_state)
 
 
-def _guard_steps(optimizer: Any, planner: Planner) -> None:
+def _guard_steps(planner: Planner) -> None:
     """Refuses the caller's step() while a window holds gradients, before it changes a weight; goes with the planner."""
-    if not hasattr(optimizer, "register_step_pre_hook"):
-        return
     this = weakref.ref(planner)
 
     def refuse(*_: object) -> None:
         found = this()
-        if found is not None and found.forbids_steps():
+        window = found and found.window
+        if window is not None and window.stage in (Stage.RUNNING, Stage.COMPLETE):
             raise DistaccumError(
                 "optimizer.step() before the window's own: the gradients in it belong to the window; call "
                 "window.step() after its loop and nothing else, or give the Accumulator optimizer=None and step "
                 "before it"
             )
 
-    weakref.finalize(planner, optimizer.register_step_pre_hook(refuse).remove)
+    for one in planner.job.optimizers:
+        if hasattr(one, "register_step_pre_hook"):
+            weakref.finalize(planner, one.register_step_pre_hook(refuse).remove)
 
 
 @final
@@ -226,7 +218,7 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
         """The number of windows of one pass over the loader, on this rank alone."""
         left, num = len(self._loader), 0
         while left > 0:
-            left -= num_items(self._job, self._job.index + num)
+            left -= self._job.items_at(self._job.index + num)
             num += 1
         return num
 

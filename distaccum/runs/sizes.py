@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cutting import each_entry, tensors_in
 from ..feed import Batches
-from ..job import BatchSizes, Job
+from ..job import Job
 from ..law import whole_number
 
 FIRST_WAIT, LONGEST_WAIT = 16, 4096  # updates until a larger size is tried
@@ -101,7 +101,7 @@ def fit_of(job: Job) -> MicroBatchSize:
     return found
 
 
-def measure(job: Job, batches: Batches) -> BatchSizes:
+def measure(job: Job, batches: Batches) -> tuple[bool, int, int]:
     """No backward may reduce until it is known that micro-batches like these fit.
 
     Where ranks are in step a failure on one cannot be undone either way, and the requested size is believed.
@@ -109,7 +109,7 @@ def measure(job: Job, batches: Batches) -> BatchSizes:
     engine, largest, width = job.engine, largest_of(batches), largest_sample(batches.micro_batches)
     in_step = engine.lockstep and engine.sync != "gathered"  # each forward or backward waits for all ranks
     is_believed = in_step and not (job.config.most == "auto" and "gathered" in engine.policies)
-    return BatchSizes(not is_believed and not fit_of(job).is_proven(largest, width), largest, width)
+    return not is_believed and not fit_of(job).is_proven(largest, width), largest, width
 
 
 def largest_of(batches: Batches) -> int:

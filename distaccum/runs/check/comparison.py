@@ -18,7 +18,7 @@ from ...batchnorm import KINDS
 from ...cutting import Columns, count_samples, cut_batch, map_tensors
 from ...feed import Batches, Make, cut_up
 from ...feeding.joining import join_batches
-from ...job import BatchSizes, Manner
+from ...job import Manner
 from ...law import DistaccumError, all_or_none, in_short
 from ...norms import local
 from ...planner import Planner
@@ -148,7 +148,7 @@ class Comparison:
         if restore:
             self.before.restore()
         trial, engine, scaler, is_bare = self._trial, self.engine, self._trial.job.scaler, name is not None
-        window = trial.plan(draw, Manner(is_sum=is_bare, measure=lambda _: BatchSizes(by_hand=is_bare)))
+        window = trial.plan(draw, Manner(is_sum=is_bare, measure=lambda _: (is_bare, 0, 0)))
         try:
             run_all(window, lambda batch: self._loss_of(batch, name))
             sums = window.losses.sums()
