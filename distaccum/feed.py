@@ -118,7 +118,6 @@ class Ahead:
         self.communicates = communicates  # drawing does, so that ranks wait for each other in the loader
         self._reads_ahead = ahead and not communicates
         self._num = 0  # items of the loader in the next window
-        self._fault: Exception | None = None  # of asking for that number
         self._is_due = False  # the next window is not reported yet, nor given up
         self._owed: Owed | None = None  # its report
         self._next: Draw | None = None  # what was reported
@@ -127,17 +126,16 @@ class Ahead:
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
         """This rank's part of update `index`, and what waits for the reports of all ranks."""
-        # The report was paid ahead and still fits; or it is due now; or all plan anew, since some rank did not pay or
-        # the window is not wanted.
-        drawn_for = self._num
-        self._want(index)
+        # The report was paid ahead and still fits; or it is due now; or all plan anew: some rank did not pay, or a window
+        # was left, or skipped, which leaves no stand-in although one was expected of it.
         owed, self._owed, self._is_due = self._owed, None, False
         if owed is not None and owed.wait is None and owed.update == index:
-            drawn_for, self._next = self._num, draw(self._job, self._make, index)
+            self._next = draw(self._job, self._make, index)
             self._peers.pay(owed, self._next.report.to_row())
         found, self._next = self._next, None
         rows = None if owed is None else self._peers.settle(owed)
-        if found is None or rows is None or drawn_for != self._num or not self._is_wanted(found.report, index):
+        lacks = self._job.substitute is None and found is not None and found.report.has_stand_in
+        if found is None or rows is None or found.report.update != index or lacks:
             found = draw(self._job, self._make, index)
             wait = self._peers.post(found.report.to_row())
         else:
@@ -160,41 +158,30 @@ class Ahead:
         if not self._is_due:
             return
         if micro_step == 0:
-            self._want(index + 1)
-        if self._fault is None:  # else it raises where that window is asked for
-            self.reader.fill(-(-self._num * (micro_step + 1) // num_micro_steps))
-            if micro_step == 0:
-                self.reader.settle_reuse()
-            if not self.reader.has(self._num):
+            self._is_due = False
+            with suppress(Exception):  # else it raises where that window is asked for
+                self._num, self._is_due = num_items(self._job, index + 1), True
+            if not self._is_due:
                 return
-            if self._owed is not None and self._owed.wait is None:
-                with suppress(WouldWait):
-                    self._next = draw(self._job, partial(self._make, ahead=True), index + 1, ahead=True)
-                    self._peers.pay(self._owed, self._next.report.to_row())
+        self.reader.fill(-(-self._num * (micro_step + 1) // num_micro_steps))
+        if micro_step == 0:
+            self.reader.settle_reuse()
+        if not self.reader.has(self._num):
+            return
         self._is_due = False
+        if self._owed is not None and self._owed.wait is None:
+            with suppress(WouldWait):
+                self._next = draw(self._job, partial(self._make, ahead=True), index + 1, ahead=True)
+                self._peers.pay(self._owed, self._next.report.to_row())
 
     def leave(self) -> None:
         """The loop over windows() is over: nothing more is drawn."""
         self._is_due = False
         self.reader.leave()
 
-    def _want(self, index: int) -> None:
-        """Notes how many items update `index` takes."""
-        try:
-            self._num, self._fault = self._job.items_at(index), None
-        except Exception as error:
-            self._num, self._fault = 0, error
-
-    def _is_wanted(self, report: RankReport, index: int) -> bool:
-        """Returns whether the window that was drawn ahead is wanted, the same on all ranks: none was left or skipped.
-
-        A window that was skipped leaves no stand-in, which was expected of it.
-        """
-        return report.update == index and (self._job.substitute is not None or not report.has_stand_in)
-
     def _make(self, index: int, *, ahead: bool = False) -> Batches:
-        if self._fault is not None:
-            raise self._fault
+        self._num = 0  # if this raises:
+        self._num = num_items(self._job, index)
         self.reader.fill(self._num)
         items, is_last = self.reader.peek(self._num), self.reader.ends_within(self._num)
         if self._job.config.by_cost is None:
@@ -204,6 +191,14 @@ class Ahead:
         batches = cut_up(items[0], self._job, Columns())(index) if items else Batches([])
         batches.no_more_after = is_last
         return batches
+
+
+def num_items(job: Job, index: int) -> int:
+    """The items of a loader that update `index` takes."""
+    config = job.config
+    if isinstance(config.steps, int):
+        return config.steps
+    return config.items_at(index, job.engine.peers.num_data_ranks, job.once)
 
 
 @final

@@ -156,10 +156,6 @@ class Job:
     def _epochs_of(self) -> list[int]:
         return [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
-    def items_at(self, index: int) -> int:
-        """The items of a loader that update `index` takes."""
-        return self.config.items_at(index, self.engine.peers.num_data_ranks, self.once)
-
     @property
     def most(self) -> int | None:
         """The most samples of a micro-batch, or the most that it may cost: as requested, or as update() learned."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, final
 
 from .cutting import Batch
-from .feed import Ahead, Draw, Make, Position, Reader, draw, held
+from .feed import Ahead, Draw, Make, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import (
@@ -218,7 +218,7 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
         """The number of windows of one pass over the loader, on this rank alone."""
         left, num = len(self._loader), 0
         while left > 0:
-            left -= self._job.items_at(self._job.index + num)
+            left -= num_items(self._job, self._job.index + num)
             num += 1
         return num
 

@@ -174,7 +174,8 @@ class FullyShardEngine(Engine):
         finally:
             for hook in hooks:
                 hook.remove()
-        self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
+        if seen:
+            self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
 
     def _note_used(self) -> None:
         self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
