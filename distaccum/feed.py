@@ -126,8 +126,8 @@ class Ahead:
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
         """This rank's part of update `index`, and what waits for the reports of all ranks."""
-        # The report was paid ahead and still fits; or it is due now; or all plan anew: some rank did not pay, or a window
-        # was left, or skipped, which leaves no stand-in although one was expected of it.
+        # The report was paid ahead and still fits; or it is due now; or all plan anew: some rank did not pay, or a
+        # window was left, or skipped, which leaves no stand-in although one was expected of it.
         owed, self._owed, self._is_due = self._owed, None, False
         if owed is not None and owed.wait is None and owed.update == index:
             self._next = draw(self._job, self._make, index)
@@ -163,10 +163,11 @@ class Ahead:
                 self._num, self._is_due = num_items(self._job, index + 1), True
             if not self._is_due:
                 return
-        self.reader.fill(-(-self._num * (micro_step + 1) // num_micro_steps))
+        num = -(-self._num * (micro_step + 1) // num_micro_steps)
+        has_all = not self.reader.fill(num) or num == self._num
         if micro_step == 0:
             self.reader.settle_reuse()
-        if not self.reader.has(self._num):
+        if not has_all:
             return
         self._is_due = False
         if self._owed is not None and self._owed.wait is None:
@@ -183,7 +184,7 @@ class Ahead:
         self._num = 0  # if this raises:
         self._num = num_items(self._job, index)
         self.reader.fill(self._num)
-        items, is_last = self.reader.peek(self._num), self.reader.ends_within(self._num)
+        items, is_last = self.reader.peek(self._num)
         if self._job.config.by_cost is None:
             return Batches(items, steps=self._num, no_more_after=is_last)
         if ahead:
@@ -216,8 +217,8 @@ class Reader:
         self._error: Exception | None = None  # after these
         self._has_ended = False
 
-    def fill(self, num: int) -> None:
-        """Draws until there are `num`, or as many as can be."""
+    def fill(self, num: int) -> bool:
+        """Draws until there are `num`, or as many as can be; returns whether there are."""
         iterator = self._open() if self._iterator is None else self._iterator
         while len(self._drawn) < num and not self._has_ended and self._error is None:
             if not self._drawn:
@@ -232,25 +233,19 @@ class Reader:
                 self._error = error
             if self._is_fresh and self._drawn:
                 self._first, self._is_fresh = (self._drawn[0], _look_at(self._drawn[0])), False
+        return len(self._drawn) >= num
 
     @property
     def holds_any(self) -> bool:
         return bool(self._drawn) or self._error is not None
 
-    def has(self, num: int) -> bool:
-        return len(self._drawn) >= num or self._has_ended or self._error is not None
-
-    def ends_within(self, num: int) -> bool:
-        """Returns whether the loader has no more after the first `num` items."""
-        return self._has_ended and len(self._drawn) <= num
-
-    def peek(self, num: int) -> list[Any]:
-        """The first `num` items, or as many as there are; they stay until `use`."""
+    def peek(self, num: int) -> tuple[list[Any], bool]:
+        """The first `num` items, or as many as there are, which stay until `use`; and whether there are no more."""
         if self._error is not None and len(self._drawn) < num:
             raise self._error
         if len(self._drawn) > 1:
             self._refuse_reuse()
-        return self._drawn[:num]
+        return self._drawn[:num], self._has_ended and len(self._drawn) <= num
 
     def settle_reuse(self) -> None:
         """Looks for the last time, before the loop gets the first item: one of the next window was drawn since then."""
@@ -333,7 +328,7 @@ def all_of(micro_batches: Any) -> list[Any]:
         return list(micro_batches)  # made before
     reader = Reader(micro_batches, None, tells_state=False)
     reader.fill(sys.maxsize)
-    return reader.peek(sys.maxsize)
+    return reader.peek(sys.maxsize)[0]
 
 
 def _look_at(item: Any) -> list[Look]:

@@ -230,12 +230,11 @@ class Tamper:
     """
 
     def __init__(self, job: Job) -> None:
-        self._job, self._engine, self._groups = job, job.engine, job.groups
+        self._job, self._engine = job, job.engine
         self._own = job.groups[0] if len(job.groups) == 1 else [one for group in job.groups for one in group]
         self._holders: Sequence[Any] = ()  # whose gradients were looked at
         self._seen: list[Tensor | None] = []  # these
         self._versions: list[int] = []
-        self._final: list[Sequence[nn.Parameter]] = []  # groups that have a gradient after the loop
 
     def look(self) -> None:
         """Remembers what gradients look like after a backward."""
@@ -262,16 +261,8 @@ class Tamper:
             )
         )
 
-    def complete(self) -> None:
-        """Remembers where there are gradients after the loop; the caller may change them there."""
-        self._final = [group for group in self._groups if any(one.grad is not None for one in group)]
-
-    def is_cleared(self) -> bool:
-        """Returns whether an optimizer's gradients are all gone since then."""
-        return any(all(one.grad is None for one in group) for group in self._final)
-
     def clear(self) -> None:
-        self._holders, self._seen, self._final = (), [], []
+        self._holders, self._seen = (), []
 
 
 def _versions_of(gradients: Sequence[Tensor | None]) -> list[int]:

@@ -96,6 +96,7 @@ class Window(Generic[Batch]):
         self._is_first = True  # no backward ended yet
         self._has_stepped = False  # the weights have moved
         self._tamper = Tamper(job)
+        self._final: list[Sequence[nn.Parameter]] = []  # optimizers' groups that have a gradient after the loop
         self._started = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -256,7 +257,7 @@ class Window(Generic[Batch]):
         except RuntimeError as error:
             raise_if_lost(error)
             raise
-        self._tamper.complete()
+        self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
         if looks and not look_at(engine, self.parameters)[0]:
             judge(engine, self.losses, self.parameters, "gradient", "raise")
@@ -330,7 +331,7 @@ class Window(Generic[Batch]):
         job = self._job
         job.lacks_step = False
         due = job.schedules_due() if job.schedulers else []
-        if job.steps and self._tamper.is_cleared():
+        if job.steps and any(all(one.grad is None for one in group) for group in self._final):
             give_up(self, "gradients were cleared between the window's loop and its step()")
         try:
             reason, record = self._step()
