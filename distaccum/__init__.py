@@ -3,32 +3,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .accumulator import Accumulator
-    from .cutting import count_samples, count_tokens
-    from .extension import Extension
-    from .feeding.by_cost import ByCost
-    from .law import DistaccumError
-    from .runs.check.report import Report
-    from .tools.audit.session import audit
-    from .tools.plan.forecast import plan
-    from .tools.plan.report import Forecast
-    from .update import Update
-    from .window import Window
+    from .accumulator import Accumulator as Accumulator
+    from .cutting import count_samples as count_samples
+    from .cutting import count_tokens as count_tokens
+    from .extension import Extension as Extension
+    from .feeding.by_cost import ByCost as ByCost
+    from .law import DistaccumError as DistaccumError
+    from .runs.check.report import Report as Report
+    from .tools.audit.session import audit as audit
+    from .tools.plan.forecast import plan as plan
+    from .tools.plan.report import Forecast as Forecast
+    from .update import Update as Update
+    from .window import Window as Window
 
-__all__ = [
-    "Accumulator",
-    "ByCost",
-    "DistaccumError",
-    "Extension",
-    "Forecast",
-    "Report",
-    "Update",
-    "Window",
-    "audit",
-    "count_samples",
-    "count_tokens",
-    "plan",
-]
 __version__ = "0.1.0"
 
 _MODULES = {
@@ -45,6 +32,7 @@ _MODULES = {
     "count_tokens": "cutting",
     "plan": "tools.plan.forecast",
 }
+__all__ = [*_MODULES]
 
 if not TYPE_CHECKING:  # or a misspelt name would pass as Any
 
