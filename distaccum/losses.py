@@ -21,7 +21,6 @@ from .scaling import is_scaled_by, stamp_of_scale
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
 
 Loss = Tensor | float  # as the record has it: a number where it is on the host, which nobody waits for
-Term = tuple[str, float, Loss]  # name, share, loss
 
 
 @final
@@ -40,7 +39,7 @@ class Losses:
         self._scales = job.scales_seeds  # else what runs backward multiplies by the scaler's scale
         self.scale_stamp: object = None  # of the scale that the seeds have
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
-        self._terms: list[tuple[int, Term]] = []  # each with the number of its micro-batch
+        self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
         # Of one loss over all pairs: it, the same on all ranks, with the part of it that this rank adds to the record,
         # and the largest representation of each micro-batch.
@@ -116,7 +115,7 @@ class Losses:
         if loss.dtype in HALF:
             loss = loss.float()
         if share and micro is not None:
-            self._terms.append((micro.number, (name, share, _recorded(loss))))
+            self._terms.append((micro.number, name, share, _recorded(loss)))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
@@ -149,7 +148,7 @@ class Losses:
             return [whole.to(self._device, self._wide) * part]
         found: dict[str, Any] = dict.fromkeys(self._names, 0.0)
         on_device: dict[str, list[tuple[float, Tensor]]] = {}
-        for _, (name, share, loss) in self._terms:
+        for _, name, share, loss in self._terms:
             if isinstance(loss, Tensor):
                 on_device.setdefault(name, []).append((share, loss))
             else:
@@ -168,7 +167,7 @@ class Losses:
 
     def first_nonfinite(self) -> tuple[int, float] | None:
         """The number of the first micro-batch with a loss (or representation) that is not finite, and its value."""
-        values = [(number, loss) for number, (_, _, loss) in self._terms] if self.largest is None else self.largest
+        values = [(number, loss) for number, _, _, loss in self._terms] if self.largest is None else self.largest
         if not values:
             return None
         read = torch.stack([self._on_device(value) for _, value in values]).tolist()  # in one wait for the device

@@ -178,17 +178,17 @@ class FullyShardEngine(Engine):
             self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
 
     def _note_used(self) -> None:
-        self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
+        # A stand-in may be of an earlier window, and use parameters that nobody uses in this one.
+        if not self._stands_in:
+            self._unused = [p for p in self._unused if private.standing_gradient(p) is None]
 
     def stand_in(self) -> None:
-        # The micro-batch may be of an earlier window, and use parameters that nobody uses in this one.
-        if not self._stands_in:
-            self._note_used()
+        self._note_used()
         self._stands_in = True
 
     def skip(self) -> None:
         if self._policy != "gathered":
-            private.reshard_groups(self._groups)  # as a backward would: the next forward gathers, on all ranks
+            self.show_parameters()  # as after a backward: the next forward gathers, on all ranks
 
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         wanted = {id(p) for p in parameters}
@@ -248,8 +248,7 @@ class FullyShardEngine(Engine):
         Ranks agree on both, in one small collective on the host. Zeros were reduced for parameters that a rank did not
         use; where none did, None leaves them alone in weight decay and momentum, as it would without sharding.
         """
-        if not self._stands_in:
-            self._note_used()
+        self._note_used()
         unused = {id(p) for p in self._unused}
         left = [private.holds_gradients(group) for group in self._groups]
         answers = largest([*left, *(id(p) not in unused for p in self._every)], self)
