@@ -10,14 +10,7 @@ from .cutting import Batch
 from .feed import Ahead, Draw, Make, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
-from .law import (
-    FAILED_AT,
-    DistaccumError,
-    Plan,
-    all_or_none,
-    in_short,
-    shorten,
-)
+from .law import FAILED_AT, DistaccumError, Plan, all_or_none, in_short, shorten
 from .ranks import Rows
 from .window import SUM, Window
 

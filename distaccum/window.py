@@ -11,24 +11,10 @@ from typing import Any, Generic, TypeVar, final
 import torch
 from torch import Tensor, nn
 
+from . import guard
 from .cutting import Batch
 from .engines.base import look_at
-from .guard import (
-    DONE,
-    FAILED,
-    OVER,
-    TAMPERED,
-    WAITING,
-    Stage,
-    clear_stale,
-    give_up,
-    judge,
-    judge_loss,
-    refuse_backward,
-    refuse_copy,
-    refuse_unfinished,
-    untouched_statistics,
-)
+from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
 from .law import DistaccumError, Plan, Reduction
 from .losses import Losses, Record
@@ -100,7 +86,7 @@ class Window(Generic[Batch]):
         self._started = time.perf_counter()
 
     def __getstate__(self) -> dict[str, Any]:
-        refuse_copy(self)
+        guard.refuse_copy(self)
         return self.__dict__
 
     def __repr__(self) -> str:
@@ -147,14 +133,14 @@ class Window(Generic[Batch]):
                     assert self.substitute is not None  # the engine's check has seen to it
                     self.at_work, self.counts_here = None, self.substitute.counts
                     self._engine.stand_in()
-                    with untouched_statistics([module for _, module in self._job.batchnorms]):
+                    with guard.untouched_statistics([module for _, module in self._job.batchnorms]):
                         yield self.substitute.batch
                 else:
                     self.at_work = self.micros[micro_step]
                     self.counts_here = self.at_work.counts
                     yield self._take(self.at_work)
                 if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
-                    refuse_unfinished(self)
+                    guard.refuse_unfinished(self)
             self.stand_in = False
             if self._tamper.differs():
                 give_up(self, TAMPERED)
@@ -185,7 +171,7 @@ class Window(Generic[Batch]):
                 if job.random is not None:
                     job.random.begin()
                 if engine.stale(self.parameters):
-                    clear_stale(engine, self.parameters, job.once)
+                    guard.clear_stale(engine, self.parameters, job.once)
                 engine.begin(self.plan, self.parameters)
                 if job.scaler is not None:
                     forget(job.scaler, job.optimizers)  # a window that was dropped may have left marks
@@ -220,7 +206,7 @@ class Window(Generic[Batch]):
     def _start_backward(self) -> bool:
         """Raises where no backward may come now; returns whether the one that comes may reduce."""
         if self.turn is not WAITING:
-            refuse_backward(self)
+            guard.refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters):
             give_up(self, "gradients came into the window that its backward() did not make")
         if self._tamper.differs():
@@ -260,7 +246,7 @@ class Window(Generic[Batch]):
         self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
         if looks and not look_at(engine, self.parameters)[0]:
-            judge(engine, self.losses, self.parameters, "gradient", "raise")
+            guard.judge(engine, self.losses, self.parameters, "gradient", "raise")
         for give in self._hooks.numbers:
             if (found := give(self)) is not None:
                 self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # of a bound method
@@ -382,11 +368,11 @@ class Window(Generic[Batch]):
             note_overflow(scaler, job.optimizers, overflows)
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
-                judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
+                guard.judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
         elif config.on_nonfinite != "ignore" and "norm" not in engine.owns:
             finite, norm, read = look_at(engine, stepped, norm)
             if not finite:
-                reason = judge(engine, self.losses, self.parameters, "gradient", config.on_nonfinite)
+                reason = guard.judge(engine, self.losses, self.parameters, "gradient", config.on_nonfinite)
         if reason is None:
             reason = next((why for one in self._hooks.judge if (why := one(self)) is not None), None)
         if reason is None:
@@ -399,9 +385,9 @@ class Window(Generic[Batch]):
             if "norm" in engine.owns:  # it judged the gradient as it stepped
                 norm = None if config.max_norm is None else engine.norm(stepped)
                 if reason is not None:
-                    judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
+                    guard.judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
                     if config.on_nonfinite == "raise" and "scale" not in engine.owns:
-                        judge(engine, self.losses, self.parameters, "gradient", "raise")
+                        guard.judge(engine, self.losses, self.parameters, "gradient", "raise")
         if scaler is not None:
             scaler.update()
         record.norm, record.read = None if config.max_norm is None else norm, read
