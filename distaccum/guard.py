@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -132,15 +133,6 @@ class NonfiniteError(DistaccumError):
     """A window was given up, and nothing was stepped."""
 
 
-class _View(NamedTuple):
-    """The view of one rank."""
-
-    number: int  # of the first micro-batch with a loss that is not finite; -1: none
-    value: float
-    gradients: list[str]  # parameters whose gradient is not finite
-    weights: list[str]  # parameters that are not finite themselves
-
-
 def judge(
     engine: Engine, losses: Losses, parameters: Sequence[nn.Parameter], what: str, on_nonfinite: OnNonfinite
 ) -> str:
@@ -150,22 +142,21 @@ def judge(
     """
     names = names_of(engine.models)
     named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
-    own = _View(
-        *(losses.first_nonfinite() or (-1, 0.0)),
+    own = (
+        losses.first_nonfinite() or (-1, 0.0),
         [name for name, p in named if p.grad is not None and not _is_finite(p.grad)],
         [name for name, p in named if not _is_finite(p)],
     )
-    seen: list[_View] = engine.peers.gather_objects(own, everyone=True)
+    places, *seen = zip(*engine.peers.gather_objects(own, everyone=True), strict=True)
+    gradients, weights = (list(dict.fromkeys(itertools.chain(*of_ranks))) for of_ranks in seen)
     cure = "Look for it in the data or lower the learning rate"
-    # Nothing was stepped since, so weights were not finite before the first backward.
-    if weights := list(dict.fromkeys(name for one in seen for name in one.weights)):
+    if weights:  # nothing was stepped since, so they were not finite before the first backward
         message = (
             f"before its first backward there were weights that are not finite already, first in {shorten(weights)}"
         )
         cure = "Go back to a checkpoint, or look at how they were initialised or loaded"
     else:
-        gradients = list(dict.fromkeys(name for one in seen for name in one.gradients))
-        message = _origin(engine, losses, seen) + (f"; first in {shorten(gradients)}" if gradients else "")
+        message = _origin(engine, losses, places) + (f"; first in {shorten(gradients)}" if gradients else "")
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({message})"
     raise NonfiniteError(
@@ -174,14 +165,15 @@ def judge(
     )
 
 
-def _origin(engine: Engine, losses: Losses, seen: Sequence[_View]) -> str:
+def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) -> str:
+    """The micro-batch, from the number of each rank's first with a loss that is not finite (-1: none), and the loss."""
     noun = "loss" if losses.of_pairs is None else "largest representation"
     # Ranks that share samples may hold different stages, and only one of them the losses.
-    by_rank = [max(shared, key=lambda one: one.number) for shared in engine.peers.by_samples(seen)]
+    by_rank = [max(shared) for shared in engine.peers.by_samples(first)]
     places = [
-        f"the {noun} of micro-batch {one.number} on rank {rank} is {one.value}"
-        for rank, one in enumerate(by_rank)
-        if one.number >= 0
+        f"the {noun} of micro-batch {number} on rank {rank} is {value}"
+        for rank, (number, value) in enumerate(by_rank)
+        if number >= 0
     ]
     if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
         places = [f"the loss over all pairs is {float(losses.of_pairs[0])}, of representations that are all finite"]
