@@ -175,10 +175,10 @@ class Ahead:
                 self._next = draw(self._job, partial(self._make, ahead=True), index + 1, ahead=True)
                 self._peers.pay(self._owed, self._next.report.to_row())
 
-    def leave(self) -> None:
-        """The loop over windows() is over: nothing more is drawn."""
+    def leave(self) -> bool:
+        """The loop over windows() is over: nothing more is drawn. Returns what the reader does."""
         self._is_due = False
-        self.reader.leave()
+        return self.reader.leave()
 
     def _make(self, index: int, *, ahead: bool = False) -> Batches:
         self._num = 0  # if this raises:
@@ -209,7 +209,7 @@ class Reader:
     def __init__(self, loader: Any, position: Position | None, *, tells_state: bool) -> None:
         self._loader, self.tells_state = loader, tells_state
         self._iterator: Iterator[Any] | None = None
-        self.is_of_iterator = False  # the loader is its own
+        self._is_of_iterator = False  # the loader is its own
         self._drawn: list[Any] = []
         self._position = position  # before the first of these
         self._is_fresh = True
@@ -234,10 +234,6 @@ class Reader:
             if self._is_fresh and self._drawn:
                 self._first, self._is_fresh = (self._drawn[0], _look_at(self._drawn[0])), False
         return len(self._drawn) >= num
-
-    @property
-    def holds_any(self) -> bool:
-        return bool(self._drawn) or self._error is not None
 
     def peek(self, num: int) -> tuple[list[Any], bool]:
         """The first `num` items, or as many as there are, which stay until `use`; and whether there are no more."""
@@ -291,12 +287,13 @@ class Reader:
             return self._position
         return Position(self._loader.state_dict(), 0)
 
-    def leave(self) -> None:
-        """The caller left the loop: the loader may be used elsewhere."""
+    def leave(self) -> bool:
+        """The caller left the loop: the loader may be used elsewhere. Returns whether items of an iterator are kept."""
         self._position = self.position()
         self._loader = self._iterator = None
-        if not self.is_of_iterator:
+        if not self._is_of_iterator:
             self._drawn = []
+        return self._is_of_iterator and bool(self._drawn or self._error)
 
     def resume(self, iterator: Any) -> None:
         self._loader, self._iterator = iterator, iter(iterator)
@@ -308,7 +305,7 @@ class Reader:
             skipped = self._position.num_after
         iterator: Iterator[Any] = iter(self._loader)
         self._iterator = iterator
-        self.is_of_iterator = iterator is self._loader
+        self._is_of_iterator = iterator is self._loader
         for _ in range(skipped):
             next(iterator, None)
         return iterator

@@ -149,8 +149,7 @@ class Planner:
                         self.make_way()  # or a step() forgotten on the last window would pass in silence
                     return
         finally:
-            feed.leave()
-            if reader.is_of_iterator and reader.holds_any:
+            if feed.leave():
                 left = held(loader)
                 if not isinstance(left, weakref.ref):  # of those that are held here, the last alone
                     self._left = [one for one in self._left if isinstance(one[0], weakref.ref)]

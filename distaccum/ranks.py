@@ -187,8 +187,9 @@ def in_contact() -> Iterator[None]:
 
 def raise_if_lost(error: RuntimeError) -> None:
     """Raises LostRanksError if this is a collective's error about a rank that is gone, and none that quotes one."""
-    is_own = isinstance(error, DistaccumError) or not dist.is_initialized()
-    if not is_own and (isinstance(error, dist.DistBackendError) or LOST.search(str(error))):
+    if isinstance(error, DistaccumError) or not (dist.is_available() and dist.is_initialized()):
+        return
+    if isinstance(error, dist.DistBackendError) or LOST.search(str(error)):
         raise LostRanksError(
             f"rank {dist.get_rank()} lost contact with the other ranks: one has died, failed, or exceeded the process "
             f"group's timeout ({in_short(error)}). The group cannot be used any more; start all ranks again, from a "

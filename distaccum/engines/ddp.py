@@ -75,8 +75,6 @@ class DDPEngine(Engine):
         self._by_hand: list[nn.Parameter] = []  # averaged after the last backward
         self._reduces = False
         self._searching = [w for w in self.wrappers if w.find_unused_parameters and not w.static_graph]
-        # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
-        self._may_part = len(self.wrappers) > 1 and bool(self._searching)
 
     def _refuse_dtensors(self) -> None:
         sharded: list[Any] = [p for p in self.parameters() if hasattr(p, "to_local")]
@@ -111,7 +109,9 @@ class DDPEngine(Engine):
         others = [p for p in parameters if id(p) not in self.alike]
         self._by_hand = [p for p in others if p.requires_grad or id(p) not in self._inside]
         whole = plan.all_terms if self.sync == "every" else plan.all_terms_in_last
-        not_here = plan.reduce_afterwards or self._unseen_graphs or self._may_part or self.standing is not STANDING
+        # Where ranks may use different ones of several wrappers, their backwards would reduce them in different orders.
+        may_part = len(self.wrappers) > 1 and self._searching
+        not_here = plan.reduce_afterwards or self._unseen_graphs or may_part or self.standing is not STANDING
         self._reduces = whole and not plan.some_rank_is_dry and not not_here
         if not self._reduces:
             self._by_hand += self._own
