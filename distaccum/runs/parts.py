@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -53,12 +53,12 @@ def each_head(
     cut: list[tuple[Tensor, Tensor]] = []  # what the trunk gave, and what heads are given
 
     def cut_off(output: Tensor) -> Tensor:
-        if output.requires_grad:
-            cut.append((output, output.detach().requires_grad_()))
-        return cut[-1][1] if output.requires_grad else output
+        if not output.requires_grad:
+            return output
+        cut.append((output, output.detach().requires_grad_()))
+        return cut[-1][1]
 
     given, heads = map_tensors(outputs, cut_off), list(items)
-    trunk: Any = object()  # the last part
     if not cut:
         raise ValueError(
             "heads() got outputs without a graph, expected a trunk's, outside torch.no_grad; where the trunk is "
@@ -66,21 +66,19 @@ def each_head(
         )
     if not heads:
         raise ValueError("heads() got no items, expected one for each backward")
-    for head in each_part(window, [*heads, trunk], "heads()", "a head"):
-        if head is not trunk:
-            yield head, given
+    parts: list[Any] = [*((head, given) for head in heads), None]  # the trunk
+    for part in each_part(window, parts, "heads()", "a head"):
+        if part is not None:
+            yield part
             continue
         reached = [(output, leaf.grad) for output, leaf in cut if leaf.grad is not None]
         if not reached and all(window.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
-        _run_trunk(job, run, [output for output, _ in reached], [gradient for _, gradient in reached])
-
-
-def _run_trunk(job: Job, run: tuple[Start, Run], losses: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    start, run_backward = run
-    engine, may_reduce, seeds = job.engine, start(), gradients
-    if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
-        seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in gradients]
-    if engine.will_reduce(may_reduce):
-        losses, seeds = map(list, engine.with_earlier(losses, seeds))
-    run_backward(may_reduce, engine.backward, losses, seeds, may_reduce)
+        losses, seeds = [output for output, _ in reached], [gradient for _, gradient in reached]
+        start, run_backward = run
+        may_reduce = start()
+        if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
+            seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in seeds]
+        if engine.will_reduce(may_reduce):
+            losses, seeds = map(list, engine.with_earlier(losses, seeds))
+        run_backward(may_reduce, engine.backward, losses, seeds, may_reduce)

@@ -17,7 +17,7 @@ from ..extension import KEYS, Extension
 from ..feed import Position
 from ..guard import OPEN, OVER, Stage
 from ..job import Job
-from ..law import DistaccumError, warn, whole_number
+from ..law import DistaccumError, in_short, warn, whole_number
 from ..planner import Planner
 from .randomness import check_random_state
 from .sizes import fit_of
@@ -101,33 +101,21 @@ def _pack_part(own: Own) -> bytes:
     nothing of.
     """
     random, position = own
-    if position is not None:
-        _refuse_what_cannot_be_loaded(tuple(position))
     box = io.BytesIO()
-    torch.save({"random": random, "loader": position and tuple(position)}, box)
-    return box.getvalue()
-
-
-def _refuse_what_cannot_be_loaded(loader: Any) -> None:
-    """Now, and not in the job that wants to go on with it."""
     try:
-        box = io.BytesIO()
-        torch.save(loader, box)
-        box.seek(0)
-        torch.load(box, weights_only=True)
+        torch.save({"random": random, "loader": position and tuple(position)}, box)
+        if position is not None:  # now, and not in the job that wants to go on with it
+            torch.load(io.BytesIO(box.getvalue()), weights_only=True)
     except Exception as error:
         held = re.search(r"GLOBAL ([\w.]+)", str(error))
-        what = (
-            f"holds {held[1]}"
-            if held
-            else f"cannot be saved ({type(error).__name__}: {' '.join(str(error).split())[:120]})"
-        )
+        what = f"holds {held[1]}" if held else f"cannot be saved ({in_short(error)})"
         raise DistaccumError(
             f"the loader's state_dict() {what}, and a state is loaded without running code (weights_only=True), which "
             "takes numbers, texts, tensors, and lists, tuples and dicts of them; give those in the loader's "
             "state_dict() (of a numpy array tolist()), or allow it with torch.serialization.add_safe_globals in this "
             "job and in the one that resumes"
         ) from None
+    return box.getvalue()
 
 
 def _unpack_part(packed: bytes) -> Own:

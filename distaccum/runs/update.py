@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from enum import IntEnum
 from functools import partial
 from typing import Any, final
 
@@ -25,12 +24,7 @@ from .sizes import fit_of, measure
 from .snapshot import Snapshot
 
 LossFn = Callable[[Batch], Tensor | Mapping[str, Tensor]]
-
-
-class Vote(IntEnum):
-    OK = 0
-    OUT_OF_MEMORY = 1
-    FAILED = 2
+OK, OUT_OF_MEMORY, FAILED = range(3)  # votes of a rank
 
 
 class FailedElsewhere(Exception):  # noqa: N818  # it never leaves this library
@@ -58,10 +52,10 @@ class Agreement(Extension):
 
     def agree(self) -> None:
         """Raises where another rank has failed; this one waits for the votes of all."""
-        if any(votes := self.vote(Vote.OK)):
+        if any(votes := self.vote(OK)):
             raise FailedElsewhere(votes)
 
-    def vote(self, own: Vote) -> list[int]:
+    def vote(self, own: int) -> list[int]:
         return [int(row[0]) for row in self._engine.peers.gather([float(own)], everyone=True)]
 
 
@@ -134,15 +128,15 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
     """Ranks exchange their failures; returns where a smaller micro-batch may fit."""
     peers, largest = planner.job.engine.peers, window.plan.largest
     is_own, is_short = not isinstance(error, FailedElsewhere), is_out_of_memory(error)
+    why = in_short(error) if is_own and not is_short else ""
     try:
-        if is_own and not is_short:
+        if why:
             if agreement.is_reducing and peers.num_ranks > 1:
                 raise error  # the others are in the reduction, where nothing reaches them; or failed in the same way
             peers.tell(error)
         try:
-            votes = agreement.vote(Vote.OUT_OF_MEMORY if is_short else Vote.FAILED) if is_own else error.args[0]
-            why = in_short(error) if is_own and not is_short else ""
-            failed = peers.gather_objects(why, everyone=True) if Vote.FAILED in votes else []
+            votes = agreement.vote(OUT_OF_MEMORY if is_short else FAILED) if is_own else error.args[0]
+            failed = peers.gather_objects(why, everyone=True) if FAILED in votes else []
         except DistaccumError as lost:
             raise DistaccumError(
                 f"rank {peers.rank} failed where the other ranks cannot hear of it, since they wait for it in a "
@@ -155,7 +149,7 @@ def _settle(planner: Planner, window: Window, agreement: Agreement, error: Excep
             "was stepped",
         )
         if not fit_of(planner.job).ran_out(largest):
-            where = ranks_where([vote == Vote.OUT_OF_MEMORY for vote in votes])
+            where = ranks_where([vote == OUT_OF_MEMORY for vote in votes])
             seen = f": {in_short(error)}" if is_own else ""
             raise DistaccumError(
                 f"a micro-batch of {largest} sample does not fit into the memory of rank {where}{seen}; nothing was "
