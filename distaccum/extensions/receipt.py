@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple, final
 
@@ -24,47 +24,46 @@ LONGEST = 1 << 17  # numbers in a row, whose directions would otherwise take mor
 PIECE = 1 << 20  # numbers that are cast at once
 MOST = 16  # parameters of which ranks tell each other what each micro-batch gave
 FINE, COARSE = 2e-5, 5e-2  # relative errors that are none; where gradients add up in half precision
+HOST: Any = {"dtype": torch.float64, "device": "cpu"}
+Given = dict[tuple[int, int], Tensor]  # receipts by two of rank, micro-batch and parameter
 
 
 @lru_cache(maxsize=512)
 def directions(length: int, side: int, device: torch.device) -> Tensor:
     """Fixed random numbers, the same in every process; drawn from a generator of their own, on the host."""
     generator = torch.Generator(device="cpu").manual_seed(0x5EED + 7 * length + side)
-    drawn = torch.randn(length, NUM, generator=generator, dtype=torch.float64, device="cpu")
+    drawn = torch.randn(length, NUM, generator=generator, **HOST)
     return widest(drawn.to(device, torch.float32 if device.type == "mps" else None))
 
 
 def is_seen(parameter: Tensor) -> bool:
     """True for a floating-point parameter whose directions are small beside it."""
-    row = parameter.shape[1:].numel() if parameter.ndim > 1 else parameter.numel()
-    return parameter.is_floating_point() and row <= LONGEST
+    return parameter.is_floating_point() and math.prod(parameter.shape[parameter.ndim > 1 :]) <= LONGEST
 
 
 @torch.no_grad()
-def project(gradient: Any, whole: torch.Size | None = None, starts: Sequence[int] = ()) -> Tensor:
+def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[int] = ()) -> Tensor:
     """`NUM` projections <r, gradient>; each r is the product of a column and a row, so that none is as large.
 
     Of a block of a gradient, `whole` is the shape of all, and `starts` are where it begins along each dimension. In
     float64, a piece at a time: neither autocast nor a setting of matrix products makes it less precise.
     """
-    whole, shape, kind = whole or gradient.shape, gradient.shape, gradient.device
+    whole, kind = whole or gradient.shape, gradient.device
     starts = starts or [0] * len(whole)
-    if len(whole) < 2:
-        right = directions(max(1, whole.numel()), 1, kind)[sum(starts) : sum(starts) + gradient.numel()]
-        return torch.mv(right.T, widest(gradient.reshape(-1)))
-    left = directions(whole[0], 0, kind)[starts[0] : starts[0] + shape[0]]
-    right = directions(whole[1:].numel(), 1, kind)
-    if shape[1:] != whole[1:]:
-        right = right.view(*whole[1:], NUM)
-        for dim, (start, length) in enumerate(zip(starts[1:], shape[1:], strict=True)):
-            right = right.narrow(dim, start, length)
-        right = right.reshape(-1, NUM)
+    if len(whole) < 2:  # a vector is a column
+        gradient, whole, starts = gradient.reshape(-1, 1), [math.prod(whole), 1], [sum(starts), 0]
+    here: list[Any] = [slice(start, start + num) for start, num in zip(starts, gradient.shape, strict=True)]
+    if gradient.is_sparse:
+        gradient = gradient.coalesce()
+        (here[0],), gradient = gradient.indices(), gradient.values()
+    left = directions(whole[0], 0, kind)[here[0]]
+    right = directions(math.prod(whole[1:]), 1, kind).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
     matrix = gradient.flatten(1)
-    rows = max(1, PIECE // max(1, matrix.shape[1]))
+    num = max(1, PIECE // max(1, matrix.shape[1]))
     # A factor of its own for each: of a gradient of low rank, one for all might see nothing but its rounding.
     along = torch.zeros(NUM, matrix.shape[1], dtype=right.dtype, device=kind)
-    for i in range(0, len(matrix), rows):
-        along.addmm_(left[i : i + rows].T, widest(matrix[i : i + rows]))
+    for i in range(0, len(matrix), num):
+        along.addmm_(left[i : i + num].T, widest(matrix[i : i + num]))
     return (along * right.T).sum(1)
 
 
@@ -77,7 +76,9 @@ class Block(NamedTuple):
 
 
 def block_of(tensor: Any) -> Block | None:
-    """None where it cannot be told."""
+    """None where it cannot be told, and of any other tensor."""
+    if not hasattr(tensor, "to_local"):
+        return None
     mesh, starts, shape = tensor.device_mesh, [0] * tensor.ndim, list(tensor.shape)
     copy, num_copies = [], 1
     for size, place, placement in zip(mesh.shape, mesh.get_coordinate(), tensor.placements, strict=True):
@@ -92,14 +93,6 @@ def block_of(tensor: Any) -> Block | None:
         else:
             return None
     return Block(starts, tuple(copy), num_copies) if [*local(tensor).shape] == shape else None
-
-
-class Part(NamedTuple):
-    """A rank's receipts of one parameter: by micro-batch, and of its own copy or block of the gradient."""
-
-    received: dict[int, Tensor]
-    closed: Tensor
-    copy: tuple[int, ...]
 
 
 @final
@@ -118,16 +111,14 @@ class Receipt(Extension):
         if every < 1:
             raise ValueError(f"Receipt(every={every}), expected 1 or more")
         self._every = every
-        self._window: Window | None = None  # that is checked
         self._sources: list[Source] = []
-        self._received: list[dict[int, Tensor]] = []  # of each source, by micro-batch
+        self._received: Given | None = None  # by micro-batch and source; None: it does not look
         self._hooks: list[Any] = []
         self._error: float | None = None
-        self._before: tuple[int, Tensor] = (-2, torch.zeros(0, device="cpu"))  # an update, and its closed receipts
+        self._before: dict[int, Tensor] = {}  # receipts of gradients by update: of the last that was right
 
     def join(self, job: Job) -> None:
-        engine = self._engine = job.engine
-        self._stepped = job.stepped
+        self._job, engine = job, job.engine
         why = engine.hides_norm or engine.hides_own(job.stepped())
         if engine.pipeline is not None and engine.pipeline.splits_backward:
             why = "whose schedule runs backward for weights apart"
@@ -141,178 +132,119 @@ class Receipt(Extension):
             )
 
     def begin(self, window: Window) -> None:
-        self._error = None
-        if window.index % self._every:
-            return
-        self._window = window
-        self._sources = [one for one in self._engine.sources(self._stepped()) if is_seen(one.leaf)]
-        self._received = [{} for _ in self._sources]
-        for place, one in enumerate(self._sources):
-            if one.leaf.requires_grad:
-                self._hooks.append(one.leaf.register_hook(partial(self._receive, place)))
-
-    def _receive(self, place: int, gradient: Tensor) -> None:
-        if self._window is not None:
-            of_place, step = self._received[place], self._window.num_done
-            # No error is larger than a bound of NaN: what is sparse is not seen.
-            receipt = project(gradient) if not gradient.is_sparse else torch.full((NUM,), math.nan).double()
-            of_place[step] = of_place[step] + receipt if step in of_place else receipt
+        if window.index % self._every == 0:
+            self._received = {}
+            self._sources = [one for one in self._job.engine.sources(self._job.stepped()) if is_seen(one.leaf)]
+            for i, one in enumerate(self._sources):
+                if one.leaf.requires_grad:
+                    self._hooks.append(one.leaf.register_hook(partial(_receive, window, self._received, i)))
 
     def numbers(self, window: Window) -> None:
         """Compares, when gradients are final, in reductions of its own: those of the record come after a step."""
-        if self._window is None:
+        if self._received is None:
             return
-        parts, engine = list(map(self._part, range(len(self._sources)))), self._engine
-        received = torch.stack([_sum(list(one.received.values())) for one in parts])
-        size = torch.stack([_sum([x.norm().expand(NUM) for x in one.received.values()]) for one in parts])
-        own = torch.stack([one.closed for one in parts])
-        is_cut = torch.tensor([hasattr(one.parameter, "to_local") for one in self._sources])[:, None]
-        shares = torch.tensor([1 / num_copies(one.parameter) for one in self._sources])[:, None]
-        sums = torch.stack([received, size, own * is_cut * shares])
-        if engine.peers.host_group is not None:
-            dist.all_reduce(sums, group=engine.peers.host_group)
-        received, size, closed = sums[0], sums[1][:, 0], torch.where(is_cut, sums[2], own)
-        off = (closed * engine.divisor - received).norm(dim=1)
-        least = torch.tensor([_least(one) for one in self._sources]) * engine.divisor
-        bounds = torch.tensor([_bound(one) for one in self._sources])
+        divisor, peers, sources = self._job.engine.divisor, self._job.engine.peers, self._sources
+        used = torch.zeros(len(sources), NUM, **HOST)
+        given = torch.stack([used] * (window.num_done + 1))  # by micro-batch
+        for where, receipt in self._received.items():
+            given[where] = receipt
+        # A block adds up with those of other ranks; a whole gradient is this rank's own copy.
+        blocks = [block_of(one.parameter) or Block([], (peers.rank,), 0) for one in sources]
+        share = torch.tensor([one.num_copies and 1 / one.num_copies for one in blocks], **HOST)[:, None]
+        for i, one in enumerate(sources):
+            if one.parameter.grad is not None:
+                used[i] = divisor * project(local(one.parameter.grad), one.parameter.shape, blocks[i].starts)
+        sums = torch.cat([given.sum(0), used * share, given.norm(dim=2).sum(0)[:, None]], dim=1)
+        if peers.host_group is not None:
+            dist.all_reduce(sums, group=peers.host_group)
+        closed = torch.where(share > 0, sums[:, NUM:-1], used)
+        off, size = (closed - sums[:, :NUM]).norm(dim=1), sums[:, -1]
         errors = off / size.clamp(min=1e-300)  # of what autograd gave nothing for, any gradient is infinitely off
+        bounds, least = torch.tensor([_bounds(one) for one in sources], **HOST).view(-1, 2).T
         self._error = float(errors.max()) if len(errors) else 0.0
-        wrong = ((errors > bounds) & (off > least)).nonzero().flatten().tolist()
-        wrong.sort(key=lambda place: -float(errors[place]))
-        before, self._before = self._before, (window.index, closed)
-        if any(num for (num,) in engine.peers.gather([float(len(wrong))], everyone=True)):
-            stale = before[1] if before[0] == window.index - 1 and len(before[1]) == len(closed) else None
-            self._raise(window, parts, wrong, float(errors[wrong[0]]) if wrong else 0.0, stale)
+        wrong = torch.where((errors > bounds) & (off > least * divisor), errors, 0)
+        if any(most for (most,) in peers.gather([float(wrong.sum())], everyone=True)):
+            self._raise(window.index, wrong, given, used, [one.copy for one in blocks])
+        self._before = {window.index: closed}
 
-    def _part(self, place: int) -> Part:
-        """Takes this rank's, on the host."""
-        one: Any = self._sources[place]
-        gradient, closed, copy = one.parameter.grad, torch.zeros(NUM), (self._engine.peers.rank,)
-        block = block_of(one.parameter) if hasattr(one.parameter, "to_local") else None
-        if gradient is not None and gradient.is_sparse:
-            closed = closed + math.nan
-        elif gradient is not None and block is not None:
-            closed = project(local(gradient), gradient.shape, block.starts)
-        elif gradient is not None:
-            closed = project(gradient)
-        received = {step: receipt.cpu().double() for step, receipt in self._received[place].items()}
-        return Part(received, closed.cpu().double(), copy if block is None else block.copy)
-
-    def _raise(
-        self, window: Window, parts: Sequence[Part], wrong: Sequence[int], worst: float, stale: Tensor | None
-    ) -> None:
+    def _raise(self, index: int, wrong: Tensor, given: Tensor, used: Tensor, copies: list[Any]) -> None:
         """Finds out with the other ranks what it is, and raises on all."""
-        peers, by_id = self._engine.peers, names_of(self._engine.models)
-        # Ranks may see errors in other parameters each: in their own copies.
-        union = {place: None for found in peers.gather_objects(wrong) for place in found}
-        places = list(union)[:MOST]
-        places = [one for one in places if parts[one].copy == parts[places[0]].copy]  # cut in the same way
-        mine = (peers.global_rank, [parts[place] for place in places])
-        seen: list[tuple[int, list[Part]]] = peers.gather_objects(mine)
-        text = ""
-        if places:
-            before = None if stale is None else stale[places].flatten()
-            bound = max(_bound(self._sources[place]) for place in places)
-            names = shorten([by_id.get(id(self._sources[place].parameter), "a parameter") for place in union])
-            text = (
-                f"the gradient of {names} in update {window.index} is not the sum of what its micro-batches gave (off "
-                f"by {worst:.3g}): {explain(seen, self._engine.divisor, before, window.index, bound)}"
-            )
-        every = list(dict.fromkeys(filter(None, peers.gather_objects((worst, text), everyone=True))))
+        peers, by_id = self._job.engine.peers, names_of(self._job.models)
+        errors = torch.stack(peers.gather_objects(wrong)).amax(0)  # of a rank's own copies, others see none
+        found = [i for i in errors.argsort(descending=True).tolist() if errors[i]]
+        some = [i for i in found[:MOST] if copies[i] == copies[found[0]]]  # cut in the same way
+        mine = peers.global_rank, [copies[i] for i in some[:1]], given[:, some].flatten(1), used[some].flatten()
+        seen, said = peers.gather_objects(mine), ""
+        if some:
+            parts = {(rank, step): row for rank, _, rows, _ in seen for step, row in enumerate(rows) if row.any()}
+            closed = torch.stack([one for _, copy, _, one in seen if copy == mine[1]]).sum(0)
+            before = self._before.get(index - 1)
+            stale = None if before is None or len(before) != len(used) else before[some].flatten()
+            said = explain(parts, closed, stale, index, max(_bounds(self._sources[i])[0] for i in some))
+        names = shorten([by_id.get(id(self._sources[i].parameter), "a parameter") for i in found])
+        # Each stage of a pipeline may have found something.
+        every = peers.gather_objects((max(errors.tolist(), default=0.0), names, peers.global_rank, said), everyone=True)
+        most, names, *_ = max(every)
+        by_text: dict[str, list[str]] = {}
+        for _, named, rank, said in every:
+            if named == names:
+                by_text.setdefault(said, []).append(str(rank))
+        texts = [one if len(by_text) == 1 else f"on rank {', '.join(on)} {one}" for one, on in by_text.items() if one]
         raise DistaccumError(
-            f"{max(every)[1]}; nothing was stepped and the window is discarded. Look for what else changes or reduces "
-            "gradients; updates that were not checked may have used such ones"
+            f"the gradient of {names} in update {index} is not the sum of what its micro-batches gave (off by "
+            f"{most:.3g}): {'; '.join(texts)}; nothing was stepped and the window is discarded. Look for what else "
+            "changes or reduces gradients; updates that were not checked may have used such ones"
         )
 
     def end(self, window: Window, update: Update | None) -> None:
         while self._hooks:
             self._hooks.pop().remove()
-        self._window, self._sources, self._received = None, [], []
         if update is not None and self._error is not None:
             update.notes[self.key] = self._error
+        self._sources, self._received, self._error = [], None, None
 
 
-def _sum(receipts: Sequence[Tensor]) -> Tensor:
-    return torch.stack(list(receipts)).sum(0) if receipts else torch.zeros(NUM, dtype=torch.float64, device="cpu")
+def _receive(window: Window, received: Given, place: int, gradient: Tensor) -> None:
+    where, receipt = (window.num_done, place), project(gradient)
+    received[where] = received[where] + receipt if where in received else receipt
 
 
-def num_copies(parameter: Any) -> int:
-    """The number of ranks that hold the same part of it, where it is a DTensor."""
-    block = block_of(parameter) if hasattr(parameter, "to_local") else None
-    return 1 if block is None else block.num_copies
-
-
-def _bound(source: Source) -> float:
-    return COARSE if torch.finfo(source.dtype).eps > 1e-5 else FINE
-
-
-def _least(source: Source) -> float:
-    """An error that underflow makes."""
+def _bounds(source: Source) -> tuple[float, float]:
+    """The relative error that rounding makes, and the error that underflow makes."""
     kind = torch.finfo(source.dtype)
-    return kind.tiny * kind.eps * 100 * math.sqrt(max(1, source.parameter.numel()))
+    return COARSE if kind.eps > 1e-5 else FINE, kind.tiny * kind.eps * 100 * math.sqrt(source.parameter.numel())
 
 
-Given = dict[tuple[int, int], Tensor]  # receipts by rank and micro-batch
-
-
-def explain(
-    seen: Sequence[tuple[int, Sequence[Part]]], divisor: float, before: Tensor | None, index: int, bound: float
-) -> str:
-    """Says what the gradients of some parameters are instead, from all ranks' parts of them."""
-    given: Given = {}
-    for rank, parts in seen:
-        for step in sorted({step for part in parts for step in part.received}):
-            given[rank, step] = torch.cat([part.received.get(step, torch.zeros(NUM)) for part in parts])
-    copies: dict[tuple[int, ...], list[tuple[int, Tensor]]] = {}
-    for rank, parts in seen:
-        copies.setdefault(parts[0].copy, []).append((rank, torch.cat([part.closed for part in parts])))
-    found: dict[str, list[int]] = {}
-    for blocks in copies.values():
-        closed = torch.stack([closed for _, closed in blocks]).sum(0) * divisor
-        what = _fitted(given, closed, None if before is None else before * divisor, index, bound)
-        found.setdefault(what, []).extend(rank for rank, _ in blocks)
-    return "; ".join(
-        what if len(ranks) == len(seen) else f"on rank {', '.join(map(str, sorted(ranks)))} {what}"
-        for what, ranks in found.items()
-        if what
-    )
-
-
-def _fitted(given: Given, closed: Tensor, before: Tensor | None, index: int, bound: float) -> str:
-    """Says what one copy of the gradient is instead of the sum of all that was given; "" if it is that."""
-    parts = {key: one for key, one in given.items() if one.any()}
-    whole = _sum(list(parts.values())) if parts else torch.zeros_like(closed)
-    rest, size = closed - whole, sum(float(one.norm()) for one in parts.values())
+def explain(given: Given, closed: Tensor, before: Tensor | None, index: int, bound: float) -> str:
+    """Says what a gradient is instead of the sum of all that was given, by rank and micro-batch; "" if it is that."""
+    whole = torch.stack([torch.zeros_like(closed), *given.values()]).sum(0)
+    rest, size = closed - whole, sum(float(one.norm()) for one in given.values())
     if rest.norm() <= bound * size:
         return ""
-    of_ranks = {rank: _sum([one for (r, _), one in parts.items() if r == rank]) for rank, _ in parts}
-    singles: list[tuple[Tensor, Callable[[float], str]]] = [
-        (whole, lambda weight: f"it is {weight:.4g} times that"),
-        *([] if before is None else [(before, lambda _: f"it still holds that of update {index - 1}")]),
-        *((one, partial(_said, f"rank {rank}")) for rank, one in of_ranks.items()),
-        *((one, partial(_said, f"micro-batch {step} of rank {rank}")) for (rank, step), one in parts.items()),
-    ]
-    factors = [float(one @ rest) / max(float(one @ one), 1e-300) for one, _ in singles]
-    left = [float((rest - factor * one).norm()) for factor, (one, _) in zip(factors, singles, strict=True)]
-    for (_, say), factor, off in zip(singles, factors, left, strict=True):
-        if off < 0.1 * rest.norm() and off <= 3 * min(left) + 1e-6 * size:
-            return say(1 + factor)
-    for columns in (
-        {f"rank {rank}": one for rank, one in of_ranks.items()},
-        {f"micro-batch {step} of rank {rank}": one for (rank, step), one in parts.items()},
-    ):
-        if 0 < len(columns) < len(rest) - 2:
-            basis = torch.stack(list(columns.values()), dim=1)
-            weights = torch.linalg.lstsq(basis, closed, driver="gelsd").solution
-            if (basis @ weights - closed).norm() < 0.05 * rest.norm():
-                named = zip(columns, weights.tolist(), strict=True)
-                return shorten([_said(who, weight) for who, weight in named if abs(weight - 1) > 0.05])
+    by_step = {f"micro-batch {step} of rank {rank}": one for (rank, step), one in given.items()}
+    by_rank: dict[str, Any] = {f"rank {r}": sum(row for (one, _), row in given.items() if one == r) for r, _ in given}
+    stale = {} if before is None else {f"it still holds that of update {index - 1}": before}
+    times = {f"it is {float(closed @ whole / (whole @ whole)):.4g} times that": whole}
+    singles = [{who: one} for who, one in (times | stale | by_rank | by_step).items()]
+    for several, most in (singles, 0.1), ([by_rank], 0.05), ([by_step], 0.05):
+        fits = []
+        for columns in several:
+            if 0 < len(columns) < len(rest) - 2:
+                basis = torch.stack(list(columns.values()), dim=1)
+                more = torch.linalg.lstsq(basis, rest, driver="gelsd").solution
+                weights = dict(zip(columns, more.tolist(), strict=True))
+                fits.append((float((basis @ more - rest).norm()), weights))
+        for off, weights in fits:
+            if off < most * rest.norm() and off <= 3 * min(one for one, _ in fits) + 1e-6 * size:
+                return shorten([_said(*one) for one in weights.items() if len(weights) == 1 or abs(one[1]) > 0.05])
     if rest.norm() < 0.02 * whole.norm():
         return "each part is in it, rounded as by sums or a reduction in lower precision"
     return "it is no sum of such parts, with whatever weights"
 
 
-def _said(who: str, weight: float) -> str:
-    if abs(weight) < 0.05:
+def _said(who: str, more: float) -> str:
+    if who.startswith("it "):
+        return who
+    if abs(1 + more) < 0.05:
         return f"{who} is lost"
-    return f"{who} counts twice" if abs(weight - 2) < 0.05 else f"{who} counts {weight:.3g} times"
+    return f"{who} counts twice" if abs(more - 1) < 0.05 else f"{who} counts {1 + more:.3g} times"

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, final
 import torch
 from torch import Tensor, nn
 
-from ...extensions.receipt import block_of, is_seen, num_copies, project
+from ...extensions.receipt import block_of, is_seen, project
 from ...norms import names_of
 from .private import gathered_parameters
 
@@ -78,7 +78,7 @@ class Ledger:
     def sharded(self) -> dict[int, int]:
         """How many ranks hold the same shard, by place."""
         parts = ((place, one) for place, one in enumerate(self.parameters) if hasattr(one, "to_local"))
-        return {place: num_copies(one) for place, one in parts}
+        return {place: 1 if (block := block_of(one)) is None else block.num_copies for place, one in parts}
 
     # Receipts
 
