@@ -198,9 +198,9 @@ class FullyShardEngine(Engine):
 
     def sources(self, parameters: Sequence[nn.Parameter]) -> Sequence[Source]:
         if any(private.gathered_of(one) is None for one in self._every):  # before the first forward
-            for module in self._modules:
+            for module in self._modules:  # one at a time: the whole model may not fit
                 module.unshard()
-            self.show_parameters()
+                module.reshard()
         wanted = {id(p) for p in parameters}
         found = [Source(p, p, p.dtype) for p in self._outside(parameters)]
         for group in self._groups:

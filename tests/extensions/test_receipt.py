@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,13 +14,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
 from torch.distributed.tensor import Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from distaccum import Accumulator, DistaccumError
+from distaccum import Accumulator, DistaccumError, count_tokens
 from distaccum.extensions import Receipt
+from tests.support.engines import TORCH, import_deepspeed, zero_config
 from tests.support.ranks import on_ranks
 
 
@@ -81,11 +84,83 @@ def lose_the_other_ranks(_, bucket):  # torch refuses annotations that are texts
     return done
 
 
+# Where the gradient of a whole parameter, or what is stepped, cannot be seen.
+HIDDEN = {
+    "fsdp1": "FSDP1 .* which flattens parameters together",
+    "tensor parallel": "FSDP2 .* which holds tensor-parallel parameters",
+    "zero bubble": ".* whose schedule runs backward for weights apart",
+    "zero": "DeepSpeed",
+}
+
+
+def hidden(kind):
+    if kind == "fsdp1":
+        return FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
+    if kind == "tensor parallel":
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+        model = parallelize_module(net(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+        return fully_shard(model, mesh=mesh["data"])
+    if kind == "zero":
+        model = net()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return import_deepspeed().initialize(model=model, optimizer=sgd, config=zero_config(1))[0]
+    places = [dist.get_rank(), 3 - dist.get_rank()]
+    stages = [PipelineStage(nn.Linear(6, 6), place, 4, torch.device("cpu")) for place in places]
+    return ScheduleZBVZeroBubble(stages, 2, loss_fn=cross_entropy, scale_grads=False)
+
+
+@pytest.mark.parametrize("kind", list(HIDDEN))
 @on_ranks(2)
-def test_engine_that_hides_gradients_is_refused():
-    model = FullyShardedDataParallel(net(), device_id=torch.device("cpu"), use_orig_params=True)
-    with pytest.raises(ValueError, match="cannot be seen"):
-        train(model)
+def test_engine_that_hides_gradients_is_refused(kind):
+    with pytest.raises(ValueError, match=rf"^Receipt\(\) with {HIDDEN[kind]}.* cannot be seen"):
+        Accumulator(hidden(kind), steps=3, on_nonfinite="ignore", extensions=[Receipt()])
+
+
+def num_calls(extensions, steps):
+    """Calls of Python and C in the fourth window."""
+    model = net()
+    accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), extensions=extensions)
+    for _ in range(4):
+        seen: list[str] = []
+        sys.setprofile(lambda _, event, __, seen=seen: seen.append(event))
+        window = accumulator.window([torch.ones(2, 6)] * steps)
+        for x in window:
+            window.backward(model(x).sum())
+        window.step()
+        sys.setprofile(None)
+    return sum(event.endswith("call") for event in seen)
+
+
+def test_windows_that_are_not_checked_cost_a_few_calls_whatever_their_length():
+    num_calls([Receipt(every=1)], 2)  # which fills caches
+    assert num_calls([Receipt(every=4)], 20) - num_calls([], 20) < 10
+    assert num_calls([Receipt(every=1)], 20) - num_calls([], 20) > 1000
+
+
+def test_sparse_gradient_is_seen():
+    table = nn.Embedding(50, 6, sparse=True)
+    model = nn.Sequential(table, nn.Linear(6, 4))
+    hooked = []
+
+    def plant(gradient):
+        hooked.append(gradient)
+        return gradient * 2 if len(hooked) == 5 else None
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = Accumulator(model, sgd, steps=3, extensions=[Receipt(every=1)])
+
+    def go():
+        window = accumulator.window([torch.randint(50, (4,)) for _ in range(3)])
+        for rows in window:
+            loss = cross_entropy(model(rows), rows % 4)
+            hook = table.weight.register_hook(plant)
+            window.backward(loss)
+            hook.remove()
+        return window.step()
+
+    assert go().notes["receipt"] < 1e-5
+    with pytest.raises(DistaccumError, match=r"gradient of 0\.weight in .* micro-batch 1 of rank 0 counts twice"):
+        go()
 
 
 def test_gradient_that_no_backward_gave_raises():
@@ -125,20 +200,27 @@ PLANTS = {
 
 def is_found(kind, plant):
     """Three updates, the second with the defect: it raises, leaves the weights alone, and the third is right again."""
-    if kind == "pipeline":
+    options: dict[str, Any] = {}
+    if "pipeline" in kind:
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
         stage = mesh["stage"].get_local_rank()
         torch.manual_seed(stage)
         inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
-        model = DistributedDataParallel(inner, process_group=mesh["data"].get_group())
+        if kind == "pipeline":
+            model: nn.Module = DistributedDataParallel(inner, process_group=mesh["data"].get_group())
+        else:
+            model = fully_shard(inner, mesh=mesh["data"])
         made = PipelineStage(model, stage, 2, torch.device("cpu"), group=mesh["stage"].get_group())
         trained: Any = Schedule1F1B(made, 2, loss_fn=cross_entropy, scale_grads=False)
         rank, shown = mesh["data"].get_local_rank(), "rank (0|1)" if "rank 0" in plant.says else "rank (2|3)"
     else:
         trained = inner = model = wrapped(kind)
         rank, shown = dist.get_rank(), None
+    if kind == "context":  # both ranks have parts of the same samples
+        options = {"mesh": init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "context"))["data"]}
+        options["count"] = count_tokens(1)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    accumulator = Accumulator(trained, sgd, steps=3, extensions=[Receipt(every=1)])
+    accumulator = Accumulator(trained, sgd, steps=3, extensions=[Receipt(every=1)], **options)
     torch.manual_seed(rank)
     sums: list[Any] = [{}, {}, {}]
 
@@ -149,13 +231,20 @@ def is_found(kind, plant):
 
     def go(update):
         window = accumulator.window([(torch.randn(4, 6), torch.randint(4, (4,))) for _ in range(3)])
-        for step, (x, y) in enumerate(window):
-            loss = None if kind == "pipeline" else cross_entropy(model(x), y)
-            leaves = enumerate(inner.parameters())  # after a forward, the gathered ones
-            hooks = [one.register_hook(partial(change, update, step, place)) for place, one in leaves]
-            window.run(x, target=y) if loss is None else window.backward(loss)
-            for hook in hooks:
-                hook.remove()
+        hooks: list[Any] = []
+
+        def plant(*_):  # after a forward, on what it gathered
+            for place, one in enumerate(() if hooks else inner.parameters()):
+                hooks.append(one.register_hook(partial(change, update, window.micro_step, place)))
+
+        planting = inner.register_forward_hook(plant)
+        try:
+            for x, y in window:
+                window.run(x, target=y) if "pipeline" in kind else window.backward(cross_entropy(model(x), y))
+                while hooks:
+                    hooks.pop().remove()
+        finally:
+            planting.remove()
         return window.step()
 
     go(0)
@@ -168,7 +257,12 @@ def is_found(kind, plant):
     return True
 
 
-@pytest.mark.parametrize(("kind", "world"), [("ddp", 2), ("fsdp2", 2), ("columns", 2), ("hybrid", 4), ("pipeline", 4)])
+WORLDS = {"ddp": 2, "fsdp2": 2, "columns": 2, "context": 2, "hybrid": 4, "pipeline": 4, "sharded pipeline": 4}
+if TORCH < (2, 15):
+    del WORLDS["sharded pipeline"]  # is refused
+
+
+@pytest.mark.parametrize(("kind", "world"), list(WORLDS.items()))
 @on_ranks()
 def test_planted_defects_are_named_before_the_step(kind, world):
     assert all(is_found(kind, plant) for plant in PLANTS.values())
