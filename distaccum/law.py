@@ -164,11 +164,8 @@ class RankReport(NamedTuple):
 
     @classmethod
     def from_row(cls, row: Sequence[float]) -> RankReport:
-        return cls._make([*map(int, row[:NUM_PLAIN]), tuple(row[NUM_PLAIN:])])
-
-
-NUM_PLAIN = len(RankReport._fields) - 1  # fields that are one number
-FAILED_AT = RankReport._fields.index("failed")  # its place in a row
+        last = len(cls._fields) - 1
+        return cls._make([*map(int, row[:last]), tuple(row[last:])])
 
 
 # Fields that must be equal on all ranks: how an error names them and their values, and the cure.
@@ -180,12 +177,12 @@ AGREED: dict[str, tuple[str, Callable[[Any], object], str]] = {
 
 
 class Plan:
-    """Knowledge that all ranks share of a window before its first backward: what follows from the rows of all."""
+    """Knowledge that all ranks share of a window before its first backward: what follows from their reports."""
 
-    def __init__(self, names: Sequence[str], rows: Sequence[Sequence[float]]) -> None:
+    def __init__(self, names: Sequence[str], reports: Sequence[RankReport]) -> None:
         """Raises where they contradict each other."""
-        of_ranks: Any = RankReport(*zip(*map(RankReport.from_row, rows), strict=True))  # type: ignore[arg-type]
-        for name, (what, say, cure) in AGREED.items() if len(rows) > 1 else ():
+        of_ranks: Any = RankReport(*zip(*reports, strict=True))  # type: ignore[arg-type]
+        for name, (what, say, cure) in AGREED.items() if len(reports) > 1 else ():
             values = getattr(of_ranks, name)
             if len(set(values)) > 1:
                 seen = ", ".join(f"rank {rank}: {say(value)}" for rank, value in enumerate(values))

@@ -10,7 +10,7 @@ from .cutting import Batch
 from .feed import Ahead, Draw, Make, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
-from .law import FAILED_AT, DistaccumError, Plan, all_or_none, in_short, shorten
+from .law import DistaccumError, Plan, RankReport, all_or_none, in_short, shorten
 from .ranks import Rows
 from .window import SUM, Window
 
@@ -67,13 +67,13 @@ class Planner:
         self, found: Draw, wait: Callable[[], Rows], manner: Manner, pace: Callable[[int, int, int], None] | None = None
     ) -> Window:
         """The window that follows from the rows of all ranks, if none has failed."""
-        job, engine, rows = self.job, self.job.engine, wait()
-        if any(row[FAILED_AT] for row in rows):
+        job, engine, reports = self.job, self.job.engine, [RankReport.from_row(row) for row in wait()]
+        if any(one.failed for one in reports):
             failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"
             all_or_none(failed, found.take_error(), why)
         names = tuple(SUM if manner.is_sum else job.config.reductions)
-        plan = Plan(names, engine.peers.combine(rows, job.config.counts.values()))
+        plan = Plan(names, engine.peers.combine(reports, job.config.counts.values()))
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .law import DistaccumError, LostRanksError, in_short
+from .law import DistaccumError, LostRanksError, RankReport, in_short
 from .private import new_group, timeout_of
 
 # The errors of gloo, NCCL and their store when a rank is gone or late; gloo's have no type of their own.
@@ -118,9 +118,9 @@ class Peers:
         rows = owed.wait()
         return None if any(row[0] == ABANDONED for row in rows) else rows
 
-    def combine(self, rows: Rows, counts: Iterable[Any]) -> Rows:
-        """One row per rank of the group, of all that take part in updates; `counts` are the callables that counted."""
-        return rows
+    def combine(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> Sequence[RankReport]:
+        """One report per rank of the group, of all that take part in updates; `counts` are the callables that count."""
+        return reports
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         """For each rank of the group the values of those that share its samples, of all that take part in updates."""

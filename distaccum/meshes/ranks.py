@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ..cutting import TokenCount, refuse_to_wait, tensors_in
 from ..engines.base import Engine
 from ..law import DistaccumError, RankReport
-from ..ranks import Peers, Rows, Value, own_group
+from ..ranks import Peers, Value, own_group
 
 # Fields of a report that must be equal on ranks that share their samples, and how an error says what they have.
 ALIKE = {
@@ -69,20 +69,18 @@ class MeshPeers(Peers):
         self._take([sorted(ranks) for ranks, _ in rows], self.parts)
         self.record_over(own_group(self.group, sorted({one for _, ranks in rows for one in ranks}), backend=None))
 
-    def combine(self, rows: Rows, counts: Iterable[Any]) -> Rows:
-        """One row for each set of ranks that share their samples; an error where they do not go through them
+    def combine(self, reports: Sequence[RankReport], counts: Iterable[Any]) -> Sequence[RankReport]:
+        """One report for each set of ranks that share their samples; an error where they do not go through them
         together, or count them twice.
         """
-        found = [
-            _common(ranks, list(map(RankReport.from_row, of_set)))
-            for ranks, of_set in zip(self.sharing, self.by_samples(rows), strict=True)
-        ]
+        shared = zip(self.sharing, self.by_samples(reports), strict=True)
+        found = [_common(ranks, of_set) for ranks, of_set in shared]
         for ranks in self.parts if self.has_parts else ():
             # A count of the caller's own may be of this rank's part of the labels.
             _refuse_unlike_parts(
                 ranks, [found[rank] for rank in ranks], any(isinstance(one, TokenCount) for one in counts)
             )
-        return [one.to_row() for one in found]
+        return found
 
     def by_samples(self, values: Sequence[Value]) -> list[list[Value]]:
         if not self.shares_samples:
