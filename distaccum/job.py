@@ -139,7 +139,7 @@ class Job:
 
     def schedules_due(self) -> list[Any]:
         """Lists the schedules that are to step; warns if one moved on since the last update, as `epochs` shows."""
-        if any(now > then for now, then in zip(self._epochs_of(), self.epochs, strict=False)):
+        if any(getattr(one, "last_epoch", 0) > then for one, then in zip(self.schedulers, self.epochs, strict=False)):
             self.once(
                 "scheduler",
                 "scheduler.step() was called beside window.step(), which steps the schedule once per update, so it "
@@ -151,10 +151,7 @@ class Job:
         """Steps each once, also where Ctrl-C comes between two of them and this is called again."""
         while due:
             due.pop(0).step()
-        self.epochs[:] = self._epochs_of()
-
-    def _epochs_of(self) -> list[int]:
-        return [getattr(one, "last_epoch", 0) for one in self.schedulers]
+        self.epochs[:] = [getattr(one, "last_epoch", 0) for one in self.schedulers]
 
     @property
     def most(self) -> int | None:

@@ -94,13 +94,11 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
     if "LightningModule" in names:
         cure = "give the Accumulator trainer.strategy.model, where Lightning keeps its wrapper"
     elif meshes:
-        what, cure = (
-            "a tensor-parallel module alone",
-            (
-                "say which ranks have which data: make one mesh of all with init_device_mesh(device, (data, tensor), "
-                "mesh_dim_names=('data', 'tensor')), parallelize over mesh['tensor'], and wrap with "
-                "fully_shard(module, mesh=mesh['data'])"
-            ),
+        what = "a tensor-parallel module alone"
+        cure = (
+            "say which ranks have which data: make one mesh of all with init_device_mesh(device, (data, tensor), "
+            "mesh_dim_names=('data', 'tensor')), parallelize over mesh['tensor'], and wrap with "
+            "fully_shard(module, mesh=mesh['data'])"
         )
     raise ValueError(
         f"{what} in a job of {ranks} ranks: nothing would reduce its gradients and the ranks would drift apart; "
