@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -43,7 +43,9 @@ def average(
         engine.num_compared = len(parameters)
     used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
     kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)
-    dense: dict[tuple[Any, ...], list[Tensor]] = {}
+    buckets: list[tuple[Any, list[Tensor]]] = []  # with their groups: no copy of the whole gradient
+    room: dict[tuple[Any, ...], int] = {}  # bytes, in the last bucket of each kind
+    filling: dict[tuple[Any, ...], list[Tensor]] = {}
     one: Any
     for one, group, kind in zip(parameters, groups, kinds, strict=True):
         if kind == UNUSED:
@@ -60,14 +62,18 @@ def average(
             if group is None:
                 gradient.div_(engine.divisor)
             else:
-                dense.setdefault((group, gradient.device, gradient.dtype), []).append(gradient)
-    for (group, *_), gradients in dense.items():
-        for bucket in _in_buckets(gradients):  # no copy of the whole gradient
-            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
-            dist.all_reduce(flat, group=group)
-            pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
-            for gradient, piece in zip(bucket, pieces, strict=True):
-                gradient.copy_(piece.view(gradient.shape))
+                like = group, gradient.device, gradient.dtype
+                if room.get(like, 0) <= 0:
+                    room[like], filling[like] = BUCKET_BYTES, []
+                    buckets.append((group, filling[like]))
+                room[like] -= gradient.nbytes
+                filling[like].append(gradient)
+    for group, bucket in buckets:
+        flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).div_(engine.divisor)
+        dist.all_reduce(flat, group=group)
+        pieces = torch.split(flat, [gradient.numel() for gradient in bucket])
+        for gradient, piece in zip(bucket, pieces, strict=True):
+            gradient.copy_(piece.view(gradient.shape))
 
 
 def largest(values: Iterable[int], engine: Engine) -> list[int]:
@@ -104,18 +110,6 @@ def _refuse_other_values(engine: Engine, parameters: Sequence[nn.Parameter]) -> 
             "the ranks under fully_shard: distribute_tensor(whole, mesh, [Shard(0)]); if it is one parameter, give it "
             "the same values on all ranks"
         )
-
-
-def _in_buckets(gradients: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    bucket, size = list[Tensor](), 0
-    for gradient in gradients:
-        bucket.append(gradient)
-        size += gradient.numel() * gradient.element_size()
-        if size >= BUCKET_BYTES:
-            yield bucket
-            bucket, size = [], 0
-    if bucket:
-        yield bucket
 
 
 def _no_rows(parameter: Tensor) -> Tensor:
