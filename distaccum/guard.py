@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from .engines.base import Engine, is_zero
+from .engines.base import Engine, total_norm
 from .law import DistaccumError, Once, shorten
 from .losses import Losses, Record
 from .norms import local, names_of
@@ -110,7 +110,7 @@ def clear_stale(engine: Engine, parameters: Sequence[nn.Parameter], once: Once) 
     """Clears gradients that stood before a window, with a warning."""
     # Zeros are nobody's: of zero_grad(set_to_none=False), or views of buckets that another Accumulator cleared.
     shown = [p.grad for p in parameters if p.grad is not None]
-    if engine.stale(()) or not is_zero(shown):  # hidden ones, or those that are shown
+    if engine.stale(()) or total_norm([local(one) for one in shown], math.inf) != 0:  # hidden ones, or these
         once("stale", "gradients that stood before the window were cleared: they are not part of it")
     engine.clear(parameters)
 

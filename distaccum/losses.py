@@ -115,7 +115,9 @@ class Losses:
         if loss.dtype in HALF:
             loss = loss.float()
         if share and micro is not None:
-            self._terms.append((micro.number, name, share, _recorded(loss)))
+            # The record has its own: what the caller does to the loss in place, also in a hook, is no part of it.
+            own: Loss = number_of(loss) if type(loss) is Tensor and loss.is_cpu else loss.detach().clone()
+            self._terms.append((micro.number, name, share, own))
         seed = loss.new_full((), share)
         return loss, scaler.scale(seed) if scaler is not None and self._scales else seed
 
@@ -230,14 +232,6 @@ class Record:
         if peers.shares_samples:  # one rank's part of a gradient may overflow alone
             found.fill_(max(peers.gather([float(found)], everyone=True))[0])
         return found
-
-
-def _recorded(loss: Tensor) -> Loss:
-    """The record has its own numbers: what the caller does to the loss in place, also in a hook, is no part of it."""
-    if type(loss) is not Tensor or not loss.is_cpu:
-        return loss.detach().clone()
-    number: float = number_of(loss)
-    return number
 
 
 def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:

@@ -292,11 +292,6 @@ def total_norm(gradients: Sequence[Tensor], kind: float = 2.0, over: Tensor | No
     return norm
 
 
-def is_zero(gradients: Sequence[Tensor]) -> bool:
-    """Tells whether this rank's parts of all gradients are zeros; waits for the device."""
-    return bool(total_norm([local(one) for one in gradients], math.inf) == 0)
-
-
 def look_at(
     engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None
 ) -> tuple[bool, Tensor | None, float]:
