@@ -12,10 +12,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleZBVZeroBubble
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -78,6 +79,14 @@ def test_gradient_that_ddp_does_not_reduce_raises_on_all_ranks():
         train(model)
 
 
+@on_ranks(2)
+def test_reduction_in_lower_precision_is_named():
+    model = wrapped("ddp")
+    model.register_comm_hook(None, bf16_compress_hook)
+    with pytest.raises(DistaccumError, match="rounded as by sums or a reduction in lower precision"):
+        train(model)
+
+
 def lose_the_other_ranks(_, bucket):  # torch refuses annotations that are texts
     done = torch.futures.Future()
     done.set_result(bucket.buffer() * (dist.get_rank() == 0))
@@ -88,6 +97,7 @@ def lose_the_other_ranks(_, bucket):  # torch refuses annotations that are texts
 HIDDEN = {
     "fsdp1": "FSDP1 .* which flattens parameters together",
     "tensor parallel": "FSDP2 .* which holds tensor-parallel parameters",
+    "experts": "FSDP2 .* which holds tensor-parallel parameters",
     "zero bubble": ".* whose schedule runs backward for weights apart",
     "zero": "DeepSpeed",
 }
@@ -100,6 +110,10 @@ def hidden(kind):
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
         model = parallelize_module(net(), mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
         return fully_shard(model, mesh=mesh["data"])
+    if kind == "experts":
+        model, mesh = net(), init_device_mesh("cpu", (2,))
+        model.experts = nn.Parameter(distribute_tensor(torch.ones(4, 3), mesh, [Shard(0)]))
+        return fully_shard(model, mesh=mesh, ignored_params={model.experts})
     if kind == "zero":
         model = net()
         sgd = torch.optim.SGD(model.parameters(), lr=0.1)
