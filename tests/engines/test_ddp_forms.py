@@ -265,6 +265,61 @@ def test_flags_are_put_back_as_they_were_found():
         assert spread(ddp.module.weight.grad) == 0 and not ddp.require_backward_grad_sync
 
 
+class Choosing(nn.Module):
+    """Uses as many of its layers as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2))
+
+    def forward(self, x: Tensor, num: int) -> Tensor:
+        return x + sum(layer(x) for layer in self.layers[:num])
+
+
+@on_ranks(2)
+def test_steps_by_hand_are_exact_after_a_window_whose_reduction_failed():
+    """In the middle, when the last layer's gradients were ready."""
+    ddp, plain, layout = DistributedDataParallel(trunk()), trunk(), [[2], [2]]
+    fails = ddp.module[0].register_forward_hook(lambda *given: given[-1].register_hook(lambda _: 1 / 0) and None)
+    with pytest.raises(ZeroDivisionError):
+        run_window(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(own(layout)), ddp)
+    fails.remove()
+    loss_of(ddp, own(layout)[0]).backward()
+    loss_of(plain, everything(layout)).backward()
+    assert error(gradient(ddp), gradient(plain)) <= 1e-12
+
+
+@on_ranks(2)
+def test_steps_by_hand_know_nothing_of_a_window_that_was_left():
+    """Of the parameters that it used."""
+    rank, ddp = dist.get_rank(), DistributedDataParallel(Choosing(), find_unused_parameters=True)
+    window = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, rank))
+    for x in window:
+        window.backward(ddp(x, 2).square().mean())
+        break
+    window.discard()
+    ddp(inputs(1, rank)[0], 1).square().mean().backward()
+    assert [layer.weight.grad is None for layer in ddp.module.layers] == [False, True]
+
+
+@on_ranks(2)
+def test_rank_whose_last_micro_batch_uses_no_parameter_of_ddp_reduces_too():
+    rank, ddp = dist.get_rank(), DistributedDataParallel(Choosing(), find_unused_parameters=True)
+    plain, scale = copy.deepcopy(ddp.module), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.0))
+    for uses in ([[1, 0], [2, 2]], [[2, 1], [0, 0]]):
+        window = accumulator.window(list(zip(inputs(2, rank), uses[rank], strict=True)))
+        for x, num in window:
+            window.backward((ddp(x, num) * scale).square().mean())
+        plain.zero_grad()
+        for r in range(2):
+            for x, num in zip(inputs(2, r), uses[r], strict=True):
+                ((plain(x, num) * scale).square().mean() / 4).backward()
+        assert error(gradient(ddp), gradient(plain)) <= 1e-12, uses
+        window.step()
+
+
 # Copies
 
 

@@ -393,6 +393,26 @@ def test_callers_gradients_from_before_the_window_are_cleared(how):
     assert said == [True] * (dist.get_rank() == 0)
 
 
+@pytest.mark.parametrize("sync", ["last", "gathered"])
+@on_ranks(2)
+def test_steps_by_hand_are_those_of_fsdp2_after_windows_that_end_or_are_left(sync):
+    """The average of the ranks, reduced once, and parameters that are parts again after each forward."""
+    model, _, accumulator = make(sync)
+    for index in range(2):
+        for batch in (window := accumulator.window(own(EVEN))):
+            window.backward(loss_of(model, batch))
+            if index:
+                break
+        window.discard()
+        plain = make_net_without_router()
+        with Counting() as count:
+            loss_of(model, own([[2], [2]])[0]).backward()
+        assert tally(count.take()) == {GATHER: 5, REDUCE: 3}
+        loss_of(plain, everything([[2], [2]])).backward()
+        assert error(full_gradient(model), gradient(plain)) <= 1e-10
+        model.zero_grad()
+
+
 WAYS = [
     "evaluation in the loop",
     "evaluation before step()",
