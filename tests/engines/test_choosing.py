@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -22,21 +20,6 @@ from tests.support.oracle import everything, own, step_off
 from tests.support.problems import loss_of, make_net, make_net_without_router, refused
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
-
-
-def test_choice_of_an_engine_imports_no_other_library():
-    code = """
-import sys, torch
-from distaccum import Accumulator
-net = torch.nn.Linear(2, 2)
-optimizer = torch.optim.SGD(net.parameters(), lr=0.1)  # imports many modules itself
-before = set(sys.modules)
-accumulator = Accumulator(net, optimizer, steps=2)
-new = set(sys.modules) - before
-assert not [name for name in new if name.split(".")[0] in ("accelerate", "deepspeed") or "fsdp" in name], new
-assert "deepspeed" not in sys.modules and "accelerate" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
