@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
-from tests.support.problems import error
+from tests.support.oracle import step_off
+from tests.support.problems import error, gradient, loss_of, run_window
 from tests.support.ranks import on_ranks
 
 
@@ -211,35 +212,28 @@ class Leaving:
         self.rank = dist.get_rank()
         self.both, self.mine = random.Random(seed), random.Random(1000 * seed + self.rank)
         torch.manual_seed(7 * seed + self.rank)
-        self.net = nn.Linear(3, 2).double()
-        self.model = DistributedDataParallel(self.net)
+        self.model = DistributedDataParallel(nn.Linear(3, 2).double())
         steps = self.both.randint(1, 4)
         ramp = (lambda index: steps + index % 3) if self.both.random() < 0.3 else steps
-        self.accumulator = Accumulator(self.model, SGD(self.net.parameters(), lr=0.1), steps=ramp)
+        self.accumulator = Accumulator(self.model, SGD(self.model.parameters(), lr=0.1), steps=ramp)
         self.worst, self.num_complete, self.num_left = 0.0, 0, 0
 
     def batch(self) -> Tensor:
         return torch.randn(self.mine.randint(1, 4), 3, dtype=torch.float64)
 
-    def loss(self, x: Tensor) -> Tensor:
-        return self.model(x).square().mean()
-
     def complete(self, window: Any) -> None:
-        before = nn.utils.parameters_to_vector(self.net.parameters()).detach().clone()
-        seen = []
-        for x in window:
-            window.backward(self.loss(x))
+        seen: list[Tensor] = []
+
+        def run(x: Tensor) -> None:
+            window.backward(loss_of(self.model, x))
             seen.append(x)
-        window.step()
-        moved = before - nn.utils.parameters_to_vector(self.net.parameters()).detach()
-        every: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(every, seen)
-        plain = nn.Linear(3, 2).double()
-        nn.utils.vector_to_parameters(before, plain.parameters())
-        plain(torch.cat([x for of_rank in every for x in of_rank])).square().mean().backward()
-        exact = 0.1 * torch.cat([p.grad.flatten() for p in plain.parameters() if p.grad is not None])
-        self.worst = max(self.worst, error(moved, exact))
-        self.num_complete += 1
+
+        def of_all(plain: nn.Module, seen: list[Tensor]) -> Tensor:
+            dist.all_gather_object(every := [seen] * dist.get_world_size(), seen)
+            return loss_of(plain, torch.cat([x for of_rank in every for x in of_rank]))
+
+        off = step_off(self.model, window, nn.Linear(3, 2).double(), seen, of_all, run, lr=0.1)
+        self.worst, self.num_complete = max(self.worst, *off), self.num_complete + 1
 
     def leave(self, window: Any, how: str) -> None:
         """At a place of this rank's own, and never in the micro-batch that reduces."""
@@ -252,7 +246,7 @@ class Leaving:
         for i, x in enumerate(window):
             if i == len(window) - 1:
                 break
-            window.backward(self.loss(x))
+            window.backward(loss_of(self.model, x))
             if i == place and how == "raise":
                 raise KeyError
             if i == place:
@@ -269,7 +263,7 @@ class Leaving:
             if self.both.random() < 0.3:
                 self.complete(self.accumulator.window([self.batch() for _ in range(self.mine.randint(1, 3))]))
             if self.both.random() < 0.1:
-                self.accumulator = Accumulator(self.model, SGD(self.net.parameters(), lr=0.1), steps=2)
+                self.accumulator = Accumulator(self.model, SGD(self.model.parameters(), lr=0.1), steps=2)
                 return  # with a report that is still owed
             if num == last:
                 break
@@ -290,23 +284,17 @@ def test_windows_are_exact_after_ranks_left_others_at_different_places():
 @on_ranks(2)
 def test_windows_of_two_accumulators_may_alternate():
     """One rank has fewer micro-batches, and so never reports ahead of its time."""
-    wrong = []
-    nets = [nn.Linear(3, 2).double() for _ in range(2)]
-    models = [DistributedDataParallel(net) for net in nets]
+    models = [DistributedDataParallel(nn.Linear(3, 2).double()) for _ in range(2)]
     both = [Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2) for model in models]
-    here = [[torch.randn(2, 3, dtype=torch.float64) for _ in range(6)] for _ in range(2)]
-    given = [here[0][: 6 if dist.get_rank() else 2], here[1]]
-    every: list[Any] = [None] * 2
-    dist.all_gather_object(every, given)
-    loops = [one.windows(batches) for one, batches in zip(both, given, strict=True)]
+    here = [
+        [torch.randn(2, 3, dtype=torch.float64) for _ in range(number)] for number in (6 if dist.get_rank() else 2, 6)
+    ]
+    dist.all_gather_object(every := [here] * 2, here)
+    loops = [one.windows(batches) for one, batches in zip(both, here, strict=True)]
     for index in range(3):
         for i in (0, 1):
-            window = next(loops[i])
-            for x in window:
-                window.backward(models[i](x).square().mean())
-            grads = [p.grad.clone() for p in nets[i].parameters() if p.grad is not None]
-            window.step()
+            window = run_window(next(loops[i]), models[i])
             whole = torch.cat([x for of_rank in every for x in of_rank[i][2 * index : 2 * index + 2]])
-            exact = torch.autograd.grad(nets[i](whole).square().mean(), list(nets[i].parameters()))
-            wrong.append(max(error(a, b) for a, b in zip(grads, exact, strict=True)))
-    assert max(wrong) <= 1e-12
+            exact = torch.autograd.grad(loss_of(models[i].module, whole), list(models[i].parameters()))
+            assert error(gradient(models[i]), torch.cat([one.flatten() for one in exact])) <= 1e-12
+            window.step()

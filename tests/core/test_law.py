@@ -16,8 +16,10 @@ from tests.support.problems import (
     big_batch,
     error,
     gradient,
+    join,
     make_batch,
     make_net,
+    run_window,
     sample_loss,
     token_loss,
     weights,
@@ -95,8 +97,7 @@ def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_cou
     for batch in window:
         hidden = net(batch["x"])
         window.backward(tokens=token_loss(net, batch), samples=hidden.square().sum())  # one loss is NaN
-    reference = make_net()
-    joined = {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+    reference, joined = make_net(), join(batches)
     big = token_loss(reference, joined) + reference(joined["x"]).square().sum()
     big.backward()
     assert error(gradient(net), gradient(reference)) <= 1e-12
@@ -106,8 +107,8 @@ def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_cou
     assert update.loss == pytest.approx(big.item(), rel=1e-12), "the mean over nothing is no part of the record"
 
 
-def scaled_by(weight, micro_batch, dtype):
-    return (weight * micro_batch.mean()).to(dtype)
+def scaled_in(dtype):
+    return lambda model, x: (model["weight"] * x.mean()).to(dtype)
 
 
 def test_loss_in_half_precision_rounds_its_share_and_warns():
@@ -115,15 +116,11 @@ def test_loss_in_half_precision_rounds_its_share_and_warns():
     model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(()))})
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
     with pytest.warns(UserWarning, match=r"bfloat16.*criterion\(outputs.float\(\)"):
-        window = accumulator.window(x.split(1))
-        for micro_batch in window:
-            window.backward(scaled_by(model["weight"], micro_batch, torch.bfloat16))
+        window = run_window(accumulator.window(x.split(1)), model, scaled_in(torch.bfloat16))
     assert model["weight"].grad.item() == pytest.approx(1.5, rel=2e-3)  # a third in bf16 is 0.33398
     assert window.step().loss == pytest.approx(1.5, rel=1e-6), "the record has the share itself"
     for dtype, num in [(torch.float32, 3), (torch.bfloat16, 2)]:  # a half is exact, so no warning
-        window = accumulator.window(x[:num].split(1))
-        for micro_batch in window:
-            window.backward(scaled_by(model["weight"], micro_batch, dtype))
+        window = run_window(accumulator.window(x[:num].split(1)), model, scaled_in(dtype))
         assert model["weight"].grad.item() == pytest.approx(x[:num].mean().item(), rel=1e-6)
         window.step()
 
@@ -144,9 +141,7 @@ def test_random_window_equals_one_big_batch(drawn, case, dtype):
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
     for sizes in drawn:
         batches = [make_batch(size, seed=seed, kept=kept, dtype=dtype) for size, seed, kept in sizes]
-        window = accumulator.window(batches)
-        for batch in window:
-            window.backward(loss_fn(net, batch, how))
+        window = run_window(accumulator.window(batches), net, lambda net, batch: loss_fn(net, batch, how))
         total = sum(float(count(batch)) for batch in batches)
         assert window.counts == {next(iter(window.counts)): total}
         if total:

@@ -113,9 +113,7 @@ class Multiplied(torch.autograd.Function):
 
 def test_policy_raise_applies_to_the_loss_alone_with_a_scaler():
     model, scaler, accumulator = scaled()
-    window = accumulator.window(BATCHES)
-    for batch in window:
-        window.backward(Multiplied.apply(model(batch["x"]), math.inf).square().mean())
+    window = run_window(accumulator.window(BATCHES), lambda x: Multiplied.apply(model(x), math.inf))
     assert window.step().reason == "the scaled gradients overflowed"
     before = weights(model)
     with pytest.raises(DistaccumError, match="the loss of this window is not finite"):
@@ -133,8 +131,7 @@ def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
     before = weights(one)
     for by in (1.0, math.inf):  # then only the second overflows, but neither steps
         window = accumulator.window(BATCHES)
-        for batch in window:
-            window.backward(loss_of(one, batch) + Multiplied.apply(two(batch["x"]), by).square().mean())
+        run_window(window, two, lambda two, x, by=by: loss_of(one, x) + Multiplied.apply(loss_of(two, x), by))
         assert window.step().stepped == (by == 1.0)
         assert error(before - weights(one), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
         assert error(before - weights(two), 0.2 * gradient_of_trunk(BATCHES)) <= 1e-12
@@ -157,9 +154,7 @@ def test_large_finite_gradients_are_clipped_to_the_norm():
     model = nn.Linear(4, 1, bias=False)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
     before = weights(model)
-    window = accumulator.window([torch.full((2, 4), 1e30)])
-    for batch in window:
-        window.backward(model(batch).mean())
+    window = run_window(accumulator.window([torch.full((2, 4), 1e30)]), model, lambda model, x: model(x).mean())
     assert window.step().grad_norm == pytest.approx(2e30)
     assert float((before - weights(model)).norm()) == pytest.approx(1.0)
 
@@ -167,9 +162,8 @@ def test_large_finite_gradients_are_clipped_to_the_norm():
 def test_norms_of_half_precision_are_taken_in_float32():
     model = nn.Linear(300, 300).to(torch.bfloat16)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), max_norm=math.inf)
-    window = accumulator.window([torch.randn(4, 300, dtype=torch.bfloat16)])
-    for x in window:
-        window.backward(model(x).float().square().mean())
+    window = accumulator.window([{"x": torch.randn(4, 300, dtype=torch.bfloat16)}])
+    run_window(window, lambda x: model(x).float())
     exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
     assert window.step().grad_norm == pytest.approx(exact, rel=1e-5)
 
@@ -251,9 +245,8 @@ def test_policy_ignore_steps_with_nonfinite_gradients():
 
 def test_nonfinite_gradient_raises_before_the_callers_step():
     model = trunk()
-    accumulator = Accumulator(model)
     with pytest.raises(DistaccumError, match="not finite"):
-        run_window(accumulator.window([poison(BATCHES[0])]), model)
+        run_window(Accumulator(model).window([poison(BATCHES[0])]), model)
 
 
 @pytest.mark.parametrize("where", ["loss", "backward"])
@@ -312,13 +305,9 @@ def test_share_that_float16_cannot_hold_is_refused(count):
     accumulator = Accumulator(
         model, SGD(model.parameters(), lr=0.1), reduction="sum_to_mean", count=lambda _: count / 3
     )
-    window = accumulator.window([torch.ones(1, 1)])
     with pytest.raises(ValueError, match=r"loss in torch.float16, which rounds its share, .* in float32"):
-        for x in window:
-            window.backward(model(x).sum().half())
-    window = accumulator.window([torch.ones(1, 1)])
-    for x in window:
-        window.backward(model(x).sum())
+        run_window(accumulator.window([torch.ones(1, 1)]), model, lambda model, x: model(x).sum().half())
+    run_window(accumulator.window([torch.ones(1, 1)]), model, lambda model, x: model(x).sum())
     assert model.weight.grad.item() == pytest.approx(3 / count, rel=1e-6)
 
 
@@ -330,7 +319,5 @@ def test_share_that_float16_cannot_hold_is_refused(count):
 def test_loss_scaled_by_the_caller_is_refused(scale):
     model, scaler, accumulator = scaled()
     run_window(accumulator.window(BATCHES), model).step()
-    window = accumulator.window(BATCHES)
     with pytest.raises(ValueError, match=r"scaler.scale\(\) has multiplied"):
-        for micro_batch in window:
-            window.backward(scale(scaler, loss_of(model, micro_batch)))
+        run_window(accumulator.window(BATCHES), model, lambda model, batch: scale(scaler, loss_of(model, batch)))

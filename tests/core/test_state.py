@@ -23,7 +23,7 @@ from torch.optim import SGD, Adam
 from distaccum import Accumulator, DistaccumError
 from distaccum.extensions import NoiseScale
 from tests.support.engines import fsdp1, fully_sharded, zero
-from tests.support.problems import make_batch, make_net_without_router, trunk
+from tests.support.problems import make_batch, make_net_without_router, run_window, trunk
 
 
 class Noisy(nn.Module):
@@ -440,9 +440,7 @@ def checkpointed():
     model = DistributedDataParallel(nn.Linear(3, 1))
     first, second = (Accumulator(model, SGD(model.parameters(), lr=0.1), steps=2) for _ in range(2))
     for window in first.windows(torch.randn(4, 2, 3)):
-        for inputs in window:
-            window.backward(model(inputs).square().mean())
-        window.step()
+        run_window(window, model).step()
     dcp.save({"accumulator": first}, checkpoint_id=folder[0])
     dcp.load({"accumulator": second}, checkpoint_id=folder[0])
     return second.index

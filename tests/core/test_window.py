@@ -112,10 +112,10 @@ def test_extensions_hear_of_each_backward_and_of_the_end():
     assert accumulator.state_dict()["recorder"] == steps
     for wrong, kind, heard in ((lambda loss: loss.expand(2), ValueError, []), (Failing.apply, Exception, ["backward"])):
         recorder.heard.clear()
-        window = accumulator.window(BATCHES)
         with pytest.raises(kind):
-            for batch in window:
-                window.backward(wrong(loss_of(model, batch)))
+            run_window(
+                accumulator.window(BATCHES), model, lambda model, batch, wrong=wrong: wrong(loss_of(model, batch))
+            )
         assert recorder.heard == ["begin", *heard, "end"]
     before = weights(model)
     update = run_window(accumulator.window(BATCHES), model).step()
@@ -340,10 +340,8 @@ def test_change_of_any_gradient_in_any_micro_batch_is_refused(change):
 
 def test_named_losses_must_all_be_given():
     model, _, accumulator = make(count={"tokens": count_tokens("labels"), "samples": count_samples})
-    window = accumulator.window(BATCHES)
     with pytest.raises(DistaccumError, match=r"micro-batch 0 got no loss for \['samples'\]"):
-        for micro_batch in window:
-            window.backward(tokens=loss_of(model, micro_batch))
+        in_the_loop(lambda w, m, b, o: w.backward(tokens=loss_of(m, b)))(accumulator, model, None)
     with pytest.raises(ValueError, match=r"without a name.*window.backward\(tokens=..., samples=...\)"):
         run_window(accumulator.window(BATCHES), model)
 
@@ -568,10 +566,9 @@ def interrupted(at: int) -> tuple[str, float, bool] | None:
     exact *= seen[1] / max(1.0, float(exact.norm()))
     with contextlib.suppress(DistaccumError):  # `window` may be open yet; the second request discards it
         accumulator.split(batch)
-    window = accumulator.split(batch)
-    for x in window:
-        window.backward(model(x).square().mean())
-    assert window.step().stepped and all(p.grad is None for p in model.parameters())
+    assert run_window(accumulator.split(batch), model).step().stepped and all(
+        p.grad is None for p in model.parameters()
+    )
     is_torn = seen != ((0, 1.0) if torch.equal(before, found) else (1, 0.5))
     return line, error(found - weights(model), exact), is_torn
 

@@ -41,7 +41,7 @@ def make(ddp: Any = None, **options: Any) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["inside", "around"])
-@on_ranks(2, seconds=50)
+@on_ranks(2)
 def test_compiled_models_are_exact_and_reduce_once(how):
     if how == "inside":
         model, accumulator = make(DistributedDataParallel(torch.compile(trunk(), backend="aot_eager")))
@@ -163,10 +163,6 @@ def inputs(number: int, rank: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(number)]
 
 
-def mean_square(model: Any, x: Tensor) -> Tensor:
-    return model(x).square().mean()
-
-
 def spread(tensor: Tensor) -> float:
     """The largest difference of the tensor between ranks."""
     both = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
@@ -218,11 +214,11 @@ def test_join_and_ignored_parameters_are_refused_with_the_cure():
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
     said = [refused(accumulator.window, inputs(2, rank))]
     net.other.requires_grad_(False)
-    run_window(accumulator.window(inputs(2, rank)), ddp, mean_square).step()
+    run_window(accumulator.window(inputs(2, rank)), ddp).step()
 
     def windows() -> None:
         for window in accumulator.windows(inputs(4 - 2 * rank, rank)):
-            run_window(window, ddp, mean_square).step()
+            run_window(window, ddp).step()
 
     with ddp.join():
         said.append(refused(windows))
@@ -244,7 +240,7 @@ def test_parameter_used_by_the_loss_alone_is_reduced(users):
     ddp = DistributedDataParallel(net)
     scale.requires_grad_(rank in users)
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.1))
-    window = run_window(accumulator.window(inputs(2, rank)), lambda x: ddp(x) * scale, mean_square)
+    window = run_window(accumulator.window(inputs(2, rank)), lambda x: ddp(x) * scale)
     for r in range(2):
         factor = wanted if r in users else wanted.detach()
         (whole(torch.cat(inputs(2, r))) * factor).square().mean().div(2).backward()
@@ -258,10 +254,10 @@ def test_flags_are_put_back_as_they_were_found():
     ddp = DistributedDataParallel(nn.Linear(3, 1).double())
     ddp.require_forward_param_sync = False
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
-    run_window(accumulator.window(inputs(2, dist.get_rank())), ddp, mean_square).step()
+    run_window(accumulator.window(inputs(2, dist.get_rank())), ddp).step()
     assert ddp.require_backward_grad_sync and not ddp.require_forward_param_sync
     with ddp.no_sync():
-        run_window(accumulator.window(inputs(2, dist.get_rank())), ddp, mean_square)
+        run_window(accumulator.window(inputs(2, dist.get_rank())), ddp)
         assert spread(ddp.module.weight.grad) == 0 and not ddp.require_backward_grad_sync
 
 
@@ -310,8 +306,7 @@ def test_rank_whose_last_micro_batch_uses_no_parameter_of_ddp_reduces_too():
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.0))
     for uses in ([[1, 0], [2, 2]], [[2, 1], [0, 0]]):
         window = accumulator.window(list(zip(inputs(2, rank), uses[rank], strict=True)))
-        for x, num in window:
-            window.backward((ddp(x, num) * scale).square().mean())
+        run_window(window, lambda given: ddp(*given) * scale)
         plain.zero_grad()
         for r in range(2):
             for x, num in zip(inputs(2, r), uses[r], strict=True):
@@ -341,7 +336,7 @@ def test_copies_of_ddp_and_scalers_know_nothing_of_an_open_window():
             for one, its_scaler in zip(copied(ddp), copied(scaler), strict=True):
                 one.zero_grad()
                 alone = Accumulator(one, SGD(one.parameters(), lr=0.1), scaler=its_scaler)
-                within = run_window(alone.window(inputs(1, rank)), one, mean_square)
+                within = run_window(alone.window(inputs(1, rank)), one)
                 assert spread(one.module.weight.grad) == 0 and within.step().stepped
             window.backward(ddp(x).square().mean())
         copied(window.step())

@@ -254,7 +254,7 @@ def loss_of_two_forwards(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("zeros", [True, False])
-@on_ranks(2, seconds=30)
+@on_ranks(2)
 def test_module_used_twice_is_exact_with_sync_gathered(zeros):
     model = Twice()
     if not zeros:  # FSDP2 then makes no zeros for unused parameters, as before torch 2.15

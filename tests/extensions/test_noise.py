@@ -21,6 +21,7 @@ from distaccum.extensions.noise import split as split_norms
 from tests.support.counting import Counting
 from tests.support.engines import COALESCES, KINDS, zero
 from tests.support.inside import Norms, norms_of
+from tests.support.oracle import own
 from tests.support.problems import (
     CASES,
     Batch,
@@ -31,6 +32,7 @@ from tests.support.problems import (
     make_net_without_router,
     micro_batches_of,
     refused,
+    run_window,
     sample_loss,
 )
 from tests.support.ranks import on_ranks
@@ -146,9 +148,7 @@ def test_norms_are_those_before_scaling_and_clipping(caller_steps):
     optimizer = SGD(model.parameters(), lr=0.0, fused=not caller_steps)
     options = {"scaler": scaler, "max_norm": None if caller_steps else 0.01}
     accumulator = Accumulator(model, None if caller_steps else optimizer, extensions=[NoiseScale()], **options)
-    window = accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0, torch.float32))
-    for batch in window:
-        window.backward(sample_loss(model, batch))
+    window = run_window(accumulator.window(micro_batches_of([[2, 1, 3]], 0, 0, torch.float32)), model, sample_loss)
     if caller_steps:
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -218,9 +218,7 @@ def test_measurement_adds_no_collective_and_no_wait(name, options):
         seen.append([])
         for index in range(3):
             with Counting() as count:
-                window = accumulator.window(micro_batches_of(EVERYBODY[0], index, dist.get_rank()))
-                for batch in window:
-                    window.backward(loss_of(model, batch))
+                window = run_window(accumulator.window(own(EVERYBODY[0], index)), model)
                 in_loop = sum(count.host_reads.values())
                 window.step()
             seen[-1].append(([name for name, _ in count.collectives], in_loop, sum(count.host_reads.values())))
@@ -237,9 +235,7 @@ def made(**options: Any) -> tuple[nn.Module, Accumulator]:
 
 def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int, ...] = (2, 1, 3)) -> Any:
     window = accumulator.window([make_batch(size, seed=10 * index + i) for i, size in enumerate(sizes)])
-    for batch in window:
-        window.backward(sample_loss(model, batch))
-    return window.step()
+    return run_window(window, model, sample_loss).step()
 
 
 def test_skipped_and_nonfinite_updates_do_not_count():
@@ -250,10 +246,7 @@ def test_skipped_and_nonfinite_updates_do_not_count():
             saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         bad = make_batch(2, seed=3)
         bad["x"][0, 0, 0] = math.nan
-        window = accumulator.window([bad, make_batch(1, seed=4)])
-        for batch in window:
-            window.backward(sample_loss(model, batch))
-        update = window.step()
+        update = run_window(accumulator.window([bad, make_batch(1, seed=4)]), model, sample_loss).step()
         assert update.stepped == (how == "ignore") and update.noise_scale == value
         if how == "ignore":
             model.load_state_dict(saved)
@@ -265,9 +258,7 @@ def test_noise_scale_is_infinite_without_a_signal_and_0_without_noise(second, sc
     model = Linear(2)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
     ones = torch.ones(1, 4, dtype=torch.float64)
-    window = accumulator.window([ones, second * ones])
-    for x in window:
-        window.backward(model(x).mean())
+    window = run_window(accumulator.window([ones, second * ones]), model, lambda model, x: model(x).mean())
     assert window.step().noise_scale == scale
 
 

@@ -19,7 +19,7 @@ from distaccum import Accumulator
 from distaccum.extensions import WideSums
 from tests.support.counting import Counting
 from tests.support.engines import KINDS
-from tests.support.problems import error, make_net, refused
+from tests.support.problems import error, make_net, refused, run_window
 from tests.support.ranks import on_ranks
 
 SIZE, BF16, WIDE = 64, torch.bfloat16, {"extensions": [WideSums(torch.float32)]}
@@ -54,12 +54,6 @@ def accumulate(model, batches, **options):
     return accumulator, accumulator.window(batches)
 
 
-def run(window, model):
-    for rows in window:
-        window.backward(model(rows))
-    return window
-
-
 def sums(batches):
     """The exact sums for `always` and `sometimes`."""
     others = [rows[1] for rows in batches if len(rows) > 1]
@@ -77,8 +71,7 @@ def assert_rounded_once(model, batches):
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_float32_sum_is_rounded_once(dtype):
     model, batches = Linear(dtype), data(200, rows=lambda i: 1 + i % 2)
-    _, window = accumulate(model, batches)
-    run(window, model)
+    window = run_window(accumulate(model, batches)[1], model, Linear.forward)
     assert_rounded_once(model, batches)
     before = model.always.detach().clone()
     window.step()
@@ -86,14 +79,14 @@ def test_float32_sum_is_rounded_once(dtype):
     assert model.always.grad is None and model.sometimes.grad is None
 
     naive = Linear(dtype)
-    run(accumulate(naive, batches, extensions=[])[1], naive)
+    run_window(accumulate(naive, batches, extensions=[])[1], naive, Linear.forward)
     assert error(naive.always.grad, sums(batches)[0]) > 1e-3, "a naive sum must be wrong, or this test shows nothing"
 
 
 @pytest.mark.parametrize("uses", [2, 0])
 def test_parameter_unused_by_the_last_or_all_micro_batches_keeps_its_sum_or_none(uses):
     model, batches = Linear(), data(5, rows=lambda i: 1 + (i < uses))
-    run(accumulate(model, batches)[1], model)
+    run_window(accumulate(model, batches)[1], model, Linear.forward)
     assert_rounded_once(model, batches)
 
 
@@ -132,7 +125,7 @@ def test_dtype_other_than_float32_or_float64_is_refused(value):
 def test_overflow_of_the_rounded_sum_skips_the_update():
     model = Linear(torch.float16, alone=True)
     _, window = accumulate(model, [torch.full((1, SIZE), 60000.0)] * 2, on_nonfinite="skip", max_norm=1.0)
-    update = run(window, model).step()
+    update = run_window(window, model, Linear.forward).step()
     assert not update.stepped and "not finite" in update.reason
     assert math.isfinite(update.loss)
 

@@ -138,10 +138,7 @@ def test_contrast_keeps_the_order_of_rows():
 
 def test_two_sizes_and_costs_that_are_none_are_refused():
     net = make_net_without_router()
-    for options, said in (
-        ({"batch_size": 4}, "leave batch_size out"),
-        ({"steps": 4}, "give one or the other"),
-    ):
+    for options, said in (({"batch_size": 4}, "leave batch_size out"), ({"steps": 4}, "give one or the other")):
         with pytest.raises(ValueError, match=said):
             make_accumulator(net, **options)
     for options in ({"cost": None}, {"trim": "mask"}, {"most": 2.5}, {"most": None}):

@@ -262,10 +262,7 @@ def test_rules_can_fail():
     assert upward_imports({"window/window.py": "from ..law.errors import DistaccumError\n"}) == {}
     assert circles(
         {"law/a.py": "from .b import f\n", "law/b.py": "from ..law import a\n", "law/c.py": "from . import a"}
-    ) == {
-        "law.a": 1,
-        "law.b": 1,
-    }
+    ) == {"law.a": 1, "law.b": 1}
     assert circles({"law/a.py": "from .b import f\n", "law/b.py": ""}) == {}
     wide = f"def wide({', '.join('abcdefghi')}):\n    pass\n"
     assert sizes({"a.py": wide}) == {"a.py wide()": 9}

@@ -16,11 +16,11 @@ from torch.optim import SGD
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
 from tests.support.problems import error, gradient, weights
-from tests.support.programs import ROOT, Done, Programs
+from tests.support.programs import ROOT, Program, Programs
 
 
-def run(programs: Programs, program: str, *options: object) -> Done:
-    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait(180)
+def run(programs: Programs, program: str, *options: object) -> Program:
+    return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait()
 
 
 def make_net() -> nn.Sequential:

@@ -474,7 +474,7 @@ def test_run_saves_in_mid_window_on_a_signal(programs, tmp_path):
 
 
 def test_ranks_name_the_loss_of_another(programs, tmp_path):
-    started = programs.start_ranks(2, "train", *SMALL, "--updates", 10**5, "--timeout", 0.2, "--out", tmp_path / "run")
+    started = programs.start_ranks(2, "train", *SMALL, "--updates", 10**5, "--timeout", 0.5, "--out", tmp_path / "run")
     log = tmp_path / "run" / "log.jsonl"
     assert wait_until(lambda: log.exists() and log.read_text(), started[0])
     started[1].send(signal.SIGKILL)

@@ -6,7 +6,6 @@ The oracle is one big batch of whole sequences, in one process.
 from __future__ import annotations
 
 import math
-import warnings
 from functools import partial
 from typing import Any
 
@@ -22,6 +21,7 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, count_tokens
 from distaccum.extensions import NoiseScale
+from tests.support.collectives import gathered
 from tests.support.oracle import flat, step_off
 from tests.support.problems import IGNORED, Batch, error, gradient, join, make_batch, refused
 from tests.support.ranks import on_ranks
@@ -31,28 +31,14 @@ TOKENS = 6
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
 
 
-class Gather(torch.autograd.Function):
-    """The parts of all ranks along the tokens; in backward their sum, of which each takes its part."""
+def attention_over(group: Any) -> Any:
+    """Attention of this rank's queries over the keys and values of all ranks."""
 
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        parts = [
-            torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))
-        ]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=2)
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        sizes = [k.shape[2]] * dist.get_world_size(group)
+        return attention(q, gathered(k, sizes, group, dim=2), gathered(v, sizes, group, dim=2))
 
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        whole = gradient.contiguous()
-        dist.all_reduce(whole, group=ctx.group)
-        return whole.chunk(dist.get_world_size(ctx.group), dim=2)[dist.get_rank(ctx.group)], None
-
-
-def gathered(q: Tensor, k: Tensor, v: Tensor, group: Any) -> Tensor:
-    k, v = Gather.apply(k, group), Gather.apply(v, group)
-    return attention(q, k, v)
+    return attend
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -79,9 +65,8 @@ def make_reader(attend: Any = attention) -> Reader:
 
 
 def on_a_mesh(wrap: str = "FSDP2") -> tuple[nn.Module, Any]:
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("data", "context"))
-    net = make_reader(partial(gathered, group=mesh["context"].get_group()))
+    net = make_reader(attention_over(mesh["context"].get_group()))
     if wrap == "DDP":
         return DistributedDataParallel(net), mesh
     both = init_device_mesh("cpu", (dist.get_world_size(),))  # the same ranks, flat

@@ -6,7 +6,6 @@ before anything is reduced. The oracle is one big batch in one process.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
+from tests.support.collectives import Sum, gathered
 from tests.support.oracle import everything, own, step_off
 from tests.support.problems import IGNORED, refused
 from tests.support.ranks import on_ranks
@@ -28,49 +28,6 @@ from tests.support.ranks import on_ranks
 EXPERTS = 4
 # Sizes of micro-batches by data rank: even, uneven, two dry ranks.
 WINDOWS = [[[2, 2], [2, 2], [1, 3], [2, 1]], [[3, 1], [2], [1, 2, 1], [4]], [[], [3, 1], [2], []]]
-
-
-def rows_of(tokens: Tensor, group: Any) -> list[int]:
-    sizes: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(sizes, len(tokens), group=group)
-    return sizes
-
-
-def gather(own: Tensor, sizes: list[int], group: Any) -> Tensor:
-    padded = own.new_zeros(max(sizes), *own.shape[1:])
-    padded[: len(own)] = own
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
-
-
-def add_up(every: Tensor, sizes: list[int], group: Any) -> Tensor:
-    """The sum over ranks, of which each takes its own rows."""
-    whole = every.contiguous().clone()
-    dist.all_reduce(whole, group=group)
-    return whole.split(sizes)[dist.get_rank(group)]
-
-
-class Dispatch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, sizes: list[int], group: Any) -> Tensor:
-        ctx.given = sizes, group
-        return gather(own, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, every: Tensor) -> Any:
-        return add_up(every, *ctx.given), None, None
-
-
-class Combine(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, every: Tensor, sizes: list[int], group: Any) -> Tensor:
-        ctx.given = sizes, group
-        return add_up(every, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, own: Tensor) -> Any:
-        return gather(own, *ctx.given), None, None
 
 
 class Experts(nn.Module):
@@ -83,11 +40,12 @@ class Experts(nn.Module):
         weight = self.weight
         if self.group is None:
             return torch.einsum("te,eij,tj->ti", gates, weight, tokens)
-        sizes, here = rows_of(tokens, self.group), dist.get_rank(self.group)
+        here, sizes = dist.get_rank(self.group), [0] * dist.get_world_size(self.group)
+        dist.all_gather_object(sizes, len(tokens), group=self.group)
         weight = weight.to_local() if hasattr(weight, "to_local") else weight
-        every, gates = Dispatch.apply(tokens, sizes, self.group), Dispatch.apply(gates, sizes, self.group)
+        every, gates = gathered(tokens, sizes, self.group), gathered(gates, sizes, self.group)
         gates = gates[:, here * len(weight) : (here + 1) * len(weight)]
-        return Combine.apply(torch.einsum("te,eij,tj->ti", gates, weight, every), sizes, self.group)
+        return Sum.apply(torch.einsum("te,eij,tj->ti", gates, weight, every), self.group).split(sizes)[here]
 
 
 class Mixture(nn.Module):
@@ -109,7 +67,6 @@ def make_mixture() -> Mixture:
 
 
 def on_a_mesh(how: str) -> Mixture:
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     net, ranks = make_mixture(), dist.get_world_size()
     num = ranks if how == "ignored, over all" else 2
     mesh = init_device_mesh("cpu", (ranks // num, num), mesh_dim_names=("copies", "experts"))
@@ -193,7 +150,6 @@ def test_experts_as_dtensors_are_refused_with_ddp():
 @pytest.mark.parametrize("wrapper", ["FSDP2", "FSDP1", "DDP"])
 @on_ranks(2)
 def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     model = make_mixture()
     experts, kept = model.experts, model.experts.weight.detach().clone()
     if wrapper == "FSDP2":

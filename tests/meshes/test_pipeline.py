@@ -6,7 +6,6 @@ The oracle is one big batch through all layers, in one process.
 from __future__ import annotations
 
 import itertools
-import warnings
 from functools import partial
 from typing import Any
 
@@ -57,7 +56,6 @@ class Pipe:
     """This rank's stages of the model, and their schedule."""
 
     def __init__(self, kind: str, wrap: str, loss_fn: Any = criterion, **options: Any) -> None:
-        warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
         ranks = dist.get_world_size()
         self.mesh = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("data", "stage"))
         self.rank, self.num = self.mesh["data"].get_local_rank(), ranks // 2
@@ -250,7 +248,6 @@ def test_window_that_is_left_leaves_no_trace_in_a_pipeline():
 @on_ranks(4)
 def test_sharded_stages_whose_gradients_torch_would_lose_are_refused(kind, how, said):
     """Stages of which torch reduces gradients too early, or loses some: measured in torch 2.15."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     every = by_stage(kind)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "stage"))
     here, group = mesh["stage"].get_local_rank(), mesh["stage"].get_group()
@@ -280,7 +277,7 @@ def test_frozen_first_stages_are_refused_where_backward_is_split():
         assert said in refused(Accumulator, pipe.schedule, SGD(pipe.parameters(), lr=0.1), count=count_tokens(1))
 
 
-@on_ranks(4, seconds=20)
+@on_ranks(4)
 def test_micro_batches_of_other_lengths_are_refused_on_all_stages():
     """Windows that would exchange tensors of two shapes, and one after a call without gradients, which frees them."""
     pipe = Pipe("1F1B", "ddp")

@@ -5,7 +5,6 @@ The oracle is one big batch of the samples of the data-parallel ranks, in one pr
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
@@ -91,7 +90,6 @@ def parallelized(net: Text, tensor: Any, plan: str) -> Text:
 
 def sharded(shape: tuple[int, ...], plan: str, wrap: str = "root too") -> tuple[Text, int]:
     """The model on a mesh whose last dimension is tensor parallel, and this rank's place among the data's."""
-    warnings.filterwarnings("ignore", message="FSDP2-wrapped module", category=UserWarning)
     if len(shape) == 1:  # no data parallelism
         return parallelized(make_text(), init_device_mesh("cpu", shape), plan), 0
     names = ("data", "tensor") if len(shape) == 2 else ("replica", "data", "tensor")

@@ -141,12 +141,7 @@ def test_correct_setup_is_equivalent(model, loss, options):
         (net(), of_pairs, {}, ["loss: the loss is no sum or mean over samples"]),
         (net(), lambda m, b: of_samples(m, b, "sum"), {}, ["reduction: the criterion sums .* 'sum' or 'sum_to_mean'"]),
         (net(), of_samples, {"reduction": "sum"}, ["reduction: the criterion averages over samples .* say 'mean'"]),
-        (
-            token_net(),
-            of_tokens,
-            {},
-            [r"count: .*the labels in 'labels' .*=count_tokens\('labels'\)"],
-        ),
+        (token_net(), of_tokens, {}, [r"count: .*the labels in 'labels' .*=count_tokens\('labels'\)"]),
         (token_net(), shifted, {"count": TOKENS}, [r"count: .*count=count_tokens\('labels', shift=True\)"]),
         (net(), of_samples, {"count": TOKENS}, ["count: the criterion averages over samples, .* count_samples"]),
         (

@@ -302,7 +302,7 @@ FAULTS = {
 }
 
 
-@on_ranks(2, seconds=30)
+@on_ranks(2)
 def test_fault_on_one_rank_is_raised_on_all_ranks_and_leaves_no_trace():
     model, optimizer, weights_of = wrapped("DDP")
     accumulator, rank, calls = Accumulator(model, optimizer, micro_batch_size=2), dist.get_rank(), 0

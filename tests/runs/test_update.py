@@ -24,16 +24,7 @@ from distaccum.runs.memory import is_out_of_memory
 from distaccum.runs.sizes import FIRST_WAIT, MicroBatchSize, largest_sample
 from tests.support.counting import Counting
 from tests.support.engines import COALESCES, KINDS, full_weights, fully_sharded
-from tests.support.problems import (
-    error,
-    gradient,
-    join,
-    loss_of,
-    make_batch,
-    make_net_without_router,
-    refused,
-    weights,
-)
+from tests.support.problems import error, gradient, join, loss_of, make_batch, make_net_without_router, refused, weights
 from tests.support.ranks import on_ranks
 
 
@@ -266,7 +257,7 @@ def wrap(kind: str) -> Any:
 @on_ranks(2)
 def test_lost_rank_is_recognised_by_a_failed_collective(where):
     """Rank 1 leaves, and the group is unusable afterwards."""
-    group = dist.new_group(timeout=timedelta(seconds=1))
+    group = dist.new_group(timeout=timedelta(seconds=5))
     model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
     accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
     is_gone = dist.get_rank() == 1

@@ -111,8 +111,8 @@ def make_net_without_router() -> nn.Module:
     return net
 
 
-def loss_of(model: nn.Module, batch: Batch) -> Tensor:
-    return model(batch["x"]).square().mean()
+def loss_of(model: nn.Module, batch: Batch | Tensor) -> Tensor:
+    return model(batch["x"] if isinstance(batch, dict) else batch).square().mean()
 
 
 def micro_batches_of(

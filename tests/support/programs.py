@@ -10,21 +10,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from tests.support.ranks import fork, may_have_children
 
 ROOT = Path(__file__).parents[2]
-SECONDS = 60  # per program; a longer run counts as a hang
-
-
-@dataclass(frozen=True)
-class Done:
-    status: int  # negative: killed by this signal
-    text: str  # its output on both streams
-    errors: str = ""  # its stderr, if kept separately
+SECONDS = 300  # per program; a longer run counts as a hang, on a loaded machine too
 
 
 class Program:
@@ -34,48 +26,49 @@ class Program:
         self._process, self._log, self._errors = process, log, errors
 
     @property
+    def status(self) -> int | None:
+        """None: it runs; negative: killed by this signal."""
+        return self._process.exitcode
+
+    @property
     def text(self) -> str:
+        """Its output, on both streams unless stderr is kept separately."""
         return self._log.read_text() if self._log.exists() else ""  # no file: killed before it printed
 
     @property
     def errors(self) -> str:
         return self._errors.read_text() if self._errors.exists() else ""
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
-
     def send(self, number: int) -> None:
-        if self.poll() is None:
+        if self.status is None:
             os.kill(self._process.pid or 0, number)
 
-    def wait(self, seconds: float = SECONDS) -> Done:
+    def wait(self, seconds: float = SECONDS) -> Program:
         return wait_for([self], seconds)[0]
 
 
-def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Done]:
-    """Waits for all. After a failure the others may wait for the failed one, so they get only a few seconds more."""
+def wait_for(programs: list[Program], seconds: float = SECONDS) -> list[Program]:
+    """Waits for all. After a failure the others may wait for the failed one, so they get only some seconds more."""
     until = time.monotonic() + seconds
-    while None in (statuses := [one.poll() for one in programs]):
+    while None in (statuses := [one.status for one in programs]):
         if any(statuses):
-            until = min(until, time.monotonic() + 10)
+            until = min(until, time.monotonic() + 30)
         if time.monotonic() > until:
             for one in programs:
                 one.send(signal.SIGABRT)  # prints its stack
             time.sleep(1)
-            texts = [
-                f"rank {i}, status {'none, hangs' if statuses[i] is None else statuses[i]}:\n{one.text}{one.errors}"
-                for i, one in enumerate(programs)
-            ]
-            raise AssertionError("\n".join(texts))
+            ends = ["none, hangs" if status is None else status for status in statuses]
+            lines = [f"rank {i}, status {ends[i]}:\n{one.text}{one.errors}" for i, one in enumerate(programs)]
+            raise AssertionError("\n".join(lines))
         time.sleep(0.02)
-    return [Done(status or 0, one.text, one.errors) for status, one in zip(statuses, programs, strict=True)]
+    return programs
 
 
 def wait_until(seen: Callable[[], object], program: Program, seconds: float = SECONDS) -> bool:
     """Whether `seen` became true before the program ended."""
     until = time.monotonic() + seconds
     while not seen():
-        if program.poll() is not None:
+        if program.status is not None:
             return False
         assert time.monotonic() < until, program.text
         time.sleep(0.005)
@@ -99,27 +92,17 @@ class Programs:
         """With `own_stderr`, stderr goes to a file of its own."""
         log = self._folder / f"{len(self._started)}.log"
         errors = log.with_suffix(".errors")
-        words = [str(argument) for argument in arguments]
-        cwd = cwd or self._folder  # a run without --out writes here
-        logs = [str(log), str(errors if own_stderr else log)]
-        process = fork(run, program, words, logs, cwd, environment)
+        words, logs = [str(one) for one in arguments], [str(log), str(errors if own_stderr else log)]
+        process = fork(run, program, words, logs, cwd or self._folder, environment)  # without --out, train writes here
         self._started.append(Program(process, log, errors))
         return self._started[-1]
 
     def start_ranks(self, ranks: int, program: str, *arguments: object, **environment: str) -> list[Program]:
-        port = free_port()
-        job = {
-            "WORLD_SIZE": str(ranks),
-            "LOCAL_WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        return [
-            self.start(program, *arguments, **job, RANK=str(rank), LOCAL_RANK=str(rank), **environment)
-            for rank in range(ranks)
-        ]
+        job = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        job |= {"MASTER_PORT": free_port(), **environment}
+        return [self.start(program, *arguments, **job, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(ranks)]
 
-    def run(self, program: str, *arguments: object, ranks: int = 1, **environment: str) -> Done:
+    def run(self, program: str, *arguments: object, ranks: int = 1, **environment: str) -> Program:
         """Rank 0's result; all ranks must have ended with the same status."""
         if ranks == 1:
             return self.start(program, *arguments, **environment).wait()

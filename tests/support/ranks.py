@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-SECONDS = 60  # per function; a longer run counts as a hang
+SECONDS = 240  # per function; a longer run counts as a hang, on a loaded machine too
 
 
 def fork(function: Callable[..., Any], *args: Any) -> BaseProcess:
@@ -82,7 +82,7 @@ class Ranks:
             self._pipes.append(ours)
             self._processes.append(fork(serve, rank, self.num, self._folder, theirs))
             theirs.close()
-        self._collect(time.monotonic() + SECONDS)  # so that the import of torch does not count as a function's time
+        self._collect(time.monotonic() + 2 * SECONDS)  # so that the import of torch does not count as a function's time
 
     def _collect(self, until: float) -> list[Any]:
         __tracebackhide__ = True
@@ -99,7 +99,7 @@ class Ranks:
                     good, value = False, f"{'hangs' if 'Timeout (' in words else 'died'}\n{words}"
                 (results if good else errors)[rank] = value
                 if not good:
-                    until = min(until, time.monotonic() + 3)  # the others may wait for this rank forever
+                    until = min(until, time.monotonic() + 10)  # the others may wait for this rank forever
         errors |= {r: f"did not end\n{self._last_words(r)}" for r in range(self.num) if r not in results | errors}
         if not errors:
             return [results[rank] for rank in range(self.num)]
@@ -119,7 +119,7 @@ class RankError(AssertionError):
     pass
 
 
-def on_ranks(num: int | Callable[..., int] | None = None, seconds: float = SECONDS) -> Callable[[Any], Any]:
+def on_ranks(num: int | Callable[..., int] | None = None) -> Callable[[Any], Any]:
     """Runs a test itself on each of `num` ranks, to which its arguments are sent.
 
     `num` may be a function of these; without it the argument `world` is the number.
@@ -131,7 +131,7 @@ def on_ranks(num: int | Callable[..., int] | None = None, seconds: float = SECON
             __tracebackhide__ = True
             where = function.__module__, function.__name__
             world = num(**arguments) if callable(num) else num or arguments["world"]
-            ranks(world).run(_run_test, *where, arguments, seconds=seconds)
+            ranks(world).run(_run_test, *where, arguments)
 
         signature = inspect.signature(function)
         parameters = [inspect.Parameter("ranks", inspect.Parameter.KEYWORD_ONLY), *signature.parameters.values()]
@@ -200,6 +200,7 @@ def serve(rank: int, num: int, folder: Path, pipe: Connection) -> None:
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=num, timeout=timedelta(seconds=SECONDS)
     )
     warnings.simplefilter("error")
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module")
     pipe.send((True, None))
     while True:
         try:

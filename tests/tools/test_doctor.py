@@ -11,13 +11,13 @@ import torch
 
 from distaccum.tools.cli import main
 from distaccum.tools.doctor import examine_launcher
-from tests.support.programs import Done, Program, Programs, free_port
+from tests.support.programs import Program, Programs, free_port, wait_for
 
 
-def ended(programs: list[Program], *statuses: int) -> list[Done]:
-    done = [one.wait(120) for one in programs]
-    assert [one.status for one in done] == [*statuses], done
-    return done
+def ended(programs: list[Program], *statuses: int) -> list[Program]:
+    wait_for(programs)
+    assert [one.status for one in programs] == [*statuses], [one.text + one.errors for one in programs]
+    return programs
 
 
 def started(programs: Programs, *words: str, second: dict[str, str] | None = None) -> list[Program]:

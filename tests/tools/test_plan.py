@@ -102,7 +102,7 @@ def test_bytes_of_each_policy_add_up():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is Linux's")
-@on_ranks(2, seconds=240)
+@on_ranks(2)
 def test_planned_bytes_are_those_that_a_rank_holds_at_its_peak():
     """By resident memory, as launch/bench/memory.py measures it, with a glibc that gives back what is freed."""
     sys.path.append(str(Path(__file__).parents[2] / "launch" / "bench"))

@@ -26,15 +26,7 @@ from tests.support.engines import (
     zero_weights,
 )
 from tests.support.oracle import everything, own
-from tests.support.problems import (
-    error,
-    gradient,
-    join,
-    make_batch,
-    make_net_without_router,
-    sample_loss,
-    weights,
-)
+from tests.support.problems import error, gradient, join, make_batch, make_net_without_router, sample_loss, weights
 from tests.support.ranks import launched, on_ranks
 
 

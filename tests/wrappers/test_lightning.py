@@ -140,13 +140,3 @@ def test_scaler_of_the_trainer_scales_once_and_global_step_counts_updates():
     assert 5 <= skipped < len(batches) and stepped == [False] * skipped + [True] * (len(batches) - skipped)
     assert math.log2(scaler.get_scale()) == 40 - skipped
     assert trainer.global_step == len(batches) - skipped
-
-
-@on_ranks(2)
-def test_module_in_the_place_of_its_wrapper_is_refused():
-    module = Module()
-    module.on_fit_start = lambda: Accumulator(module, module.optimizers())
-    with pytest.raises(
-        ValueError, match=r"give the Accumulator trainer.strategy.model, where Lightning keeps its wrapper"
-    ):
-        fit(module, batches_of(dist.get_rank()))
