@@ -183,9 +183,6 @@ def test_tie_between_batch_lengths_is_refused_until_length_is_given():
     assert (len(first["a"]), len(first["b"]), len(second["b"])) == (4, 3, 3)
 
 
-# Lists of samples, and lists of columns
-
-
 def image(size=8, channels=3):
     return torch.zeros(channels, size, size)
 

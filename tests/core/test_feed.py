@@ -171,9 +171,6 @@ def test_counts_on_a_device_are_not_read_before_their_window_is_requested():
         next(windows)
 
 
-# Ranks
-
-
 @on_ranks(2)
 def test_next_plan_is_posted_before_the_last_forward():
     """What is sent between the begin of each micro-step and that of the next."""

@@ -138,9 +138,6 @@ def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
         assert scaler.get_scale() == (2.0**11 if by == 1.0 else 2.0**10)
 
 
-# Clipping
-
-
 def test_clipping_comes_after_unscaling():
     model, _, accumulator = scaled(max_norm=1e-3)
     before = weights(model)
@@ -197,9 +194,6 @@ def test_gradient_unscaled_by_the_caller_is_not_unscaled_again():
                 scaler.unscale_(optimizer)
             window.step()
     assert error(weights(one), weights(two)) <= 1e-6
-
-
-# Not finite
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -294,9 +288,6 @@ def test_nonfinite_weights_are_named_rather_than_the_data(scaler):
     window = run_window(accumulator.window(BATCHES), model)
     with pytest.raises(DistaccumError, match=r"weights that are not finite already, first in 0.2.bias.*a checkpoint"):
         window.step()
-
-
-# Shares and scales
 
 
 @pytest.mark.parametrize("count", [2.0**-18, 1.1e6, 2.0**26], ids=["overflows", "subnormal", "underflows"])

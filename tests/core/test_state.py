@@ -182,9 +182,6 @@ def test_job_that_is_killed_anywhere_ends_with_the_same_bits(ranks, name, sync):
         assert ranks(2).run(killed, name, sync, SOMEWHERE) == [[]] * 2
 
 
-# Uses of a state
-
-
 def half_a_window() -> Any:
     seed(3)
     saved = run(made := make(), micro_batches(0, 0), [(1, 1, BACKWARD)])[1][1, 1, BACKWARD]
@@ -285,9 +282,6 @@ def test_state_is_not_loaded_in_a_loop_and_is_refused_where_the_caller_may_have_
         accumulator.state_dict()
     window.step()
     assert accumulator.state_dict()["index"] == 1
-
-
-# Stateful loaders
 
 
 class Numbered:

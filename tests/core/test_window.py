@@ -49,9 +49,6 @@ def next_is_exact(accumulator, model):
     return window
 
 
-# What extensions hear
-
-
 def hearing(what: str, answer: Any = lambda window: None) -> Any:
     return lambda self, window, *_: (self.hear(what), answer(window))[1]
 
@@ -162,18 +159,12 @@ def test_spans_name_what_a_window_does_in_a_trace():
     assert found == {"window 0": 1, "window 1": 2, "backward": 5, "finish": 2, "step": 2}
 
 
-# Leaving a window
-
-
 def leave_by_break(accumulator, model):
     window = accumulator.window(BATCHES)
     for micro_batch in window:
         window.backward(loss_of(model, micro_batch))
         break
     return window
-
-
-# Misuse: a clear message, no changed weight, and an exact next window
 
 
 def in_the_loop(act):
@@ -346,9 +337,6 @@ def test_named_losses_must_all_be_given():
         run_window(accumulator.window(BATCHES), model)
 
 
-# Arguments
-
-
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -400,9 +388,6 @@ def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
     _, _, accumulator = make(count=lambda batch: value)
     with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0"):
         accumulator.window(BATCHES)
-
-
-# Ranks
 
 
 @pytest.mark.parametrize(("what", "said"), [("loader", "OSError: the disk is gone"), ("count", "KeyError: 'gone'")])
@@ -458,9 +443,6 @@ def test_ranks_that_disagree_are_named_before_the_window(what):
     assert str(caught.value).startswith(f"ranks disagree on {DISAGREEMENTS[what]}")
     assert accumulator.index - first == (what == "steps")
     next_is_exact(Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)), ddp)
-
-
-# The end of a window
 
 
 def test_schedulers_step_once_per_update_of_a_ramp():

@@ -123,9 +123,6 @@ def test_version_is_the_same_wherever_it_stands():
     assert f"\nversion: {newest}\ndate-released: {date}\n" in cited
 
 
-# The site
-
-
 def test_site_builds_without_a_warning(tmp_path):
     command = [sys.executable, "-m", "sphinx", "--fail-on-warning", "--keep-going", "--quiet", "docs", tmp_path]
     done = subprocess.run([*command, "-d", tmp_path / ".doctrees"], capture_output=True, text=True, cwd=ROOT)

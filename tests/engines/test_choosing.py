@@ -155,9 +155,6 @@ def test_registered_engine_takes_a_subclass_of_a_known_wrapper_and_may_reduce_in
     )
 
 
-# torch.compile over each wrapper
-
-
 @pytest.mark.parametrize("name", ["FSDP2", "ZeRO 1"])
 @on_ranks(2)
 def test_compiled_model_is_exact(name):

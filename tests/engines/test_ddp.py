@@ -189,9 +189,6 @@ def test_rebuilt_buckets_leave_no_old_ones_behind():
     assert layouts[1] == layouts[2] > 1, "several buckets"
 
 
-# Cases that fail silently elsewhere
-
-
 class Branching(nn.Module):
     def __init__(self) -> None:
         super().__init__()

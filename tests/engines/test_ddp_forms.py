@@ -155,9 +155,6 @@ def test_impossible_models_and_windows_are_refused_on_all_ranks():
     assert {what: said for what, said in seen.items() if IMPOSSIBLE[what] not in said} == {}
 
 
-# Uses of DDP beside a window
-
-
 def inputs(number: int, rank: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(100 * seed + rank)
     return [torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(number)]
@@ -183,9 +180,6 @@ def test_windows_stay_exact_after_forwards_of_one_rank_alone():
     assert max(found) <= 1e-12
 
 
-# Windows of several accumulators
-
-
 @pytest.mark.parametrize("options", [{}, {"static_graph": True}, {"gradient_as_bucket_view": True}], ids=str)
 @on_ranks(2)
 def test_windows_of_two_accumulators_stay_exact_beside_steps_by_hand(options):
@@ -199,9 +193,6 @@ def test_windows_of_two_accumulators_stay_exact_beside_steps_by_hand(options):
             ddp(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
             ddp.zero_grad()
     assert max(found) <= 1e-12
-
-
-# Settings of DDP that a window cannot accept
 
 
 @on_ranks(2)
@@ -313,9 +304,6 @@ def test_rank_whose_last_micro_batch_uses_no_parameter_of_ddp_reduces_too():
                 ((plain(x, num) * scale).square().mean() / 4).backward()
         assert error(gradient(ddp), gradient(plain)) <= 1e-12, uses
         window.step()
-
-
-# Copies
 
 
 def copied(what: Any) -> list[Any]:

@@ -85,9 +85,6 @@ def test_policies_send_the_expected_collectives(sync, world):
     assert seen == COSTS[sync, world]
 
 
-# Parameters that take no part
-
-
 class Choosing(nn.Module):
     """Uses one of two layers, or both."""
 
@@ -183,9 +180,6 @@ def test_model_absent_from_the_last_part_is_reduced(sync):
     assert max([error(full_gradient(model), gradient(plain)) for model in models]) <= 1e-10
 
 
-# Terms without a count
-
-
 NAMED = {"tokens": count_tokens("labels"), "samples": count_samples}
 
 
@@ -220,9 +214,6 @@ def test_term_without_a_count_is_left_out_with_one_group_or_gathered_and_else_re
     for message in ranks(2).run(refused, leaves_out_a_name, "layers", "last", 1):
         assert "count of 0 for one of ['tokens', 'samples']" in message
         assert "sync='gathered'" in message
-
-
-# Ranks in step
 
 
 @on_ranks(2)
@@ -278,9 +269,6 @@ def test_models_state_is_refused_while_uneven_ranks_run_forwards_of_their_own():
     model.state_dict()
 
 
-# Divisors, dtypes, norms
-
-
 @pytest.mark.parametrize("factors", [[7.0] * 3, [5.0]], ids=["on each module", "on one module"])
 @on_ranks(2)
 def test_divide_factors_leave_the_gradient_exact(factors):
@@ -323,9 +311,6 @@ def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype,
     if not warns:  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
         assert error(full_gradient(model), gradient(plain)) <= 6e-3
         assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-
-
-# Gradients that are not finite, or changed
 
 
 @pytest.mark.parametrize("on_nonfinite", ["raise", "skip"])
@@ -371,9 +356,6 @@ def test_change_of_gradients_is_refused(how, sync, expected):
         window.step()
 
     assert f"gradients were {expected}" in refused(loop)
-
-
-# What windows find, and leave behind
 
 
 @pytest.mark.parametrize("how", ["reduced", "unsharded", "cleared"])

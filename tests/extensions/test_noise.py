@@ -124,9 +124,6 @@ def test_engines_that_hide_gradients_are_refused():
     assert "which flattens parameters together; use fully_shard" in refused(Accumulator, flat, optimizer, **measuring)
 
 
-# Forms of a window
-
-
 @pytest.mark.parametrize("form", ["gradient_as_bucket_view", "static_graph", "find_unused_parameters", "parts"])
 @on_ranks(2)
 def test_norms_are_exact_in_every_form_of_ddp(form):
@@ -156,9 +153,6 @@ def test_norms_are_those_before_scaling_and_clipping(caller_steps):
         scaler.update()
     update = window.step()
     assert difference(norms_of(update), exact_norms("samples mean", [[2, 1, 3]], 0, torch.float32)) <= 1e-5
-
-
-# Averages
 
 
 class Linear(nn.Module):
@@ -202,9 +196,6 @@ def test_estimate_is_unbiased_over_all_arrangements(reduction):
         assert over_all_arrangements(sizes, reduction) == pytest.approx((square, trace), rel=1e-12)
 
 
-# Cost
-
-
 COSTS = [("DDP", {}), ("FSDP2", {}), ("FSDP2", {"sync": "every"}), ("FSDP2", {"max_norm": 1.0})]
 
 
@@ -223,9 +214,6 @@ def test_measurement_adds_no_collective_and_no_wait(name, options):
                 window.step()
             seen[-1].append(([name for name, _ in count.collectives], in_loop, sum(count.host_reads.values())))
     assert seen[0] == seen[1]
-
-
-# The record
 
 
 def made(**options: Any) -> tuple[nn.Module, Accumulator]:

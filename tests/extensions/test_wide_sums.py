@@ -130,8 +130,6 @@ def test_overflow_of_the_rounded_sum_skips_the_update():
     assert math.isfinite(update.loss)
 
 
-# Ranks
-
 FORMS = {
     "plain": {},
     "views": {"gradient_as_bucket_view": True},

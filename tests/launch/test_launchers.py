@@ -107,9 +107,6 @@ def test_demo_trains_and_proves_itself(tmp_path):
     assert (tmp_path / "run" / "curve.png").exists()
 
 
-# Configs and scripts
-
-
 def command_of(path: Path) -> list[str]:
     return path.read_text().splitlines()[0].removeprefix("# ").split()
 

@@ -45,9 +45,6 @@ def proven(programs: Programs, run: Path, bound: float = 1e-5) -> str:
     return done.text
 
 
-# The law
-
-
 ENGINES = {
     "plain": (1, ()),
     "ddp": (2, ("--engine", "ddp")),
@@ -244,9 +241,6 @@ def test_mixed_precision_trains(programs, tmp_path, engine, precision):
     assert programs.run("prove", tmp_path / "run").status == 2
 
 
-# Options
-
-
 def test_option_on_the_command_line_beats_the_file(programs, tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text('batch_size = 32\nmicro_batch_size = 4\nmodel = "cnn"\nlr = 1\n')
@@ -306,9 +300,6 @@ def test_ranks_print_a_mistake_once(programs):
     assert sum(done.text.count("train: ") for done in ended) == 1
 
 
-# Output of a run
-
-
 def test_run_leaves_a_log_a_summary_a_picture_and_tensorboard(programs, tmp_path):
     pytest.importorskip("tensorboard")
     run = tmp_path / "run"
@@ -356,9 +347,6 @@ def test_wandb_hears_of_each_update_off_line(programs, tmp_path):
     first, *updates, evaluated, last = re.findall("^tracked (.*)$", text, re.MULTILINE)
     assert (first, evaluated, last) == ("offline", "2 held out/loss held out/accuracy", "to the end")
     assert updates == [f"{i} loss lr gradient norm samples_per_second peak_memory" for i in (0, 1)]
-
-
-# Stopping and resuming
 
 
 WITH_DROPOUT = ("--model", "squeezenet1_1", "--image-size", 32, "--batch-size", 8, "--micro-batch-size", 2)

@@ -158,9 +158,6 @@ def test_named_losses_are_exact_over_stages():
     assert off <= 1e-10 and of_loss <= 1e-10
 
 
-# Misuse, and windows that are left
-
-
 SAID = [
     "window.backward() with a Schedule1F1B",
     "DistaccumError",  # a second run in one micro-batch

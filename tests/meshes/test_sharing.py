@@ -130,9 +130,6 @@ def test_law_holds_beside_tensor_parallel_ranks(world, plan, sync, clip, wrap):
             assert max(step_off(net, window, make_text(), everything(layout, index), criterion, clip=clip)) <= 1e-10
 
 
-# Ranks of one tensor-parallel group whose plans differ
-
-
 @pytest.mark.parametrize(
     ("how", "said"),
     [("number", "micro-batches [2, 1]"), ("length", "counts [(4.0,), (5.0,)]"), ("data", "other numbers in their")],

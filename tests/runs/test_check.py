@@ -270,9 +270,6 @@ def test_misuse_of_check_raises_a_clear_error():
         break
 
 
-# Ranks
-
-
 def wrapped(kind: str, model: nn.Module) -> nn.Module:
     if kind == "FSDP2":
         from torch.distributed.fsdp import fully_shard

@@ -95,9 +95,6 @@ def big_batch(loss: str, batches: list[Pair], at: Tensor | None = None) -> tuple
     return value.item(), gradient(model)
 
 
-# One process
-
-
 @pytest.mark.parametrize(
     ("loss", "options"), [("CLIP", {"steps": 4}), *((loss, {"micro_batch_size": 3}) for loss in ("CLIP", "SigLIP"))]
 )
@@ -252,8 +249,6 @@ def test_misuse_of_contrast_raises_an_error_and_leaves_no_trace(encode, loss_fn,
 COUNT = iter(range(1, 10**6))
 FOREIGN = torch.ones(1, requires_grad=True, dtype=torch.float64)
 
-
-# Ranks
 
 LAYOUTS = [(5, 5), (7, 2), (3, 0), (0, 4)]
 

@@ -160,8 +160,6 @@ def test_misuse_of_heads_raises_an_error_and_leaves_no_trace(loop, kind, message
     assert off(model, accumulator.window(batches), batches) <= 1e-12
 
 
-# Ranks
-
 LAYOUTS = [[(3, 2), (4, 1)], [(1, 2, 3), (2,)], [(3,), (2, 2)], [(2, 1), ()]]
 
 

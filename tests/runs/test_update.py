@@ -71,9 +71,6 @@ def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
     return weights(net)
 
 
-# One process
-
-
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("micro_batch_size", [13, "auto"])
 def test_micro_batch_that_does_not_fit_is_cut_smaller_and_the_size_is_remembered(where, micro_batch_size):
@@ -240,9 +237,6 @@ def test_retry_leaves_the_scaler_as_found():
     for batch in batches:
         big_batch(expected, [batch])
     assert error(weights(model), weights(expected)) <= 1e-6
-
-
-# Ranks
 
 
 def wrap(kind: str) -> Any:

@@ -31,9 +31,6 @@ def policy(forecast, name):
     return next(row for row in forecast.policies if row["policy"] == name)
 
 
-# The cut
-
-
 @pytest.mark.parametrize(("batch", "micro", "ranks"), [(1000, 32, 8), (101, 50, 1), (3, 1, 8), (64, 64, 1), (97, 7, 5)])
 def test_planned_cut_equals_the_librarys(batch, micro, ranks):
     forecast = plan(batch_size=batch, micro_batch_size=micro, ranks=ranks)
@@ -44,9 +41,6 @@ def test_planned_cut_equals_the_librarys(batch, micro, ranks):
     for one in forecast.split.ranks:
         parts = [size for times, size in one.micro_batches for _ in range(times)]
         assert parts == cut_evenly(one.samples, largest=micro)
-
-
-# Bytes
 
 
 def sent_here(engine, sync, steps):
@@ -98,9 +92,6 @@ def test_bytes_of_each_policy_add_up():
     assert hybrid["bytes_per_micro_step"] == 3 * 4000 and hybrid["bytes_once"] == 4000  # a shard, to the other replica
 
 
-# What fits
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak of a process is Linux's")
 @on_ranks(2)
 def test_planned_bytes_are_those_that_a_rank_holds_at_its_peak():
@@ -136,9 +127,6 @@ def test_first_line_says_what_fits(capsys):
     assert policy(halves, "ZeRO 2, every")["optimizer"] == 12 * 7 * 10**9 // 8  # masters and Adam's in float32
 
 
-# The learning rate
-
-
 def test_learning_rates_follow_their_rules():
     sgd = scaled_learning_rate(32, 0.1, "sgd", "mean")
     assert sgd["lr"] == pytest.approx(3.2)  # Goyal et al.: 0.1 for 256, 3.2 for 8k
@@ -151,9 +139,6 @@ def test_learning_rates_follow_their_rules():
     assert summed["lr"] == pytest.approx(0.1) and "has grown by 4 already" in summed["advice"][0]
     summed = scaled_learning_rate(4, 1e-3, "adam", "sum")
     assert summed["lr"] == pytest.approx(2e-3) and summed["eps_times"] == pytest.approx(2.0)  # 4 of the sum, / sqrt(4)
-
-
-# Arguments
 
 
 def test_missing_arguments_leave_parts_out_and_are_requested():
@@ -177,9 +162,6 @@ def test_missing_arguments_leave_parts_out_and_are_requested():
 def test_mistakes_raise_one_clear_sentence(options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         plan(**options)
-
-
-# A model
 
 
 class Net(nn.Module):
@@ -208,8 +190,6 @@ def test_model_is_tried_and_left_unchanged():
     with pytest.raises(ValueError, match="no parameter that requires a gradient"):
         fit(nn.Tanh(), torch.randn(2, 3), lambda part: part.sum())
 
-
-# The command
 
 FACTORY = """
 import torch

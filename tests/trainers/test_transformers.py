@@ -235,9 +235,6 @@ def test_updates_are_those_of_the_big_batch(world, case):
         assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
 
 
-# Loaders of one's own, of any length on each rank; and those without a length
-
-
 @pytest.mark.parametrize("sizes", [[7, 2], [0, 4]], ids=str)
 @on_ranks(2)
 def test_ranks_may_have_loaders_of_any_length(sizes):
@@ -266,9 +263,6 @@ def test_dataset_without_a_length_that_ends_in_mid_window_is_exact():
     expected = Expected(make_net(), windows_of([rows], epochs=3)[:5])
     seen, _ = fit(kinds()[1], make_net(), Stream(rows), max_steps=5, num_train_epochs=3)
     assert worst(seen, expected.weights) <= 1e-10
-
-
-# Losses of one's own
 
 
 def test_micro_batches_of_one_row_cannot_be_asked_about_a_mean_of_ones_own():
@@ -306,9 +300,6 @@ def test_loss_that_gathers_meets_all_ranks_in_each_turn(lengths):
     seen, _ = fit(Gathers, make_net(), rows, num_train_epochs=1, accelerator_config=EVEN)
     assert worst(seen, expected.weights) <= 1e-10
     assert sum(gathered) == sum(length for length in lengths if length > 0)
-
-
-# Resume, callbacks, and what is counted
 
 
 @pytest.mark.parametrize("world", [1, 2])

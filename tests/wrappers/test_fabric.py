@@ -113,9 +113,6 @@ def test_law_holds_on_what_fabric_set_up(name):
             assert all(max(one.gradient, one.loss) <= FABRIC[name].bound for one in windows)
 
 
-# Precision
-
-
 def mixed(scaler: Any = None) -> Any:
     from lightning_fabric.plugins.precision import MixedPrecision
 
@@ -177,9 +174,6 @@ def test_scaler_of_the_precision_plugin_scales_once_and_skips_an_overflow():
     update = run(accumulator.window(BATCHES), model, float("inf"))
     assert (update.stepped, update.reason) == (False, "the scaled gradients overflowed")
     assert scaler.get_scale() == 4.0 and torch.equal(before, weights(model))
-
-
-# What else goes through Fabric's wrappers
 
 
 class Own(nn.Module):
