@@ -1,7 +1,5 @@
 """The core stands alone: its files, copied into an empty folder, pass the grid of engines there."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Cutting batches, and counting their samples and tokens."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import warnings

@@ -1,7 +1,5 @@
 """windows(loader) reads a loader at the pace of a loop by hand, and plans the next window while one runs."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import random

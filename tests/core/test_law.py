@@ -1,7 +1,5 @@
 """The law: windows equal one big batch. Here on a plain module; grids/test_engines.py has gloo ranks."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

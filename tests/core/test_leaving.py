@@ -1,7 +1,5 @@
 """Accumulators remove their hooks from models and optimizers when they are deleted."""
 
-from __future__ import annotations
-
 import gc
 import linecache
 import os

@@ -1,7 +1,5 @@
 """The limits of accumulation: where it differs from the one big batch, and what is exact instead."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Loaders of many kinds: each micro-batch is used once, in order, and the epoch ends."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Parameters of which each rank holds its own part, beside fully_shard, FSDP1 and DDP."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What ranks tell each other: rows, sums that nobody waits for, and what is lost with a rank."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import pickle

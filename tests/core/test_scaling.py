@@ -1,7 +1,5 @@
 """Loss scaling, clipping, and gradients that are not finite."""
 
-from __future__ import annotations
-
 import copy
 import math
 

@@ -1,7 +1,5 @@
 """state_dict() anywhere: a job that is killed begins its window again, bit for bit, on each engine."""
 
-from __future__ import annotations
-
 import copy
 import io
 import random

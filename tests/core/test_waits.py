@@ -1,7 +1,5 @@
 """No window waits for a device: nothing reads a tensor on the host inside of it, and one flag at its edge."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A window commits or leaves no trace: its failures, and the errors for misuse."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import linecache

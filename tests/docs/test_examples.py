@@ -1,7 +1,5 @@
 """docs/examples: each diff fits what it was made from, and pages count the diff's lines."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import sys

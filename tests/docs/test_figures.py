@@ -4,8 +4,6 @@ A paragraph or a row of a table cites the pages that it links to; a row without 
 table. A number is right if one on a cited page rounds to it (1.04 for 1.038, 37% for 3.7e-01).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The guide's pictures are what docs/images/draw.py draws."""
 
-from __future__ import annotations
-
 import runpy
 from pathlib import Path
 

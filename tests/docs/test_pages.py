@@ -6,8 +6,6 @@ outputs of several calls. Blocks fenced as ```python run=no are not run, since t
 valid Python, and what they import from distaccum must be there.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import io

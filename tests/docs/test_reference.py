@@ -1,7 +1,5 @@
 """The reference: docstrings describe each public argument, and docs/reference.md shows each public name."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from functools import cached_property

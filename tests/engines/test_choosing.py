@@ -1,7 +1,5 @@
 """Choice of the engine, refused wrappers, and an engine from outside the package."""
 
-from __future__ import annotations
-
 import re
 import warnings
 

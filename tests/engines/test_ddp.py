@@ -1,7 +1,5 @@
 """DDP on real gloo ranks: the law, and the cost of reductions."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 

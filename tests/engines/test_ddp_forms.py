@@ -1,7 +1,5 @@
 """Other forms of DDP: compiled, on a sub-group, several at once, copied; and the windows that each refuses."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

@@ -1,7 +1,5 @@
 """FSDP2: the cost of its policies, and cases that fail silently elsewhere."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import warnings

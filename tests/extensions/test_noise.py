@@ -1,7 +1,5 @@
 """The gradient noise scale: the two norms of each update, their average, and the cost of measuring."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from itertools import permutations

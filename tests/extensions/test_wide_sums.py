@@ -4,8 +4,6 @@ The gradients are the data themselves: multiples of 1/16 that bfloat16 and float
 rounding, so the expected result is known to the last bit.
 """
 
-from __future__ import annotations
-
 import math
 
 import pytest

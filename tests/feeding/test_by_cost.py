@@ -1,7 +1,5 @@
 """Micro-batches by cost: grouped rows, trimmed padding, sizes learned in tokens."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Sequence
 from typing import Any

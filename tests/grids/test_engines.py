@@ -4,8 +4,6 @@ Eight pairs of a wrapper and a policy run every test. The others run a part each
 and policy, of policy and loss, and of policy and fault is tested.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any
 

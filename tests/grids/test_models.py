@@ -1,7 +1,5 @@
 """Models of several parts, adapted, tied, sparse or complex; each is compared with the big batch."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 from typing import Any

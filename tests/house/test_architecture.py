@@ -3,8 +3,6 @@
 `python -m tests.house.test_architecture` prints what breaks a rule.
 """
 
-from __future__ import annotations
-
 import ast
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """The harness itself: a failure on a rank shows at once, and a program that hangs shows where."""
 
-from __future__ import annotations
-
 import os
 import time
 

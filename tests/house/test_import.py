@@ -1,7 +1,5 @@
 """`import distaccum` needs torch and nothing else, and that only when it is used."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

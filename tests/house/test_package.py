@@ -1,7 +1,5 @@
 """The package as it is uploaded and installed: its files, its description, its command without torch."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """The tests themselves: their names are sentences, one file uses private names, and mutants.py makes real mutants."""
 
-from __future__ import annotations
-
 import ast
 import re
 from collections import Counter

@@ -2,8 +2,6 @@
 editable, which both see.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

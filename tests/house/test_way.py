@@ -1,7 +1,5 @@
 """The way of an update: the calls, the files and the changes of file of two micro-batches on DDP."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The programs of launch/bench: the compared loops are correct, and a mistake prints one line."""
 
-from __future__ import annotations
-
 import gc
 import json
 import sys

@@ -1,7 +1,5 @@
 """Real launchers: each runs the default configuration and ends with the weights of the big batch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

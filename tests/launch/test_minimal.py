@@ -1,7 +1,5 @@
 """launch/minimal.py: on one rank and two; a killed run that is started again ends with the same bits."""
 
-from __future__ import annotations
-
 import ast
 import signal
 import sys

@@ -1,7 +1,5 @@
 """launch/train.py: the same weights after any start, stop or kill, and one sentence for each mistake."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import re

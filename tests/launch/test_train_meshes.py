@@ -1,7 +1,5 @@
 """launch/train.py on meshes: tensor parallelism, context parallelism and pipelines end as data ranks alone do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

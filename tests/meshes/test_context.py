@@ -3,8 +3,6 @@
 The oracle is one big batch of whole sequences, in one process.
 """
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

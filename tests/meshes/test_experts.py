@@ -4,8 +4,6 @@ Each rank sends its tokens to the experts of all ranks of the expert mesh, so an
 before anything is reduced. The oracle is one big batch in one process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -3,8 +3,6 @@
 The oracle is one big batch through all layers, in one process.
 """
 
-from __future__ import annotations
-
 import itertools
 from functools import partial
 from typing import Any

@@ -3,8 +3,6 @@
 The oracle is one big batch of the samples of the data-parallel ranks, in one process.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Values that are not finite, and overflow, on every kind of mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

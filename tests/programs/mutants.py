@@ -11,8 +11,6 @@ the engines, update() and the grid. A test that hangs has failed. Not part of th
 minutes.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import os

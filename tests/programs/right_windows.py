@@ -5,8 +5,6 @@
 Shapes, scales, lengths, sizes and shares of ranks are drawn anew for every hundred windows.
 """
 
-from __future__ import annotations
-
 import argparse
 import random
 import warnings

@@ -1,7 +1,5 @@
 """check(): compares the accumulated gradient with the one big batch's on the user's model, and names the causes."""
 
-from __future__ import annotations
-
 import copy
 import random
 import re

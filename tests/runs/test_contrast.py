@@ -1,7 +1,5 @@
 """contrast(): the gradient of one loss over all pairs of the global batch, in the memory of a micro-batch."""
 
-from __future__ import annotations
-
 import gc
 import random
 import weakref

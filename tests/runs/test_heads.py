@@ -1,7 +1,5 @@
 """heads(): the trunk runs once, and the heads run their backwards one at a time."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from functools import partial

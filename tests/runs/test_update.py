@@ -1,7 +1,5 @@
 """update(): a micro-batch that does not fit or an error in the loss undoes the window on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

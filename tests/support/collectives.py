@@ -1,7 +1,5 @@
 """Collectives with a gradient, for models whose ranks hold parts of the same sample."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

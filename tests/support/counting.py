@@ -1,7 +1,5 @@
 """Counts the dispatcher's operations: collectives, and values read on the host."""
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The wrappers on which the law is tested: how each is made, and how every rank reads all of its weights."""
 
-from __future__ import annotations
-
 import math
 import os
 import sys

@@ -1,7 +1,5 @@
 """The only access of the tests to the library's private names; each function says why a test needs it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Compares windows on this rank with one big batch in one process."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Small problems with a known answer: the gradient of one big batch in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Real ranks: processes with a gloo group, started once for many functions."""
 
-from __future__ import annotations
-
 import faulthandler
 import functools
 import importlib

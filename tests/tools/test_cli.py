@@ -1,7 +1,5 @@
 """The command `distaccum`, run in its own process as by a user."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """`distaccum doctor`: it reports this machine correctly, and finds planted faults."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import re

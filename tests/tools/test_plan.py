@@ -1,7 +1,5 @@
 """`plan`: its cuts are those of real windows, its bytes those of counted collectives, its rules those of papers."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import re

@@ -1,7 +1,5 @@
 """AccumulatingTrainer with families of models: each is exact, or refused with the count that makes it exact."""
 
-from __future__ import annotations
-
 import copy
 import tempfile
 import warnings

@@ -1,7 +1,5 @@
 """transformers' Trainer with windows: against one big batch in float64, and beside the Trainer where that is exact."""
 
-from __future__ import annotations
-
 import math
 import tempfile
 import warnings

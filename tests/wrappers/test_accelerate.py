@@ -1,7 +1,5 @@
 """Accelerate: objects from `prepare` on real ranks, with its singletons restored."""
 
-from __future__ import annotations
-
 import os
 import warnings
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """DeepSpeed: its known traps, the collectives of each stage, and the refused uses."""
 
-from __future__ import annotations
-
 import re
 import warnings
 from functools import partial

@@ -1,7 +1,5 @@
 """Fabric: what `fabric.setup` returned, on real ranks, under each strategy that runs on CPUs."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 from unittest.mock import patch

@@ -1,7 +1,5 @@
 """Lightning: an Accumulator in a LightningModule with manual optimisation, under the Trainer, on real ranks."""
 
-from __future__ import annotations
-
 import logging
 import math
 from typing import Any
