@@ -16,6 +16,7 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 from distaccum.feeding.joining import join_batches
 from distaccum.law import cut_evenly
+from tests.support.windows import accumulating
 
 Pair = namedtuple("Pair", "image label")
 
@@ -287,12 +288,8 @@ def test_batch_without_tensors_or_samples_needs_a_given_length():
 
 def test_entries_said_to_be_whole_neither_vote_nor_are_cut():
     x, prior = torch.zeros(3, 2), torch.zeros(3)
-    for part in split(
-        {"x": x, "a": {"prior": prior, "y": x}, "b": torch.zeros(9), "c": torch.zeros(9)},
-        None,
-        ("b", "c", "prior"),
-        steps=2,
-    ):
+    batch = {"x": x, "a": {"prior": prior, "y": x}, "b": torch.zeros(9), "c": torch.zeros(9)}
+    for part in split(batch, None, ("b", "c", "prior"), steps=2):
         assert part["a"]["prior"] is prior and len(part["b"]) == len(part["c"]) == 9 and len(part["a"]["y"]) < 3
     for part in split((x, prior), whole=(1,), steps=3):
         assert len(part[0]) == 1 and part[1] is prior
@@ -338,8 +335,7 @@ def test_entry_that_was_whole_and_is_cut_is_named_in_one_warning():
 
 
 def test_update_contrast_and_check_take_length_and_whole():
-    model = nn.Linear(4, 2).double()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    model, accumulator = accumulating(nn.Linear(4, 2).double(), micro_batch_size=2)
     batch = {"x": torch.randn(6, 4).double(), "bias": torch.randn(2).double(), "other": torch.randn(2).double()}
     loss_fn = lambda part: (model(part["x"]) + part["bias"]).square().mean()  # noqa: E731
     with pytest.raises(ValueError, match="tie"):

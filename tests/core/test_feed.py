@@ -18,13 +18,12 @@ from tqdm import tqdm
 from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
 from tests.support.oracle import step_off
-from tests.support.problems import error, gradient, loss_of, run_window
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, error, gradient, loss_of, run_window
 
 
 def one_weight(**options: Any) -> tuple[nn.Module, Accumulator]:
-    model = nn.Linear(1, 1, bias=False)
-    return model, Accumulator(model, SGD(model.parameters(), lr=0.0), **options)
+    return accumulating(nn.Linear(1, 1, bias=False), **options)
 
 
 def noting(num: int, drawn: list[int]) -> Iterator[Tensor]:
@@ -172,8 +171,7 @@ def test_counts_on_a_device_are_not_read_before_their_window_is_requested():
 @on_ranks(2)
 def test_next_plan_is_posted_before_the_last_forward():
     """What is sent between the begin of each micro-step and that of the next."""
-    model = DistributedDataParallel(nn.Linear(2, 1))
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=3)
+    model, accumulator = accumulating(DistributedDataParallel(nn.Linear(2, 1)), 0.1, steps=3)
     sent = []
     for window in accumulator.windows([torch.ones(2, 2)] * 9):
         with Counting() as count:

@@ -9,19 +9,8 @@ from hypothesis import strategies as st
 from torch.optim import SGD
 
 from distaccum import Accumulator, count_samples, count_tokens
-from tests.support.problems import (
-    CASES,
-    big_batch,
-    error,
-    gradient,
-    join,
-    make_batch,
-    make_net,
-    run_window,
-    sample_loss,
-    token_loss,
-    weights,
-)
+from tests.support.problems import CASES, big_batch, join, make_batch, make_net, sample_loss, token_loss
+from tests.support.windows import accumulating, error, gradient, run_window, weights
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-6}
 
@@ -35,8 +24,7 @@ class OnDevice(torch.Tensor):
 def test_record_has_losses_as_they_went_backward(kind, sizes):
     """Whatever the caller does to them in place."""
     batches = [make_batch(size, seed=i) for i, size in enumerate(sizes)]
-    net = make_net()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction={"a": "mean", "b": "sum"})
+    net, accumulator = accumulating(make_net(), reduction={"a": "mean", "b": "sum"})
     expected = {"a": big_batch("samples mean", batches)[0], "b": big_batch("samples sum", batches)[0]}
 
     window = accumulator.window(batches)
@@ -50,8 +38,7 @@ def test_record_has_losses_as_they_went_backward(kind, sizes):
 
 def test_hook_that_writes_to_its_gradient_changes_no_other_micro_batch():
     batches = [make_batch(4, seed=i) for i in range(3)]
-    net = make_net()
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0))
+    net, accumulator = accumulating(make_net())
     exact = big_batch("samples mean", batches)[1]
     for _ in range(2):
         window = accumulator.window(batches)
@@ -85,12 +72,9 @@ def test_window_without_counts_makes_no_update_and_names_the_reason():
 def test_named_losses_may_have_different_reductions_and_drop_terms_without_a_count():
     batches = [make_batch(3, seed=0), make_batch(2, seed=1, kept=0.0), make_batch(1, seed=2)]
     net = make_net()
-    accumulator = Accumulator(
-        net,
-        SGD(net.parameters(), lr=0.0),
-        reduction={"tokens": "mean", "samples": "sum"},
-        count={"tokens": count_tokens("labels"), "samples": count_samples},
-    )
+    count = {"tokens": count_tokens("labels"), "samples": count_samples}
+    reduction = {"tokens": "mean", "samples": "sum"}
+    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
     window = accumulator.window(batches)
     for batch in window:
         hidden = net(batch["x"])
@@ -111,8 +95,7 @@ def scaled_in(dtype):
 
 def test_loss_in_half_precision_rounds_its_share_and_warns():
     x = torch.linspace(1, 2, 3)
-    model = torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(()))})
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0))
+    model, accumulator = accumulating(torch.nn.ParameterDict({"weight": torch.nn.Parameter(torch.ones(()))}))
     with pytest.warns(UserWarning, match=r"bfloat16.*criterion\(outputs.float\(\)"):
         window = run_window(accumulator.window(x.split(1)), model, scaled_in(torch.bfloat16))
     assert model["weight"].grad.item() == pytest.approx(1.5, rel=2e-3)  # a third in bf16 is 0.33398
@@ -135,8 +118,7 @@ windows = st.lists(
 def test_random_window_equals_one_big_batch(drawn, case, dtype):
     """Random sizes (some empty) and masks, in consecutive windows of one accumulator."""
     loss_fn, how, reduction, count = CASES[case]
-    net = make_net(dtype)
-    accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), reduction=reduction, count=count)
+    net, accumulator = accumulating(make_net(dtype), reduction=reduction, count=count)
     for sizes in drawn:
         batches = [make_batch(size, seed=seed, kept=kept, dtype=dtype) for size, seed, kept in sizes]
         window = run_window(accumulator.window(batches), net, lambda net, batch: loss_fn(net, batch, how))

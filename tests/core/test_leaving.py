@@ -17,8 +17,9 @@ from torch.optim import SGD
 from distaccum import Accumulator
 from distaccum.extensions import WideSums
 from tests.support.engines import KINDS
-from tests.support.problems import make_net_without_router, micro_batches_of, run_window
+from tests.support.problems import make_net_without_router, micro_batches_of
 from tests.support.ranks import on_ranks
+from tests.support.windows import run_window
 
 HOOKS = (
     "_forward_pre_hooks",

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 from distaccum import Accumulator
 from distaccum.batchnorm import freeze, to_groupnorm
-from tests.support.problems import error, gradient
+from tests.support.windows import error, gradient
 
 EXACT = 1e-12
 Batch = tuple[Tensor, Tensor]

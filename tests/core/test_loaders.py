@@ -10,6 +10,7 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from distaccum import Accumulator, DistaccumError
+from tests.support.windows import accumulating, run_window
 
 NUMBERS = [1.0, 2.0, 3.0, 4.0, 5.0]
 WINDOWS = [[1.0, 2.0], [3.0, 4.0], [5.0]]
@@ -71,10 +72,6 @@ LOADERS = {
 }
 
 
-def accumulator_of(model):
-    return Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
-
-
 def seen_in(windows, model):
     """The micro-batches of each window; the gradient must be their mean."""
     epoch = []
@@ -92,8 +89,7 @@ def seen_in(windows, model):
 @pytest.mark.parametrize("name", LOADERS)
 def test_micro_batches_are_used_once_and_the_epoch_ends(name):
     make, has_another_epoch = LOADERS[name]
-    loader, model = make(), nn.Linear(1, 1, bias=False)
-    accumulator = accumulator_of(model)
+    loader, (model, accumulator) = make(), accumulating(nn.Linear(1, 1, bias=False), steps=2)
     for expected in (WINDOWS, WINDOWS if has_another_epoch else []):
         # One window more than expected: the tested fault repeated windows forever.
         assert seen_in(islice(accumulator.windows(loader), len(WINDOWS) + 1), model) == expected
@@ -122,8 +118,7 @@ def reused_dict():
 @pytest.mark.parametrize("loader", [reused_tensor, buffers_in_turn, reused_dict])
 def test_loader_that_yields_the_same_memory_again_is_refused(loader, steps):
     """By windows() before the first forward; where a window holds no more than are safe, it is exact."""
-    model = nn.Linear(1, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), steps=steps)
+    model, accumulator = accumulating(nn.Linear(1, 1, bias=False), 1.0, steps=steps)
     with pytest.raises(DistaccumError, match=r"wrote to a micro-batch .* yield copies"):
         if steps == 9:
             accumulator.window(loader())
@@ -141,34 +136,19 @@ def test_loader_that_yields_the_same_memory_again_is_refused(loader, steps):
 @pytest.mark.parametrize("ahead", [True, False])
 def test_same_memory_may_be_yielded_again_unchanged(ahead):
     """One batch for ever, views of one tensor that the loop writes to, NaN, and what is not contiguous."""
-    one, parts, array = (
-        torch.ones(1, 1),
-        torch.tensor([[1.0], [2.0], [3.0], [4.0]]).split(1),
-        np.ones((1, 1), "float32"),
-    )
-    for loader in (
-        [one] * 4,
-        parts,
-        [torch.from_numpy(array) for _ in range(4)],
-        [one * torch.nan] * 4,
-        [torch.ones(1, 8)[:, ::8]] * 4,
-    ):
-        model = nn.Linear(1, 1, bias=False)
-        accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, on_nonfinite="ignore")
+    one, parts = torch.ones(1, 1), torch.tensor([[1.0], [2.0], [3.0], [4.0]]).split(1)
+    array, strided = np.ones((1, 1), "float32"), torch.ones(1, 8)[:, ::8]
+    for loader in ([one] * 4, parts, [torch.from_numpy(array) for _ in range(4)], [one * torch.nan] * 4, [strided] * 4):
+        model, accumulator = accumulating(nn.Linear(1, 1, bias=False), steps=2, on_nonfinite="ignore")
         for window in accumulator.windows(loader, ahead=ahead):
-            for micro_batch in window:
-                window.backward(model(micro_batch.mul_(2.0)).mean())
-            window.step()
+            run_window(window, model, lambda model, x: model(x.mul_(2.0)).mean()).step()
         assert accumulator.index == 2
 
 
 def test_tensors_whose_memory_is_not_looked_at_are_yielded_as_they_are():
     dense = torch.ones(2, 1)
     nested = torch.nested.nested_tensor([dense[:, 0], dense[:1, 0]], layout=torch.jagged)
-    model = nn.Linear(1, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2, count=lambda batch: 2)
+    model, accumulator = accumulating(nn.Linear(1, 1, bias=False), steps=2, count=lambda batch: 2)
     for window in accumulator.windows([{"x": dense.clone(), "s": torch.eye(3).to_sparse(), "n": nested}] * 4):
-        for batch in window:
-            window.backward(model(batch["x"]).mean())
-        window.step()
+        run_window(window, model).step()
     assert accumulator.index == 2

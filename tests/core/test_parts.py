@@ -16,8 +16,8 @@ from torch.optim import SGD
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
 from tests.support.oracle import step_off
-from tests.support.problems import refused, run_window
 from tests.support.ranks import on_ranks
+from tests.support.windows import refused, run_window
 
 
 class Experts(nn.Module):

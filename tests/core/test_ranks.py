@@ -13,17 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 from distaccum import Accumulator
-from tests.support.problems import (
-    error,
-    gradient,
-    gradient_of_trunk,
-    join,
-    loss_of,
-    micro_batches_of,
-    run_window,
-    trunk,
-)
+from tests.support.problems import gradient_of_trunk, join, micro_batches_of, trunk
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, error, gradient, loss_of, run_window
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts files in /proc")
@@ -58,8 +50,7 @@ def test_accumulators_leave_no_files_and_refuse_to_be_copied():
 def test_default_device_changes_nothing():
     """Where tensors that do not say their device have no numbers."""
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), micro_batch_size=2)
+    ddp, accumulator = accumulating(DistributedDataParallel(trunk()), micro_batch_size=2)
     mine = [micro_batches_of([[2, 3], [4, 1]], 0, one) for one in range(2)]
     batch, exact = join(mine[rank]), gradient_of_trunk([*mine[0], *mine[1]])
     with torch.device("meta"):

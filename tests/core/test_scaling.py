@@ -15,34 +15,22 @@ from torch.optim.lr_scheduler import StepLR
 from distaccum import Accumulator, DistaccumError
 from distaccum.job import MOST_SKIPS
 from tests.support.engines import full_gradient, full_weights, fully_sharded
-from tests.support.problems import (
-    error,
-    gradient,
-    gradient_of_trunk,
-    join,
-    loss_of,
-    make_batch,
-    refused,
-    run_window,
-    trunk,
-    weights,
-)
+from tests.support.problems import gradient_of_trunk, join, make_batch, trunk
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, run_window, weights
 
 BATCHES = [make_batch(size, seed=i) for i, size in enumerate([2, 3, 1])]
 NARROW = [{**batch, "x": batch["x"].float()} for batch in BATCHES]
 
 
 def make(**options):
-    model = trunk()
-    return model, Accumulator(model, SGD(model.parameters(), lr=0.1), **options)
+    return accumulating(trunk(), 0.1, **options)
 
 
-def scaled(model=None, optimizer=None, **options):
-    model = model or trunk()
-    optimizer = optimizer or SGD(model.parameters(), lr=0.1)
+def scaled(**options):
     scaler = GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-    return model, scaler, Accumulator(model, optimizer, scaler=scaler, **options)
+    model, accumulator = make(scaler=scaler, **options)
+    return model, scaler, accumulator
 
 
 def steps_exactly(accumulator, model, before):
@@ -96,22 +84,9 @@ def poison(batch, value=math.nan):
     return {**batch, "x": batch["x"] * value}
 
 
-class Multiplied(torch.autograd.Function):
-    """Finite forward; in backward the gradient times `by`, as with a too large loss scale in float16."""
-
-    @staticmethod
-    def forward(ctx, x, by):
-        ctx.by = by
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.by, None
-
-
 def test_policy_raise_applies_to_the_loss_alone_with_a_scaler():
     model, scaler, accumulator = scaled()
-    window = run_window(accumulator.window(BATCHES), lambda x: Multiplied.apply(model(x), math.inf))
+    window = run_window(accumulator.window(BATCHES), lambda x: hooked(model(x), lambda g: g * math.inf))
     assert window.step().reason == "the scaled gradients overflowed"
     before = weights(model)
     with pytest.raises(DistaccumError, match="the loss of this window is not finite"):
@@ -129,7 +104,7 @@ def test_optimizers_that_share_a_scaler_are_unscaled_once_each():
     before = weights(one)
     for by in (1.0, math.inf):  # then only the second overflows, but neither steps
         window = accumulator.window(BATCHES)
-        run_window(window, two, lambda two, x, by=by: loss_of(one, x) + Multiplied.apply(loss_of(two, x), by))
+        run_window(window, two, lambda two, x, by=by: loss_of(one, x) + hooked(loss_of(two, x), lambda g: g * by))
         assert window.step().stepped == (by == 1.0)
         assert error(before - weights(one), 0.1 * gradient_of_trunk(BATCHES)) <= 1e-12
         assert error(before - weights(two), 0.2 * gradient_of_trunk(BATCHES)) <= 1e-12
@@ -146,8 +121,7 @@ def test_clipping_comes_after_unscaling():
 
 def test_large_finite_gradients_are_clipped_to_the_norm():
     """Only their sum of squares overflows: they are clipped to a norm of 1, not to 0."""
-    model = nn.Linear(4, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=1.0)
+    model, accumulator = accumulating(nn.Linear(4, 1, bias=False), 1.0, max_norm=1.0)
     before = weights(model)
     window = run_window(accumulator.window([torch.full((2, 4), 1e30)]), model, lambda model, x: model(x).mean())
     assert window.step().grad_norm == pytest.approx(2e30)
@@ -155,8 +129,7 @@ def test_large_finite_gradients_are_clipped_to_the_norm():
 
 
 def test_norms_of_half_precision_are_taken_in_float32():
-    model = nn.Linear(300, 300).to(torch.bfloat16)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), max_norm=math.inf)
+    model, accumulator = accumulating(nn.Linear(300, 300).to(torch.bfloat16), 0.1, max_norm=math.inf)
     window = accumulator.window([{"x": torch.randn(4, 300, dtype=torch.bfloat16)}])
     run_window(window, lambda x: model(x).float())
     exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm().item()
@@ -259,7 +232,7 @@ def test_ranks_agree_on_the_place_of_a_nan(kind, where, on_nonfinite):
         for i, batch in enumerate(window):
             is_bad = (dist.get_rank(), i) == (1, 1)
             loss = loss_of(model, poison(batch) if is_bad and where == "loss" else batch)
-            window.backward(Multiplied.apply(loss, math.nan) if is_bad and where == "backward" else loss)
+            window.backward(hooked(loss, lambda g: g * math.nan) if is_bad and where == "backward" else loss)
         assert place in (refused(window.step) if on_nonfinite == "raise" else window.step().reason)
         assert torch.equal(full_weights(model), before)
     run_window(accumulator.window(BATCHES), model)

@@ -21,7 +21,8 @@ from torch.optim import SGD, Adam
 from distaccum import Accumulator, DistaccumError
 from distaccum.extensions import NoiseScale
 from tests.support.engines import fsdp1, fully_sharded, zero
-from tests.support.problems import make_batch, make_net_without_router, run_window, trunk
+from tests.support.problems import make_batch, make_net_without_router, trunk
+from tests.support.windows import accumulating, run_window
 
 
 class Noisy(nn.Module):
@@ -310,8 +311,7 @@ class Stopping(Numbered):
 
 
 def one_weight(state: Any = None) -> tuple[nn.Module, Accumulator]:
-    model = nn.Linear(1, 1, bias=False)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), steps=2)
+    model, accumulator = accumulating(nn.Linear(1, 1, bias=False), steps=2)
     if state is not None:
         accumulator.load_state_dict(state)
     return model, accumulator

@@ -11,12 +11,11 @@ from torch.optim import SGD
 from distaccum import Accumulator, Update, Window, count_samples
 from distaccum.extensions import NoiseScale, WideSums
 from tests.support.counting import Counting
-from tests.support.problems import loss_of, run_window
+from tests.support.windows import accumulating, loss_of, run_window
 
 
 def test_window_that_judges_its_gradient_reads_no_value_on_the_host():
-    model = nn.Linear(3, 2)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=4)
+    model, accumulator = accumulating(nn.Linear(3, 2), 0.1, steps=4)
     for window in accumulator.windows([torch.randn(n, 3) for n in (1, 2, 3, 4)]):
         with Counting() as count:
             update = run_window(window, model).step()

@@ -26,8 +26,9 @@ from torch.profiler import ProfilerActivity, profile
 import distaccum
 from distaccum import Accumulator, DistaccumError, Extension, Update, Window, count_samples, count_tokens
 from distaccum.extensions import Spans
-from tests.support.problems import error, gradient, gradient_of_trunk, loss_of, make_batch, run_window, trunk, weights
+from tests.support.problems import gradient_of_trunk, make_batch, trunk
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, hooked, loss_of, run_window, weights
 
 ROOT = str(Path(distaccum.__file__).parent)
 
@@ -87,14 +88,8 @@ class Rekeyed(Recorder):
     key = "other"
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ZeroDivisionError
+def failing(loss):
+    return hooked(loss, lambda _: 1 / 0)
 
 
 def test_extensions_hear_of_each_backward_and_of_the_end():
@@ -105,7 +100,10 @@ def test_extensions_hear_of_each_backward_and_of_the_end():
     steps = ["begin", *["backward", "ended"] * 3, "finishing", "numbers", "judge", "stepped"]
     assert recorder.heard == steps and update.notes == {"sum": [1.0, 0.0]}
     assert accumulator.state_dict()["recorder"] == steps
-    for wrong, kind, heard in ((lambda loss: loss.expand(2), ValueError, []), (Failing.apply, Exception, ["backward"])):
+    for wrong, kind, heard in (
+        (lambda loss: loss.expand(2), ValueError, []),
+        (failing, ZeroDivisionError, ["backward"]),
+    ):
         recorder.heard.clear()
         with pytest.raises(kind):
             run_window(
@@ -219,80 +217,59 @@ def part_left_early(window, model, batch, _):
 
 def retried_backward(window, model, batch, _):
     with contextlib.suppress(ZeroDivisionError):
-        window.backward(Failing.apply(model(batch["x"])).square().mean())
+        window.backward(failing(loss_of(model, batch)))
     window.backward(loss_of(model, batch))
 
 
-ERROR = DistaccumError
-MISUSES = {
-    "no backward": (in_the_loop(lambda *_: None), ERROR, r"without window.backward\(loss\) \(in micro-batch 0 of 3\)"),
-    "second backward": (
-        backward_and(lambda w, m, b, o: w.backward(loss_of(m, b))),
-        ERROR,
-        r"a second backward\(\) in micro-batch 0 of 3.*window.parts",
-    ),
-    "backward before": (
-        lambda a, m, o: a.window(BATCHES).backward(loss_of(m, BATCHES[0])),
-        ERROR,
-        "not begun; call it",
-    ),
-    "backward outside": (
-        in_the_loop(lambda w, m, b, o: (loss_of(m, b).backward(), w.backward(loss_of(m, b)))),
-        ERROR,
-        r"gradients came into the window that its backward\(\) did not make",
-    ),
-    "step in the loop": (backward_and(lambda w, *_: w.step()), ERROR, r"step\(\) on a window that is in its loop"),
-    "step after break": (lambda a, m, o: leave_by_break(a, m).step(), ERROR, "a window that is discarded"),
-    "step before the loop": (lambda a, m, o: a.window(BATCHES).step(), ERROR, "a window that is not begun"),
-    "own step": (backward_and(lambda w, m, b, o: o.step()), ERROR, r"optimizer.step\(\) before the window's own"),
-    "own step after": (after_the_loop(lambda w, o: o.step()), ERROR, r"optimizer.step\(\) before the window's own"),
-    "zero_grad after": (
-        after_the_loop(lambda w, o: (o.zero_grad(), w.step())),
-        ERROR,
-        r"cleared between the window's loop and its step\(\)",
-    ),
-    "failed step retried": (step_that_failed, ERROR, "a window that is discarded"),
-    "two at once": (two_at_once, ERROR, "another window was requested while one is in its loop"),
-    "never stepped": (never_step, ERROR, "while one is complete but not stepped"),
-    "iterated twice": (after_the_loop(lambda w, o: list(w)), ERROR, "iterated once"),
-    "a float": (
-        in_the_loop(lambda w, m, b, o: w.backward(loss_of(m, b).item())),
-        TypeError,
-        "a float, .*without .item",
-    ),
-    "a tuple": (
-        in_the_loop(lambda w, m, b, o: w.backward((loss_of(m, b),) * 2)),
-        TypeError,
-        "got a tuple of 2, expected",
-    ),
-    "no scalar": (
-        in_the_loop(lambda w, m, b, o: w.backward(m(b["x"]))),
-        ValueError,
-        r"shape \[2, 6, 4\], expected a scalar",
-    ),
-    "no graph": (in_the_loop(lambda w, m, b, o: w.backward(b["x"].mean())), ValueError, "without a graph"),
-    "unknown name": (
-        in_the_loop(lambda w, m, b, o: w.backward(tokens=loss_of(m, b))),
-        ValueError,
-        r"\['tokens'\], expected losses by name, of \['samples'\]",
-    ),
-    "part without backward": (
-        in_the_loop(lambda w, *_: list(w.parts([1, 2]))),
-        ERROR,
-        "a part without window.backward",
-    ),
-    "parts after backward": (backward_and(lambda w, *_: list(w.parts([1]))), ERROR, "had no backward yet"),
-    "parts left early": (in_the_loop(part_left_early), ERROR, "left before its last item"),
-    "failed backward retried": (in_the_loop(retried_backward), ERROR, "half added up; leave the loop"),
+def giving(loss):
+    return in_the_loop(lambda w, m, b, o: w.backward(loss(m, b)))
+
+
+MISUSES = {  # by the error and its words
+    DistaccumError: {
+        r"without window.backward\(loss\) \(in micro-batch 0 of 3\)": in_the_loop(lambda *_: None),
+        r"a second backward\(\) in micro-batch 0 of 3.*window.parts": backward_and(
+            lambda w, m, b, o: w.backward(loss_of(m, b))
+        ),
+        "not begun; call it": lambda a, m, o: a.window(BATCHES).backward(loss_of(m, BATCHES[0])),
+        r"gradients came into the window that its backward\(\) did not make": giving(
+            lambda m, b: (loss_of(m, b).backward(), loss_of(m, b))[1]
+        ),
+        r"step\(\) on a window that is in its loop": backward_and(lambda w, *_: w.step()),
+        r"step\(\) on a window that is discarded": lambda a, m, o: leave_by_break(a, m).step(),
+        "a window that is not begun": lambda a, m, o: a.window(BATCHES).step(),
+        r"optimizer.step\(\) before the window's": backward_and(lambda w, m, b, o: o.step()),
+        r"optimizer.step\(\) before the window's own": after_the_loop(lambda w, o: o.step()),
+        r"cleared between the window's loop and its step\(\)": after_the_loop(lambda w, o: (o.zero_grad(), w.step())),
+        "a window that is discarded": step_that_failed,
+        "another window was requested while one is in its loop": two_at_once,
+        "while one is complete but not stepped": never_step,
+        "iterated once": after_the_loop(lambda w, o: list(w)),
+        "a part without window.backward": in_the_loop(lambda w, *_: list(w.parts([1, 2]))),
+        "had no backward yet": backward_and(lambda w, *_: list(w.parts([1]))),
+        "left before its last item": in_the_loop(part_left_early),
+        "half added up; leave the loop": in_the_loop(retried_backward),
+    },
+    TypeError: {
+        "a float, .*without .item": giving(lambda m, b: loss_of(m, b).item()),
+        "got a tuple of 2, expected": giving(lambda m, b: (loss_of(m, b),) * 2),
+    },
+    ValueError: {
+        r"shape \[2, 6, 4\], expected a scalar": giving(lambda m, b: m(b["x"])),
+        "without a graph": giving(lambda m, b: b["x"].mean()),
+        r"\['tokens'\], expected losses by name, of \['samples'\]": in_the_loop(
+            lambda w, m, b, o: w.backward(tokens=loss_of(m, b))
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize(("misuse", "kind", "message"), MISUSES.values(), ids=MISUSES)
-def test_misuse_raises_a_clear_error_and_changes_nothing(misuse, kind, message):
+@pytest.mark.parametrize(("kind", "message"), [(kind, message) for kind, words in MISUSES.items() for message in words])
+def test_misuse_raises_a_clear_error_and_changes_nothing(kind, message):
     model, optimizer, accumulator = make(steps=3)
     before = weights(model)
     with pytest.raises(kind, match=message):
-        misuse(accumulator, model, optimizer)
+        MISUSES[kind][message](accumulator, model, optimizer)
     assert torch.equal(weights(model), before)
     next_is_exact(accumulator, model)
 

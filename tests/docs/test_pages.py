@@ -11,6 +11,7 @@ import importlib
 import io
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
@@ -119,6 +120,15 @@ def test_version_is_the_same_wherever_it_stands():
     cited = (ROOT / "CITATION.cff").read_text()
     assert newest == distaccum.__version__
     assert f"\nversion: {newest}\ndate-released: {date}\n" in cited
+
+
+DRAW = runpy.run_path(str(ROOT / "docs" / "images" / "draw.py"))
+
+
+@pytest.mark.parametrize("name", DRAW["PICTURES"])
+def test_picture_is_what_its_program_draws(name, tmp_path):
+    DRAW["PICTURES"][name]().write(tmp_path / name)
+    assert (tmp_path / name).read_text() == (ROOT / "docs" / "images" / name).read_text(), "run docs/images/draw.py"
 
 
 def test_site_builds_without_a_warning(tmp_path):

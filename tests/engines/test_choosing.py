@@ -15,9 +15,10 @@ from distaccum.engines import Engine
 from distaccum.private import require
 from tests.support.engines import KINDS, fully_sharded
 from tests.support.oracle import everything, own, step_off
-from tests.support.problems import loss_of, make_net, make_net_without_router, refused
+from tests.support.problems import make_net, make_net_without_router
 from tests.support.programs import ROOT
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, loss_of, refused
 
 
 def test_unknown_wrapper_is_refused_with_a_list_of_known_ones():
@@ -94,8 +95,7 @@ exec(re.search(r"^```python run=no\n(.*?)^```", (ROOT / "docs/how.md").read_text
 
 @on_ranks(2)
 def test_engine_from_outside_the_package_is_exact():
-    model = Summing(make_net_without_router())
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), max_norm=100.0)
+    model, accumulator = accumulating(Summing(make_net_without_router()), 1.0, max_norm=100.0)
     for index, layout in enumerate([[[2, 1], [3]], [[4], []]]):
         window = accumulator.window(own(layout, index))
         assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12
@@ -141,8 +141,7 @@ class LonelyEngine(ReducingEngine):
 @on_ranks(2)
 def test_registered_engine_takes_a_subclass_of_a_known_wrapper_and_may_reduce_in_backward(monkeypatch):
     monkeypatch.setattr(engines, "_REGISTERED", [ReducingEngine])
-    model = Averaging(make_net_without_router())
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=2)
+    model, accumulator = accumulating(Averaging(make_net_without_router()), 1.0, micro_batch_size=2)
     for index, layout in enumerate([[[2, 1], [3]], [[4], []], [[1], [2, 2]]]):
         window = accumulator.window(own(layout, index))
         assert max(step_off(model, window, make_net_without_router(), everything(layout, index))) <= 1e-12

@@ -16,20 +16,9 @@ from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.counting import Counting
 from tests.support.inside import storages_kept
 from tests.support.oracle import everything, own
-from tests.support.problems import (
-    error,
-    gradient,
-    join,
-    loss_of,
-    make_batch,
-    make_net,
-    make_net_without_router,
-    refused,
-    run_window,
-    trunk,
-    weights,
-)
+from tests.support.problems import Choosing, join, make_batch, make_net, make_net_without_router, trunk
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, error, gradient, loss_of, refused, run_window, weights
 
 # A window lists the micro-batch sizes of each rank.
 # Common ways to wrap a model: each must be exact and reduce once.
@@ -108,7 +97,6 @@ def reductions(collectives, num_elements):
 @pytest.mark.parametrize("name", WRAPPINGS)
 @on_ranks(2)
 def test_wrappings_of_ddp_are_exact_with_uneven_and_dry_ranks(name, sync):
-    """Errors and collectives of windows on uneven ranks."""
     make, wrap = WRAPPINGS[name]
     model, plain = wrap(make()), make()
     reference = copy.deepcopy([*model.parameters()])
@@ -158,8 +146,7 @@ def assert_reduced_once(seen):
 
 @on_ranks(2)
 def test_record_of_a_step_is_one_small_collective():
-    ddp = DistributedDataParallel(trunk())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=4)
+    ddp, accumulator = accumulating(DistributedDataParallel(trunk()), steps=4)
     for window in accumulator.windows([make_batch(2, seed=i) for i in range(8)]):
         run_window(window, ddp)
         with Counting() as count:
@@ -187,24 +174,24 @@ def test_rebuilt_buckets_leave_no_old_ones_behind():
     assert layouts[1] == layouts[2] > 1, "several buckets"
 
 
-class Branching(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.one, self.two = nn.Linear(5, 3).double(), nn.Linear(5, 3).double()
-
-    def forward(self, x, *, two):
-        return self.one(x) + (self.two(x) if two else 0)
+def choosing():
+    net = Choosing()
+    del net.layers[2]
+    return net
 
 
 BRANCHES = [[make_batch(2, seed=2 * rank + i) for i in range(2)] for rank in range(2)]
 EVERYWHERE = {(rank, i) for rank in range(2) for i in range(2)}
 
 
+def layers(rank, i, used):
+    return "01" if (rank, i) in used else "0"
+
+
 def run_branches(ddp, window, used):
     """`used` has the (rank, micro-batch) that use the second layer."""
     for i, batch in enumerate(window):
-        window.backward(ddp(batch["x"], two=(dist.get_rank(), i) in used).square().mean())
+        window.backward(ddp(batch["x"], layers(dist.get_rank(), i, used)).square().mean())
     return window
 
 
@@ -212,19 +199,18 @@ def branches_off(ddp, used):
     plain = copy.deepcopy(ddp.module)
     plain.zero_grad()
     for r, i in sorted(EVERYWHERE):
-        (plain(BRANCHES[r][i]["x"], two=(r, i) in used).square().mean() / 4).backward()
+        (plain(BRANCHES[r][i]["x"], layers(r, i, used)).square().mean() / 4).backward()
     return error(gradient(ddp), gradient(plain))
 
 
 @on_ranks(2)
 def test_parameter_left_out_of_the_last_backward_is_named():
-    ddp = DistributedDataParallel(Branching())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1))
+    ddp, accumulator = accumulating(DistributedDataParallel(choosing()), 0.1)
     before, mine = weights(ddp), BRANCHES[dist.get_rank()]
     message = refused(lambda: run_branches(ddp, accumulator.window(mine), {(0, 0), (1, 0)}))
     assert torch.equal(weights(ddp), before)
     run_branches(ddp, accumulator.window(mine), EVERYWHERE)
-    assert "two.weight, two.bias took no part in the last backward" in message
+    assert "layers.1.weight, layers.1.bias took no part in the last backward" in message
     assert "find_unused_parameters=True" in message
     assert branches_off(ddp, EVERYWHERE) <= 1e-12, "the next window is exact"
 
@@ -234,21 +220,21 @@ def test_parameter_left_out_of_the_last_backward_is_named():
 @on_ranks(2)
 def test_parameters_that_some_or_no_micro_batches_use_are_exact(after, view):
     """DDP remembers which parameters took part until it reduces, and would fail on a missing gradient."""
-    ddp = DistributedDataParallel(Branching(), find_unused_parameters=True, gradient_as_bucket_view=view)
+    ddp = DistributedDataParallel(choosing(), find_unused_parameters=True, gradient_as_bucket_view=view)
     accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1, weight_decay=0.5))
     mine = BRANCHES[dist.get_rank()]
     if after == "left":
         for batch in (window := accumulator.window(mine)):
-            window.backward(ddp(batch["x"], two=True).square().mean())
+            window.backward(ddp(batch["x"], "01").square().mean())
             break
     elif after == "dry":
         run_branches(ddp, accumulator.window(mine if dist.get_rank() == 0 else []), EVERYWHERE).step()
     for used in [set(), {(0, 0), (0, 1)}, {(1, 1)}, set(), {(0, 0), (1, 0)}, EVERYWHERE]:
-        before = ddp.module.two.weight.detach().clone()
+        before = ddp.module.layers[1].weight.detach().clone()
         window = run_branches(ddp, accumulator.window(mine), used)
         wrong = branches_off(ddp, used)
         window.step()
-        is_unchanged = torch.equal(ddp.module.two.weight, before)  # no weight decay on it
+        is_unchanged = torch.equal(ddp.module.layers[1].weight, before)  # no weight decay on it
         assert wrong <= 1e-12 and is_unchanged == (not used), used
 
 

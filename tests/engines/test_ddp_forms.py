@@ -16,18 +16,9 @@ from distaccum import Accumulator
 from distaccum.ranks import own_group
 from tests.support.counting import Counting
 from tests.support.oracle import everything, gradients_off, own
-from tests.support.problems import (
-    error,
-    gradient,
-    loss_of,
-    make_batch,
-    make_net_without_router,
-    micro_batches_of,
-    refused,
-    run_window,
-    trunk,
-)
+from tests.support.problems import Choosing, make_batch, make_net_without_router, micro_batches_of, trunk
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, error, gradient, loss_of, refused, run_window
 
 LAYOUT = [[2, 3], [1, 4, 2]]
 
@@ -114,8 +105,7 @@ def test_parts_reduce_once_and_a_model_absent_from_the_last_part_too(option):
 @on_ranks(2)
 def test_bucket_views_are_cleared_in_place():
     rank = dist.get_rank()
-    ddp = DistributedDataParallel(trunk(), gradient_as_bucket_view=True)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0), steps=2)
+    ddp, accumulator = accumulating(DistributedDataParallel(trunk(), gradient_as_bucket_view=True), steps=2)
     places = []
     for window in accumulator.windows([make_batch(2, seed=i) for i in range(8)]):
         run_window(window, ddp).step()
@@ -168,8 +158,7 @@ def spread(tensor: Tensor) -> float:
 @on_ranks(2)
 def test_windows_stay_exact_after_forwards_of_one_rank_alone():
     """Rank 0 runs forwards between windows without no_grad(). Before, DDP has rebuilt its buckets on all ranks."""
-    ddp = DistributedDataParallel(make_net_without_router())
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.0))
+    ddp, accumulator = accumulating(DistributedDataParallel(make_net_without_router()))
     found = gradients_off(ddp, accumulator, [[[2, 1], [2, 3]]] * 2)
     for _ in range(2):
         if dist.get_rank() == 0:
@@ -195,12 +184,10 @@ def test_windows_of_two_accumulators_stay_exact_beside_steps_by_hand(options):
 
 @on_ranks(2)
 def test_join_and_ignored_parameters_are_refused_with_the_cure():
-    """What is said, and that the error's own cure is one."""
     net, rank = nn.Linear(3, 3, bias=False).double(), dist.get_rank()
     net.other = nn.Parameter(torch.ones(3, dtype=torch.float64))
     net._ddp_params_and_buffers_to_ignore = [".other", "weight"]  # DDP knows only the first, without a module
-    ddp = DistributedDataParallel(net)
-    accumulator = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1), steps=2)
+    ddp, accumulator = accumulating(DistributedDataParallel(net), 0.1, steps=2)
     said = [refused(accumulator.window, inputs(2, rank))]
     net.other.requires_grad_(False)
     run_window(accumulator.window(inputs(2, rank)), ddp).step()
@@ -222,7 +209,6 @@ def test_join_and_ignored_parameters_are_refused_with_the_cure():
 @pytest.mark.parametrize("users", [[0, 1], [1]], ids=str)
 @on_ranks(2)
 def test_parameter_used_by_the_loss_alone_is_reduced(users):
-    """A parameter of the loss, which only these ranks train."""
     rank = dist.get_rank()
     net, scale = nn.Linear(3, 1).double(), nn.Parameter(torch.ones(3, dtype=torch.float64))
     whole, wanted = copy.deepcopy(net), scale.detach().clone().requires_grad_()
@@ -250,18 +236,6 @@ def test_flags_are_put_back_as_they_were_found():
         assert spread(ddp.module.weight.grad) == 0 and not ddp.require_backward_grad_sync
 
 
-class Choosing(nn.Module):
-    """Uses as many of its layers as it is told."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.ModuleList(nn.Linear(3, 3).double() for _ in range(2))
-
-    def forward(self, x: Tensor, num: int) -> Tensor:
-        return x + sum(layer(x) for layer in self.layers[:num])
-
-
 @on_ranks(2)
 def test_steps_by_hand_are_exact_after_a_window_whose_reduction_failed():
     """In the middle, when the last layer's gradients were ready."""
@@ -276,30 +250,29 @@ def test_steps_by_hand_are_exact_after_a_window_whose_reduction_failed():
 
 
 @on_ranks(2)
-def test_steps_by_hand_know_nothing_of_a_window_that_was_left():
-    """Of the parameters that it used."""
-    rank, ddp = dist.get_rank(), DistributedDataParallel(Choosing(), find_unused_parameters=True)
-    window = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(inputs(2, rank))
-    for x in window:
-        window.backward(ddp(x, 2).square().mean())
+def test_steps_by_hand_know_nothing_of_the_parameters_that_a_left_window_used():
+    ddp = DistributedDataParallel(Choosing(), find_unused_parameters=True)
+    window = Accumulator(ddp, SGD(ddp.parameters(), lr=0.1)).window(own([[2, 2]] * 2))
+    for batch in window:
+        window.backward(ddp(batch["x"], "01").square().mean())
         break
     window.discard()
-    ddp(inputs(1, rank)[0], 1).square().mean().backward()
-    assert [layer.weight.grad is None for layer in ddp.module.layers] == [False, True]
+    ddp(batch["x"], "0").square().mean().backward()
+    assert [layer.weight.grad is None for layer in ddp.module.layers] == [False, True, True]
 
 
 @on_ranks(2)
 def test_rank_whose_last_micro_batch_uses_no_parameter_of_ddp_reduces_too():
-    rank, ddp = dist.get_rank(), DistributedDataParallel(Choosing(), find_unused_parameters=True)
-    plain, scale = copy.deepcopy(ddp.module), nn.Parameter(torch.ones(3, dtype=torch.float64))
+    ddp, layout = DistributedDataParallel(Choosing(), find_unused_parameters=True), [[2, 2]] * 2
+    plain, scale = copy.deepcopy(ddp.module), nn.Parameter(torch.ones(5, dtype=torch.float64))
     accumulator = Accumulator(ddp, SGD([*ddp.parameters(), scale], lr=0.0))
-    for uses in ([[1, 0], [2, 2]], [[2, 1], [0, 0]]):
-        window = accumulator.window(list(zip(inputs(2, rank), uses[rank], strict=True)))
-        run_window(window, lambda given: ddp(*given) * scale)
+    for uses in ([["0", ""], ["1", "01"]], [["01", "1"], ["", ""]]):
+        batches = [list(zip(micro_batches_of(layout, 0, r), uses[r], strict=True)) for r in range(2)]
+        window, everyone = accumulator.window(batches[dist.get_rank()]), batches[0] + batches[1]
+        for batch, used in window:
+            window.backward((ddp(batch["x"], used) * scale).square().mean())
         plain.zero_grad()
-        for r in range(2):
-            for x, num in zip(inputs(2, r), uses[r], strict=True):
-                ((plain(x, num) * scale).square().mean() / 4).backward()
+        sum((plain(batch["x"], used) * scale).square().mean() / 4 for batch, used in everyone).backward()
         assert error(gradient(ddp), gradient(plain)) <= 1e-12, uses
         window.step()
 

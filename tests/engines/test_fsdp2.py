@@ -19,20 +19,17 @@ from tests.support.counting import Counting
 from tests.support.engines import full_gradient, full_weights, fully_sharded
 from tests.support.oracle import everything, flat, gradients_off, own
 from tests.support.problems import (
-    error,
-    gradient,
+    Choosing,
     join,
-    loss_of,
     make_batch,
     make_net,
     make_net_without_router,
     micro_batches_of,
-    refused,
-    run_window,
     sample_loss,
     token_loss,
 )
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, loss_of, refused, run_window
 
 EVEN = [[2, 1, 3, 2]] * 2
 SHARDED = ["last", "every", "gathered"]
@@ -83,20 +80,6 @@ def test_policies_send_the_expected_collectives(sync, world):
     assert seen == COSTS[sync, world]
 
 
-class Choosing(nn.Module):
-    """Uses one of two layers, or both."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.never, self.one, self.two, self.head = (nn.Linear(5, 5).double() for _ in range(4))
-
-    def forward(self, x, which):
-        return self.head(
-            self.one(x) * ("1" in which) if "2" not in which else self.two(x) + ("1" in which) * self.one(x)
-        )
-
-
 # By case and window: the layers that each micro-batch of each rank uses.
 USES = {
     "first used in the last micro-step": [[["1", "1", "12"], ["1", "1", "12"]]] * 3,
@@ -116,7 +99,6 @@ USES = {
 )
 @on_ranks(2)
 def test_parameters_that_some_or_no_ranks_use_are_exact(sync):
-    """By case and window: the error, and whether the same gradients are None as without sharding."""
     seen = {}
     for name, turns in USES.items():
         if sync == "gathered" and "stand-in" in name:
@@ -302,9 +284,7 @@ def test_mixed_precision_adds_up_in_reduce_dtype_or_warns_on_rank_0(param_dtype,
     said = ["reduce_dtype=torch.float32" in str(one.message) for one in warned]
     assert said == [True] * (warns and dist.get_rank() == 0)
     layout = [[1] * 64] * 2
-    window = accumulator.window(own(layout, dtype=torch.float32))
-    for batch in window:
-        window.backward(model(batch["x"].to(dtype)).float().square().mean())
+    run_window(accumulator.window(own(layout, dtype=torch.float32)), lambda x: model(x.to(dtype)).float())
     loss_of(plain, everything(layout, dtype=torch.float32)).backward()
     if not warns:  # the error of bfloat16 gradients; a sum in bfloat16 has several times that
         assert error(full_gradient(model), gradient(plain)) <= 6e-3

@@ -24,16 +24,14 @@ from tests.support.problems import (
     CASES,
     Batch,
     big_batch,
-    loss_of,
     make_batch,
     make_net,
     make_net_without_router,
     micro_batches_of,
-    refused,
-    run_window,
     sample_loss,
 )
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, loss_of, refused, run_window
 
 UNEVEN = [[[2, 1, 3], [4, 2]], [[3], [2, 1]], [[2], [5]], [[1, 4], []]]  # by window, by rank
 EVERYBODY = [[[2, 1, 3], [4, 2, 1]], [[3], [2]]]
@@ -175,8 +173,7 @@ def population() -> tuple[Tensor, float, float]:
 def over_all_arrangements(sizes: list[int], reduction: str) -> tuple[float, float]:
     """|G|^2 and the trace, averaged over windows with 4 of 5 samples in every order."""
     x, _, _ = population()
-    model = Linear(3)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), reduction=reduction, extensions=[NoiseScale()])
+    model, accumulator = accumulating(Linear(3), reduction=reduction, extensions=[NoiseScale()])
     splits = []
     for order in permutations(range(5), 4):
         window = accumulator.window(x[list(order)].split(sizes))
@@ -215,8 +212,7 @@ def test_measurement_adds_no_collective_and_no_wait(name, options):
 
 
 def made(**options: Any) -> tuple[nn.Module, Accumulator]:
-    model = make_net()
-    return model, Accumulator(model, SGD(model.parameters(), lr=0.05), extensions=[NoiseScale()], **options)
+    return accumulating(make_net(), 0.05, extensions=[NoiseScale()], **options)
 
 
 def go(model: nn.Module, accumulator: Accumulator, index: int, sizes: tuple[int, ...] = (2, 1, 3)) -> Any:
@@ -241,8 +237,7 @@ def test_skipped_and_nonfinite_updates_do_not_count():
 
 @pytest.mark.parametrize(("second", "scale"), [(-1, math.inf), (1, 0.0)])
 def test_noise_scale_is_infinite_without_a_signal_and_0_without_noise(second, scale):
-    model = Linear(2)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.0), extensions=[NoiseScale()])
+    model, accumulator = accumulating(Linear(2), extensions=[NoiseScale()])
     ones = torch.ones(1, 4, dtype=torch.float64)
     window = run_window(accumulator.window([ones, second * ones]), model, lambda model, x: model(x).mean())
     assert window.step().noise_scale == scale

@@ -17,8 +17,9 @@ from distaccum import Accumulator
 from distaccum.extensions import WideSums
 from tests.support.counting import Counting
 from tests.support.engines import KINDS
-from tests.support.problems import error, make_net, refused, run_window
+from tests.support.problems import make_net
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, refused, run_window
 
 SIZE, BF16, WIDE = 64, torch.bfloat16, {"extensions": [WideSums(torch.float32)]}
 

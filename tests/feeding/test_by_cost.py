@@ -12,7 +12,8 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, ByCost, count_samples, count_tokens
 from distaccum.feeding import trim_padding
-from tests.support.problems import IGNORED, error, gradient, make_net_without_router
+from tests.support.problems import IGNORED, make_net_without_router
+from tests.support.windows import error, gradient
 
 COST = count_tokens("mask", ignore_index=0)
 WIDTH = 12
@@ -149,13 +150,8 @@ def test_two_sizes_and_costs_that_are_none_are_refused():
 
 def test_padding_is_trimmed_without_a_copy():
     mask = torch.tensor([[0, 0, 1, 1, 0, 0], [0, 1, 1, 0, 0, 0]])
-    batch = {
-        "input_ids": mask * 7,
-        "mask": mask,
-        "weights": torch.ones(2),
-        "text": ["a", "b"],
-        "wide": torch.ones(2, 6, 3),
-    }
+    texts = {"input_ids": mask * 7, "mask": mask, "text": ["a", "b"]}
+    batch = {**texts, "weights": torch.ones(2), "wide": torch.ones(2, 6, 3)}
     trimmed = trim_padding("mask")(batch)
     assert trimmed["input_ids"].tolist() == [[0, 0, 7, 7], [0, 7, 7, 0]] and trimmed["wide"].shape == (2, 4, 3)
     assert trimmed["text"] == ["a", "b"] and trimmed["weights"].shape == (2,)

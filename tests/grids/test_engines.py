@@ -14,8 +14,9 @@ from torch.amp import GradScaler
 
 from distaccum import DistaccumError
 from tests.support.engines import KINDS, LAYOUTS, Run, laws
-from tests.support.problems import CASES, error, sample_loss
+from tests.support.problems import CASES, sample_loss
 from tests.support.ranks import on_ranks
+from tests.support.windows import error
 
 GRID = [(name, sync) for name, kind in KINDS.items() for sync in kind.policies]
 WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1", "ZeRO 3") if name in KINDS]

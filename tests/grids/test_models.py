@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 from distaccum import Accumulator
 from tests.support.engines import full
-from tests.support.problems import Batch, error, join, make_batch
+from tests.support.problems import Batch, join, make_batch
 from tests.support.ranks import RankError
+from tests.support.windows import error, run_window
 
 KINDS = ["plain", "DDP", "FSDP2", "FSDP2, parts"]
 BOUNDS = {kind: 1e-12 if kind in ("plain", "DDP") else 1e-10 for kind in KINDS}
@@ -187,9 +189,7 @@ def follow(name: str, kind: str, option: str) -> float:
     accumulator = Accumulator(models, optimizers_of(models), **options)
     wrongs = []
     for mine, everything in each_window(kind):
-        window = accumulator.window(mine)
-        for batch in window:
-            window.backward(its_loss(models, batch))
+        window = run_window(accumulator.window(mine), models, its_loss)
         loss = its_loss(copies, everything)
         loss.backward()
         exact, scale = gradient(copies), 8.0 if option == "scaled" else 1.0
@@ -232,14 +232,14 @@ def test_sparse_gradients_on_shards_are_refused_by_name(ranks, kind):
         ranks(2).run(follow, "sparse", kind, "")
 
 
-def criticise(generator: nn.Module, critic: nn.Module, batch: Batch) -> Tensor:
+def criticise(critic: nn.Module, generator: nn.Module, batch: Batch) -> Tensor:
     with torch.no_grad():
         fake = generator(batch)
     real = torch.cat([batch["x"], batch["x"][..., :1]], -1)
     return critic(fake).square().mean() + (critic(real) - 1).square().mean()
 
 
-def generate(generator: nn.Module, critic: nn.Module, batch: Batch) -> Tensor:
+def generate(critic: nn.Module, generator: nn.Module, batch: Batch) -> Tensor:
     return (critic(generator(batch)) - 1).square().mean()
 
 
@@ -258,12 +258,10 @@ def adversaries(kind: str, how: str) -> float:
             if turn == 0 and "frozen" in how:
                 critic.requires_grad_(False)
                 judge = critic.module if "unwrapped" in how else critic
-            window = accumulators[turn].window(mine)
-            for batch in window:
-                window.backward(judged(generator, judge, batch))
+            window = run_window(accumulators[turn].window(mine), generator, partial(judged, judge))
             for copied in copies:
                 copied.zero_grad()
-            judged(*copies, everything).backward()
+            judged(copies[1], copies[0], everything).backward()
             exact = gradient([copies[turn]])
             wrongs.append(error(gradient([models[turn]]), exact))
             update = window.step()

@@ -13,8 +13,8 @@ from torch.optim import SGD
 
 from distaccum import Accumulator
 from distaccum.extensions import NoiseScale
-from tests.support.problems import error, gradient, weights
 from tests.support.programs import ROOT, Program, Programs
+from tests.support.windows import error, gradient, weights
 
 
 def run(programs: Programs, program: str, *options: object) -> Program:

@@ -128,7 +128,7 @@ def test_configs_start(programs, tmp_path, path):
         assert f"{ranks} ranks, " in done.text and ("on cuda" in done.text or path.stem in MESHES)
         assert re.search(rf"{2 if path.stem in MESHES else ranks} x \d+ micro-batches of \d+", done.text)
         return
-    smaller = ("--model", "cnn") if "resnet" in config else ()
+    smaller = ("--model", "cnn") if "resnet" in config else ("--width", 32, "--layers", 1) if "gpt" in config else ()
     done = programs.run("train", "--config", path, "--updates", 1, *smaller, "--out", tmp_path / "run", ranks=ranks)
     assert done.status == 0, done.text
     assert programs.run("prove", tmp_path / "run", "--bound", 1e-5).status == 0

@@ -85,21 +85,8 @@ def test_texts_are_lines_paragraphs_or_a_field_of_json_lines(programs, tmp_path)
     (tmp_path / "lines.txt").write_text("\n".join(texts) + "\n")
     (tmp_path / "paragraphs.md").write_text("\n\n".join(texts))
     (tmp_path / "folder" / "a.jsonl").write_text("".join(json.dumps({"body": text}) + "\n" for text in texts))
-    options = (
-        "--task",
-        "language",
-        "--width",
-        8,
-        "--layers",
-        1,
-        "--context",
-        16,
-        "--batch-size",
-        16,
-        "--epochs",
-        1,
-        "--data",
-    )
+    options = ("--task", "language", "--width", 8, "--layers", 1, "--context", 16, "--batch-size", 16)
+    options = (*options, "--epochs", 1, "--data")
     for data in ("lines.txt", "paragraphs.md", "folder"):
         trained(programs, tmp_path / f"run {data}", *options, tmp_path / data, "--field", "body")
         assert same(tmp_path / "run lines.txt", tmp_path / f"run {data}")

@@ -21,8 +21,9 @@ from distaccum import Accumulator, count_tokens
 from distaccum.extensions import NoiseScale
 from tests.support.collectives import gathered
 from tests.support.oracle import flat, step_off
-from tests.support.problems import IGNORED, Batch, error, gradient, join, make_batch, refused
+from tests.support.problems import IGNORED, Batch, join, make_batch
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, refused, run_window
 
 TOKENS = 6
 # Sizes of micro-batches by data rank: even, uneven, a dry rank.
@@ -163,9 +164,7 @@ def test_plans_that_count_parts_wrongly_are_refused_on_all_ranks(what, said):
     parts = [cut(one, context) for one in whole]
     batches = whole if what == "counted whole" else parts[: 1 if what == "fewer" and dist.get_rank() == 3 else 2]
     message = refused(accumulator.window, batches)
-    window = accumulator.window(parts)  # the next one
-    for batch in window:
-        window.backward(criterion(net, batch, "sum"))
+    window = run_window(accumulator.window(parts), net, partial(criterion, how="sum"))  # the next one
     assert said in message and window.step().stepped
 
 
@@ -175,10 +174,8 @@ def test_options_that_need_whole_samples_are_refused():
     tokens, data = count_tokens("labels"), mesh["data"]
     make = partial(Accumulator, net, SGD(net.parameters(), lr=0.1))
     accumulator = make(count=tokens, mesh=data, micro_batch_size=1)
-    batch, both = (
-        cut(make_batch(2, seed=0), mesh["context"]),
-        init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")),
-    )
+    batch = cut(make_batch(2, seed=0), mesh["context"])
+    both = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
     for call, said in (
         (lambda: make(count=tokens, mesh=data, extensions=[NoiseScale()]), "have parts of the same samples; use data"),
         (lambda: make(mesh=data), "count=count_samples with a mesh"),
@@ -195,7 +192,6 @@ def test_options_that_need_whole_samples_are_refused():
 
 @on_ranks(4)
 def test_update_cuts_parts_alike_and_counts_samples_once():
-    """update() cuts each rank's part alike, and `batch_size` is of samples that are counted once."""
     net, mesh = on_a_mesh()
     options = {"batch_size": 8, "micro_batch_size": 2, "max_norm": 1e9, "mesh": mesh["data"]}
     accumulator = Accumulator(net, SGD(net.parameters(), lr=1.0), count=count_tokens("labels"), **options)
@@ -206,7 +202,5 @@ def test_update_cuts_parts_alike_and_counts_samples_once():
     off = error(before - flat(net.parameters()), gradient(exact))
     lengths = []
     for window in accumulator.windows([cut(make_batch(2, seed=rank + i), mesh["context"]) for i in range(4)]):
-        for batch in window:
-            window.backward(criterion(net, batch, "mean"))
-        lengths.append(window.step().micro_batches)
+        lengths.append(run_window(window, net, partial(criterion, how="mean")).step().micro_batches)
     assert off <= 1e-10 and update.micro_batches == 3 and lengths == [2, 2]

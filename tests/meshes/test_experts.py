@@ -20,8 +20,9 @@ from torch.optim import SGD
 from distaccum import Accumulator, count_samples, count_tokens
 from tests.support.collectives import Sum, gathered
 from tests.support.oracle import everything, own, step_off
-from tests.support.problems import IGNORED, refused
+from tests.support.problems import IGNORED
 from tests.support.ranks import on_ranks
+from tests.support.windows import refused, run_window
 
 EXPERTS = 4
 # Sizes of micro-batches by data rank: even, uneven, two dry ranks.
@@ -132,7 +133,6 @@ def test_law_holds_with_experts(how, sync, router):
 
 @on_ranks(4)
 def test_experts_as_dtensors_are_refused_with_ddp():
-    """Experts over two of four ranks, outside of DDP and inside of it."""
     net, ranks = make_mixture(), dist.get_world_size()
     mesh, experts = init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("copies", "experts")), net.experts
     experts.weight = nn.Parameter(distribute_tensor(experts.weight.detach(), mesh["experts"], [Shard(0)]))
@@ -165,9 +165,7 @@ def test_plain_experts_that_differ_over_ranks_are_refused(wrapper):
         accumulator = Accumulator(models, SGD(every, lr=0.0), count=count_tokens("labels"))
         for index in range(2):
             window = accumulator.window(own(WINDOWS[0], index))
-            for batch in window:
-                window.backward(losses(model, batch, False)["tokens"])
-            window.step()
+            run_window(window, model, lambda model, batch: losses(model, batch, False)["tokens"]).step()
 
     for change in (0.0, 1e-9, 1.0):
         with torch.no_grad():

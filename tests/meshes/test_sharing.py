@@ -26,8 +26,9 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, count_tokens
 from tests.support.oracle import everything, flat, step_off
-from tests.support.problems import make_batch, micro_batches_of, refused
+from tests.support.problems import make_batch, micro_batches_of
 from tests.support.ranks import on_ranks
+from tests.support.windows import refused, run_window
 
 # Sizes of micro-batches by data-parallel rank: even, uneven, a dry rank.
 WINDOWS = [[[2, 2], [2, 2]], [[3, 1], [2, 4, 1]], [[], [3, 1]]]
@@ -145,10 +146,7 @@ def test_plans_of_ranks_that_share_samples_must_be_equal(how, said):
         else:
             batches[0] = make_batch(2, seed=77)
     message = refused(accumulator.window, batches)
-    window = accumulator.window([make_batch(2, seed=rank)])  # the next one
-    for batch in window:
-        window.backward(criterion(net, batch))
-    message = message if window.step().stepped else "no step"
+    assert run_window(accumulator.window([make_batch(2, seed=rank)]), net, criterion).step().stepped, "the next one"
     assert "ranks [2, 3] compute on the same samples together, and have " + said in message
     assert "by the data-parallel rank" in message
 
@@ -184,7 +182,6 @@ def names_of_partial(net: nn.Module) -> list[str]:
 
 @on_ranks(2)
 def test_partial_sums_are_settled_once_after_the_last_backward():
-    """Of gradients that are partial sums after the first micro-batch, and after the loop."""
     plan = "sequence"
     net, _ = sharded((2,), plan)
     accumulator = Accumulator(net, SGD(net.parameters(), lr=0.0), count=count_tokens("labels"))

@@ -13,8 +13,9 @@ from distaccum import Accumulator, Window, count_tokens
 from tests.meshes import test_context, test_experts, test_pipeline
 from tests.meshes import test_sharing as test_meshes
 from tests.support.engines import TORCH, full
-from tests.support.problems import make_batch, refused
+from tests.support.problems import make_batch
 from tests.support.ranks import on_ranks
+from tests.support.windows import refused
 
 
 class Job:

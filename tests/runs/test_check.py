@@ -17,8 +17,8 @@ from torch.optim import SGD
 
 from distaccum import Accumulator, DistaccumError, Report, count_samples, count_tokens
 from tests.support.engines import zero
-from tests.support.problems import refused
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, refused
 
 Batch = dict[str, Tensor]
 
@@ -240,8 +240,7 @@ def test_loss_that_cannot_be_cast_is_checked_in_its_own_dtype():
 
 
 def test_misuse_of_check_raises_a_clear_error():
-    model = net()
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=4)
+    model, accumulator = accumulating(net(), 1.0, micro_batch_size=4)
     with pytest.raises(DistaccumError, match="zero in every parameter, so nothing was compared"):
         check(model, lambda m, b: of_samples(m, b) * 0)
     with pytest.raises(ValueError, match="no parameter of the model requires a gradient, so nothing can be compared"):
@@ -311,8 +310,7 @@ def test_count_wrong_only_between_ranks_is_found():
     batch["labels"] = torch.full((6, 5), 1)
     if dist.get_rank():
         batch["labels"][:, 1:] = -100
-    model = DistributedDataParallel(token_net())
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=1.0), micro_batch_size=3)
+    model, accumulator = accumulating(DistributedDataParallel(token_net()), 1.0, micro_batch_size=3)
     report = accumulator.check(batch, lambda part: of_tokens(model, part))
     assert not report.equivalent and "count_tokens('labels')" in report.causes[0]
 

@@ -20,8 +20,9 @@ from torch.optim import SGD
 from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
 from tests.support.engines import KINDS, full, fully_sharded
-from tests.support.problems import error, gradient, join, weights
+from tests.support.problems import join
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, weights
 
 Pair = dict[str, Tensor]
 

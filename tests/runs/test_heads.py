@@ -17,8 +17,9 @@ from distaccum import Accumulator, DistaccumError
 from tests.support.counting import Counting
 from tests.support.engines import zero
 from tests.support.oracle import step_off
-from tests.support.problems import error, gradient, join, make_batch, refused, weights
+from tests.support.problems import join, make_batch
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, refused, weights
 
 NAMES = ("first", "second", "third")
 

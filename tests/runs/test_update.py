@@ -22,21 +22,16 @@ from distaccum.runs.memory import is_out_of_memory
 from distaccum.runs.sizes import FIRST_WAIT, MicroBatchSize, largest_sample
 from tests.support.counting import Counting
 from tests.support.engines import COALESCES, KINDS, full_weights, fully_sharded
-from tests.support.problems import error, gradient, join, loss_of, make_batch, make_net_without_router, refused, weights
+from tests.support.problems import join, make_batch, make_net_without_router
 from tests.support.ranks import on_ranks
+from tests.support.windows import accumulating, error, gradient, hooked, loss_of, refused, weights
 
 
-class Raises(torch.autograd.Function):
-    """Raises in backward."""
+def raising(error: Exception) -> Any:
+    def hook(_: torch.Tensor) -> None:
+        raise error
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, error: Exception) -> torch.Tensor:
-        ctx.error = error
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        raise ctx.error
+    return hook
 
 
 class Limited:
@@ -52,12 +47,11 @@ class Limited:
         if too_large and self.where == "forward":
             raise too_large
         outputs = self.model(batch["x"])
-        return (Raises.apply(outputs, too_large) if too_large else outputs).square().mean()
+        return (hooked(outputs, raising(too_large)) if too_large else outputs).square().mean()
 
 
 def make(model: nn.Module | None = None, lr: float = 1.0, **options: Any) -> Any:
-    model = model or make_net_without_router()
-    return model, Accumulator(model, SGD(model.parameters(), lr=lr), **options)
+    return accumulating(model or make_net_without_router(), lr, **options)
 
 
 def big_batch(net: nn.Module, batches: list[Any]) -> torch.Tensor:
@@ -250,8 +244,7 @@ def wrap(kind: str) -> Any:
 def test_lost_rank_is_recognised_by_a_failed_collective(where):
     """Rank 1 leaves, and the group is unusable afterwards."""
     group = dist.new_group(timeout=timedelta(seconds=5))
-    model = DistributedDataParallel(nn.Linear(3, 1), process_group=group)
-    accumulator = Accumulator(model, SGD(model.parameters(), lr=0.1), steps=1)
+    model, accumulator = accumulating(DistributedDataParallel(nn.Linear(3, 1), process_group=group), 0.1, steps=1)
     is_gone = dist.get_rank() == 1
     if is_gone and where == "planning":
         return
@@ -284,7 +277,7 @@ def updates(kind: str, fault: tuple[str, str], at: tuple[int, int], sizes: list[
         if here and where == "loss":
             raise error
         outputs = model(batch["x"])
-        return (Raises.apply(outputs, error) if here else outputs).square().mean()
+        return (hooked(outputs, raising(error)) if here else outputs).square().mean()
 
     for i in range(4):
         batches = [make_batch(max(0, size + i), seed=10 * i + r, dtype=dtype) for r, size in enumerate(sizes)]
@@ -358,11 +351,16 @@ def test_fault_of_some_ranks_is_undone_on_all_ranks(kind, cases, sizes):
 
 @on_ranks(2)
 def test_update_adds_one_small_collective():
-    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size."""
+    """Two windows of an unproven size, which the library reduces after an agreement, then windows of a proven size.
+
+    Then the samples of rank 1 alone are longer than any that have fitted, until these are proven too.
+    """
     model, accumulator = make(DistributedDataParallel(make_net_without_router()), 0.1, micro_batch_size=2)
-    for i, reductions in enumerate([3, 3, 2, 2]):
+    for i, reductions in enumerate([3, 3, 2, 2, 3, 3, 2]):
+        x = make_batch(8, seed=i)["x"]
+        x = torch.cat([x, x], 1) if i > 3 and dist.get_rank() == 1 else x
         with Counting() as counting:
-            accumulator.update(make_batch(8, seed=i), partial(loss_of, model)).loss  # noqa: B018
+            accumulator.update({"x": x}, partial(loss_of, model)).loss  # noqa: B018
             names = [name for name, _ in counting.take()]
         assert (names.count("allgather_"), sum("allreduce" in name for name in names)) == (2, reductions)
 

@@ -17,10 +17,12 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from distaccum import Accumulator, Extension
-from tests.support.problems import CASES, Batch, Net, big_batch, error, make_net, micro_batches_of
+from tests.support.problems import CASES, Batch, Net, big_batch, make_net, micro_batches_of
 
 sys.path.append(str(Path(__file__).parents[2] / "launch"))
 import wrappers
+
+from tests.support.windows import error
 
 
 @dataclass(frozen=True)

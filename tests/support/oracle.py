@@ -9,16 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.engines import full, full_gradient
-from tests.support.problems import (
-    Batch,
-    error,
-    gradient,
-    join,
-    loss_of,
-    make_net_without_router,
-    micro_batches_of,
-    run_window,
-)
+from tests.support.problems import Batch, join, make_net_without_router, micro_batches_of
+from tests.support.windows import error, gradient, loss_of, run_window
 
 Layout = Sequence[Sequence[int]]  # the sizes of a window's micro-batches by rank
 

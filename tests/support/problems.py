@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from distaccum import DistaccumError, count_samples, count_tokens
+from distaccum import count_samples, count_tokens
+from tests.support.windows import gradient, loss_of
 
 IGNORED = -100
 
@@ -81,36 +82,28 @@ def big_batch(case: str, micro_batches: Sequence[Batch], at: Tensor | None = Non
     return loss.item(), gradient(net)
 
 
-def gradient(module: nn.Module) -> Tensor:
-    """The whole gradient in one vector; None counts as zeros."""
-    return torch.cat(
-        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()]
-    )
-
-
-def weights(module: nn.Module) -> Tensor:
-    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
-
-
-def error(seen: Tensor, exact: Tensor) -> float:
-    """Relative error in the 2-norm."""
-    return float((seen.double() - exact.double()).norm() / exact.double().norm())
-
-
 def trunk() -> nn.Module:
     """A net whose parameters all take part in every loss."""
     net = make_net()
     return nn.Sequential(net.body, net.head)
 
 
+class Choosing(nn.Module):
+    """Three layers, of which each call uses some: "12" the second and the third."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(nn.Linear(5, 5).double() for _ in range(3))
+
+    def forward(self, x: Tensor, used: str) -> Tensor:
+        return x + sum(self.layers[int(i)](x) for i in used)
+
+
 def make_net_without_router() -> nn.Module:
     net = make_net()
     del net.router
     return net
-
-
-def loss_of(model: nn.Module, batch: Batch | Tensor) -> Tensor:
-    return model(batch["x"] if isinstance(batch, dict) else batch).square().mean()
 
 
 def micro_batches_of(
@@ -125,18 +118,3 @@ def gradient_of_trunk(micro_batches: Sequence[Batch]) -> Tensor:
     plain = trunk()
     loss_of(plain, join(micro_batches)).backward()
     return gradient(plain)
-
-
-def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Tensor] = loss_of) -> Any:
-    for micro_batch in window:
-        window.backward(loss_fn(model, micro_batch))
-    return window
-
-
-def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
-    """The error with its type, or "nothing"."""
-    try:
-        call(*args, **options)
-    except (DistaccumError, TypeError, ValueError) as raised:
-        return f"{type(raised).__name__}: {raised}"
-    return "nothing"

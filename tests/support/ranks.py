@@ -97,7 +97,7 @@ class Ranks:
                     good, value = False, f"{'hangs' if 'Timeout (' in words else 'died'}\n{words}"
                 (results if good else errors)[rank] = value
                 if not good:
-                    until = min(until, time.monotonic() + 10)  # the others may wait for this rank forever
+                    until = min(until, time.monotonic() + 5)  # the others may wait for this rank forever
         errors |= {r: f"did not end\n{self._last_words(r)}" for r in range(self.num) if r not in results | errors}
         if not errors:
             return [results[rank] for rank in range(self.num)]

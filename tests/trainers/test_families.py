@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from distaccum import count_samples, count_tokens
-from tests.support.problems import error
 from tests.support.ranks import on_ranks
+from tests.support.windows import error
 from tests.trainers.test_transformers import make_trainer
 from tests.wrappers.test_accelerate import accelerators
 

@@ -14,8 +14,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from distaccum import count_samples
 from tests.support.counting import Counting
-from tests.support.problems import error, gradient, weights
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, weights
 from tests.wrappers.test_accelerate import accelerators
 
 VOCABULARY, PAD, IGNORED = 11, 0, -100
@@ -103,23 +103,10 @@ def make_trainer(
     logging.set_verbosity_error()
     names = ("callbacks", "count", "reduction", "compute_loss_func")
     others = {name: options.pop(name) for name in names if name in options}
-    arguments = TrainingArguments(
-        **{
-            "output_dir": folder,
-            "use_cpu": True,
-            "num_train_epochs": 2,
-            "per_device_train_batch_size": 1,
-            "gradient_accumulation_steps": STEPS,
-            "max_grad_norm": MAX_NORM,
-            "lr_scheduler_type": "linear",
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "remove_unused_columns": False,
-            **options,
-        }
-    )
+    quiet = {"output_dir": folder, "save_strategy": "no", "report_to": "none", "disable_tqdm": True, "logging_steps": 1}
+    loop = {"num_train_epochs": 2, "per_device_train_batch_size": 1, "gradient_accumulation_steps": STEPS}
+    rest = {"use_cpu": True, "max_grad_norm": MAX_NORM, "lr_scheduler_type": "linear", "remove_unused_columns": False}
+    arguments = TrainingArguments(**{**quiet, **loop, **rest, **options})
     data = Rows(rows) if isinstance(rows, list) else rows
 
     class InOrder(kind):  # type: ignore[misc]
@@ -404,11 +391,10 @@ def test_questions_change_no_random_number_buffer_or_mode():
     assert worst(ours, theirs) <= 1e-12
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [({"optim": "adalomo"}, "optim=.*steps in backward"), ({}, "DataParallel")],
-    ids=["lomo", "DataParallel"],
-)
+CANNOT = {"lomo": ({"optim": "adalomo"}, "optim=.*steps in backward"), "DataParallel": ({}, "DataParallel")}
+
+
+@pytest.mark.parametrize(("options", "words"), CANNOT.values(), ids=CANNOT)
 def test_options_that_cannot_be_exact_are_refused_before_training(options, words, tmp_path):
     with accelerators():
         trainer = make_trainer(kinds()[1], make_net(), make_rows([3, 4]), str(tmp_path))

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,16 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from distaccum import Accumulator, DistaccumError
 from tests.support.engines import full_weights, import_deepspeed, zero_config, zero_weights
 from tests.support.oracle import everything, own, step_off
-from tests.support.problems import (
-    loss_of,
-    make_batch,
-    make_net_without_router,
-    micro_batches_of,
-    refused,
-    run_window,
-    weights,
-)
+from tests.support.problems import make_batch, make_net_without_router, micro_batches_of
 from tests.support.ranks import on_ranks
+from tests.support.windows import hooked, loss_of, refused, run_window, weights
 
 
 @contextmanager
@@ -35,30 +29,23 @@ def accelerators(**environment: str) -> Iterator[Any]:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState
 
-    world = dist.get_world_size() if dist.is_initialized() else 1
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    found = dict(os.environ)
-    os.environ.update({"OMP_NUM_THREADS": "1", **environment})
+    world, rank = (dist.get_world_size(), dist.get_rank()) if dist.is_initialized() else (1, 0)
+    environment = {"OMP_NUM_THREADS": "1", **environment}
     if world > 1:
-        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
-        os.environ.update({"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
+        environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+        environment |= {"LOCAL_WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     try:
-        yield lambda **options: Accelerator(**{"cpu": True, **options})
+        with patch.dict(os.environ, environment):
+            yield lambda **options: Accelerator(**{"cpu": True, **options})
     finally:
         AcceleratorState._reset_state(True)
         GradientState._reset_state()
-        os.environ.clear()
-        os.environ.update(found)
 
 
 def state_of(accelerator: Any) -> Any:
-    gradient_state = accelerator.gradient_state
-    return (
-        accelerator.step,
-        gradient_state.sync_gradients,
-        gradient_state.num_steps,
-        {k: v for k, v in accelerator.state.__dict__.items() if k != "_shared_state"},
-    )
+    steps = accelerator.gradient_state
+    state = {k: v for k, v in accelerator.state.__dict__.items() if k != "_shared_state"}
+    return accelerator.step, steps.sync_gradients, steps.num_steps, state
 
 
 UNEVEN = [[[3, 1, 2], [2, 2, 2]], [[4], [1, 2]], [[], [5, 1]]]
@@ -156,13 +143,8 @@ def test_scaler_of_accelerate_scales_once_and_skips_an_overflow(given):
         before, batches = weights(net), [make_batch(size, seed=size, dtype=torch.float32) for size in (3, 1)]
         with pytest.raises(DistaccumError, match="loss of this window is not finite"):
             run_window(accumulator.window(batches), net, lambda net, batch: loss_of(net, batch) * float("inf")).step()
-        window = accumulator.window(batches)
-        for batch in window:
-            loss = loss_of(net, batch)
-            loss.register_hook(lambda g: g * float("inf"))
-            window.backward(loss)
-        assert not window.step().stepped
-        assert accelerator.optimizer_step_was_skipped
+        window = run_window(accumulator.window(batches), lambda x: hooked(net(x), lambda g: g * float("inf")))
+        assert not window.step().stepped and accelerator.optimizer_step_was_skipped
         assert accelerator.scaler.get_scale() == 4.0
         assert torch.equal(before, weights(net))
 

@@ -24,20 +24,9 @@ from tests.support.engines import (
     zero_weights,
 )
 from tests.support.oracle import everything, own, step_off
-from tests.support.problems import (
-    error,
-    gradient,
-    join,
-    loss_of,
-    make_batch,
-    make_net,
-    make_net_without_router,
-    refused,
-    run_window,
-    sample_loss,
-    token_loss,
-)
+from tests.support.problems import join, make_batch, make_net, make_net_without_router, sample_loss, token_loss
 from tests.support.ranks import on_ranks
+from tests.support.windows import error, gradient, loss_of, refused, run_window
 
 F32 = torch.float32
 EVEN = [[2, 1, 3]] * 2

@@ -24,8 +24,9 @@ from tests.support.engines import (
     zero_weights,
 )
 from tests.support.oracle import everything, own
-from tests.support.problems import error, gradient, join, make_batch, make_net_without_router, sample_loss, weights
+from tests.support.problems import join, make_batch, make_net_without_router, sample_loss
 from tests.support.ranks import launched, on_ranks
+from tests.support.windows import error, gradient, hooked, run_window, weights
 
 
 def make_fabric(strategy: Any = "auto", **options: Any) -> Any:
@@ -129,12 +130,8 @@ def in_mixed(scaler: Any = None, **options: Any) -> tuple[Any, Any, Any]:
 
 
 def run(window: Any, model: Any, factor: float = 1.0) -> Any:
-    for batch in window:
-        loss = sample_loss(model, batch)
-        if factor != 1.0:
-            loss.register_hook(lambda gradient: gradient * factor)
-        window.backward(loss)
-    return window.step()
+    loss_fn = lambda model, batch: hooked(sample_loss(model, batch), lambda g: g * factor)  # noqa: E731
+    return run_window(window, model, loss_fn).step()
 
 
 def moved_by(model: Any, accumulator: Accumulator) -> Tensor:

@@ -14,8 +14,9 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from distaccum import Accumulator
-from tests.support.problems import error, join, make_batch, make_net_without_router, sample_loss, weights
+from tests.support.problems import join, make_batch, make_net_without_router, sample_loss
 from tests.support.ranks import launched, on_ranks
+from tests.support.windows import error, weights
 
 SIZES = [[7, 5, 6, 2, 8], [3, 4, 1, 5, 2]]  # of the batches of each rank
 MAX_NORM = 0.2  # clips some
@@ -41,12 +42,9 @@ class Module(pl.LightningModule):
         return [optimizer], [StepLR(optimizer, 1, 0.9)]
 
     def on_fit_start(self) -> None:
-        self.accumulator = Accumulator(
-            self.trainer.strategy.model,
-            self.optimizers(),
-            scheduler=self.lr_schedulers(),
-            **{"micro_batch_size": 2, **self.options},
-        )
+        model, schedule = self.trainer.strategy.model, self.lr_schedulers()
+        options = {"micro_batch_size": 2, **self.options}
+        self.accumulator = Accumulator(model, self.optimizers(), scheduler=schedule, **options)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint["accumulator"] = self.accumulator.state_dict()
@@ -72,14 +70,10 @@ def fit(module: Any, batches: list[Any], *, path: str | None = None, **options: 
     logging.getLogger("pytorch_lightning").setLevel(logging.ERROR)
     world = dist.get_world_size() if dist.is_initialized() else 1
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "use_distributed_sampler")
+    plugins = [*options.pop("plugins", ()), LightningEnvironment()]
     with launched():
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=world,
-            strategy="ddp" if world > 1 else "auto",
-            plugins=[*options.pop("plugins", ()), LightningEnvironment()],
-            **{"max_epochs": 1, **dict.fromkeys(quiet, False), **options},
-        )
+        options = {**dict.fromkeys(quiet, False), "max_epochs": 1, "plugins": plugins, **options}
+        trainer = pl.Trainer(accelerator="cpu", devices=world, strategy="ddp" if world > 1 else "auto", **options)
         trainer.fit(module, DataLoader(batches, batch_size=None), ckpt_path=path)
     return trainer
 

@@ -1,0 +1,57 @@
+"""Accumulators, their windows, what they refuse, and the vectors that are compared."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD
+
+from distaccum import Accumulator, DistaccumError
+
+
+def gradient(module: nn.Module) -> Tensor:
+    """The whole gradient in one vector; None counts as zeros."""
+    return torch.cat(
+        [torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in module.parameters()]
+    )
+
+
+def weights(module: nn.Module) -> Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in module.parameters()]).clone()
+
+
+def error(seen: Tensor, exact: Tensor) -> float:
+    """Relative error in the 2-norm."""
+    return float((seen.double() - exact.double()).norm() / exact.double().norm())
+
+
+def accumulating(model: Any, lr: float = 0.0, **options: Any) -> tuple[Any, Accumulator]:
+    """The model, and an Accumulator that steps it by SGD."""
+    return model, Accumulator(model, SGD(model.parameters(), lr=lr), **options)
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    return model(batch["x"] if isinstance(batch, dict) else batch).square().mean()
+
+
+def run_window(window: Any, model: nn.Module, loss_fn: Callable[..., Tensor] = loss_of) -> Any:
+    for micro_batch in window:
+        window.backward(loss_fn(model, micro_batch))
+    return window
+
+
+def refused(call: Callable[..., object], *args: Any, **options: Any) -> str:
+    """The error with its type, or "nothing"."""
+    try:
+        call(*args, **options)
+    except (DistaccumError, TypeError, ValueError) as raised:
+        return f"{type(raised).__name__}: {raised}"
+    return "nothing"
+
+
+def hooked(x: Tensor, hook: Callable[[Tensor], Tensor | None]) -> Tensor:
+    """The same numbers, with a gradient that goes through `hook`."""
+    x = x.clone()
+    x.register_hook(hook)
+    return x
