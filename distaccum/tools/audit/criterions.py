@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from functools import wraps
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FunctionType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,31 +18,47 @@ multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_los
 _BY_ELEMENT = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div gaussian_nll_loss
 binary_cross_entropy_with_logits poisson_nll_loss hinge_embedding_loss soft_margin_loss"""
 
+See = Callable[[str, dict[str, Any], Tensor], object]
 
-class Criterion(NamedTuple):
-    name: str
-    call: Callable[..., Any]
-    arguments: tuple[str, ...]
 
-    def heard_by(self, see: Callable[[str, dict[str, Any], Tensor], object]) -> Callable[..., Any]:
-        """Returns it so that `see` gets its name, its arguments and its loss, outside of what compiles."""
+@contextmanager
+def hearing(see: See) -> Iterator[None]:
+    """In the block, `see` gets the name, the arguments and the loss of each call, outside of what compiles.
 
-        @wraps(self.call)
-        def around(*args: Any, **options: Any) -> Any:
-            loss = self.call(*args, **options)
-            if torch.compiler.is_compiling() or type(loss) is not Tensor or loss.grad_fn is None:
-                return loss
-            node: Any = loss.grad_fn
-            if "distaccum" not in node.metadata:  # of a criterion that another calls
-                see(self.name, dict(zip(self.arguments, args, strict=False)) | options, loss)
+    The code of each function is replaced, not its name: a script may hold it anywhere already.
+    """
+    every = (getattr(functional, name, None) for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split()))
+    before = [(one, one.__code__, one.__kwdefaults__) for one in every if one is not None]
+    for one, code, more in before:
+        original: Any = FunctionType(code, one.__globals__, one.__name__, one.__defaults__)
+        original.__kwdefaults__ = more
+        one.__wrapped__ = original  # for its signature and source
+        one.__code__, one.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original)}
+    try:
+        yield
+    finally:
+        for one, code, more in before:
+            vars(one).pop("__wrapped__", None)
+            one.__code__, one.__kwdefaults__ = code, more
+
+
+def _in_its_place(*args: Any, call: Any, **options: Any) -> Any:
+    return call(*args, **options)
+
+
+def _heard_by(see: See, original: Any) -> Callable[..., Any]:
+    names = tuple(inspect.signature(original).parameters)
+
+    def call(*args: Any, **options: Any) -> Any:
+        loss = original(*args, **options)
+        if torch.compiler.is_compiling() or type(loss) is not Tensor or loss.grad_fn is None:
             return loss
+        node: Any = loss.grad_fn
+        if "distaccum" not in node.metadata:  # of a criterion that another calls
+            see(original.__name__, dict(zip(names, args, strict=False)) | options, loss)
+        return loss
 
-        return around
-
-
-def criterions() -> list[Criterion]:
-    every = [(name, getattr(functional, name, None)) for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split())]
-    return [Criterion(name, one, tuple(inspect.signature(one).parameters)) for name, one in every if one is not None]
+    return call
 
 
 def reduction_of(given: dict[str, Any]) -> str:

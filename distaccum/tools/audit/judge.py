@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Sequence
-from itertools import chain, pairwise
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -40,11 +40,13 @@ def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
             by_key[update["optimizer"], update["index"]].append(update)
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
     notes = [_pace(seen)] if any(one["updates"] for one in seen) else []
-    faults: list[Fault] = []
+    reckoned: dict[int, list[Fault]] = {}
     factors: dict[Key, float] = {}
     shared: dict[Key, str] = {}
     tasks: set[Key] = set()
     kept: set[int] = set()  # optimizers whose script keeps gradients elsewhere when it clears them
+    own: set[int] = set()  # optimizers whose script does more with gradients than to add them up
+    moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # SAM's
     before: dict[int, Tensor] = {}
     compared = 0
     for (place, index), ranks in updates.items():
@@ -62,19 +64,26 @@ def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
             if again[0] is not None or any(fault.kind == "lost" for fault in again[1]):
                 kept.add(place)
                 (factor, found, more), receipts = again, every
-        faults, notes, before[place] = faults + found, notes + more, receipts.closed
+        reckoned.setdefault(place, []).extend(found)
+        own |= {place} if receipts.is_own else set()
+        notes, before[place] = notes + more, receipts.closed
         compared += factor is not None or bool(found)
         shared[place, index] = receipts.shared
         tasks |= {(place, index)} if receipts.is_tasks else set()
         if factor is not None:
             factors[place, index] = factor
-    faults += _cleared(seen, kept)
+    known = ((place, one) for place, found in reckoned.items() for one in found if place not in moved)
+    faults = [one for place, one in known if place not in own or one.kind not in ("uneven", "stale")]
+    faults += _cleared(seen, kept | own | moved)
     updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
     terms = terms_of(updates, notes)
     faults += within_updates(terms, len(seen)) + among_updates(terms, updates, factors, shared, tasks)
     faults += without_backward(terms, updates)
-    faults += _traffic(seen, updates, notes) + _events(seen, updates) + _apart(seen, updates)
+    faults += _traffic(seen, updates, notes) + _events(seen, updates)
+    if (apart := _apart(seen, updates, notes)) is None:
+        faults = [one for one in faults if one.kind != "not reduced"]
+    faults += apart or []
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
         faults = [one for one in faults if one.kind != "window"]
     about = f"weights in {len(terms)} criterions, receipts of {compared} updates, order of calls"
@@ -117,15 +126,18 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
             update for update in one["updates"] if update["optimizer"] == place and not update.get("closed", ONE).any()
         )
         own |= {update["backwards"][-1]["line"] for update in empty if update["backwards"][-1]["cleared"]}
-        groups: dict[tuple[int, str, bool], int] = Counter(
-            tuple(backward["cleared"])
-            for backward in chain(*used, one["rest"][place])
-            if backward["cleared"] and backward["line"] in own
-        )
+        groups: dict[tuple[int, str, bool], int] = Counter()
+        when: dict[tuple[int, str, bool], int] = {}
+        for i, backward in ((i, each) for i, each in enumerate([*used, one["rest"][place]]) for each in each):
+            if backward["cleared"] and backward["cleared"][1] and backward["line"] in own:
+                groups[tuple(backward["cleared"])] += 1
+                when.setdefault(tuple(backward["cleared"]), i)
+        parts = {key: i for key, i in when.items() if not key[2] and groups[key] not in lengths}
+        # Else now and then, as where a loss is not finite, or before the first update
+        is_often = 2 * len({*when.values()}) > len(used) or (len(parts) > 1 and _are_multiples([*parts.values()]))
         by_line: dict[tuple[str, bool], int] = defaultdict(int)
         for (_, line, ended), num in groups.items():
-            is_whole = num == max(lengths) if ended else num in lengths
-            if not is_whole or 2 * len(groups) > len(used):  # else a window, now and then: its norm may not be finite
+            if is_often or (ended and num != max(lengths)):
                 by_line[line, ended] += num
         for (line, ended), num in by_line.items():
             if (line, False) not in by_line:
@@ -141,9 +153,16 @@ def _cleared(seen: Seen, kept: Container[int]) -> list[Fault]:
     return faults
 
 
+def _are_multiples(indices: Sequence[int]) -> bool:
+    """True for updates at which epochs of equal length begin."""
+    return indices[0] > 0 and all(one == (i + 1) * indices[0] for i, one in enumerate(indices))
+
+
 def _events(seen: Seen, updates: Updates) -> list[Fault]:
     faults = []
     for kind, line, numbers in ((*key, numbers) for one in seen for key, numbers in one["found"].items()):
+        if kind == "schedule" and 2 * numbers["times"] < len(seen[0]["updates"]):
+            continue  # at the end of an epoch, which may be anywhere in a window
         text, hand = EVENTS[kind]
         faults.append(
             Fault(kind, line, f"{text} (first in update {numbers['update']}; {numbers['times']} times)", hand)
@@ -204,21 +223,22 @@ def _alike(values: Tensor, groups: Tensor | int) -> Tensor:
     return (firsts <= groups) & values.any(-1).all(0)
 
 
-def _apart(seen: Seen, updates: Updates) -> list[Fault]:
-    """Parameters that were the same on all ranks at first, and are not any more."""
+def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None:
+    """Parameters that were the same on all ranks at first, and are not any more; None if they come together again."""
     known = [ranks for ranks in updates.values() if all(one.get("places") for one in ranks)]
+    known = [ranks for ranks in known if ranks[0]["optimizer"] == known[0][0]["optimizer"]]
     if len(seen) == 1 or not known:
         return []
-    first, last = known[0], next(one for one in reversed(known) if one[0]["optimizer"] == known[0][0]["optimizer"])
-    places = first[0]["places"]
-    if any(one["places"] != places for one in (*first, *last)):
+    places = known[0][0]["places"]
+    if any(one["places"] != places for ranks in known for one in ranks):
         return []
-    begun, ended = (
-        same_on_all([one["values"] for one in ranks], places, seen[0]["vectors"]) for ranks in (first, last)
-    )
-    apart = [seen[0]["names"].get(places[i], "a parameter") for i in (begun & ~ended).nonzero().flatten().tolist()]
-    text = f"{shorten(apart)} were the same on all ranks, and differ in update {last[0]['index']}"
-    return [Fault("apart", first[0]["line"], text, "reduce every gradient on every rank")] if apart else []
+    same = [same_on_all([one["values"] for one in ranks], places, seen[0]["vectors"]) for ranks in known]
+    if any(bool((~before & now).any()) for before, now in pairwise(same)):
+        notes.append(f"{known[0][0]['line']}: each rank steps alone, and parameters are averaged now and then")
+        return None
+    apart = [seen[0]["names"].get(places[i], "a parameter") for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
+    text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
+    return [Fault("apart", known[0][0]["line"], text, "reduce every gradient on every rank")] if apart else []
 
 
 def _pace(seen: Seen) -> str:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import os
-import sys
 import sysconfig
 import time
 from collections import Counter, deque
@@ -20,7 +20,6 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -28,7 +27,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ...batchnorm import batchnorms
 from . import private
-from .criterions import count_of, criterions, reduction_of
+from .criterions import count_of, hearing, reduction_of
 from .ledger import Ledger, Receipts, on_host, quietly
 
 FIRST, EVERY = 16, 16  # updates with receipts: all of the first, and then one of so many
@@ -67,8 +66,11 @@ class Backward:
     def __init__(self, line: str, drawn: int) -> None:
         self.line, self.drawn, self.begun = line, drawn, time.perf_counter()
         self.terms: list[dict[str, Any]] = []
-        self.cleared: tuple[int, str, bool] | None = None  # which time, the line, and if a loader had ended before
+        # Which time, the line ("": by hand), and if a loader had ended before
+        self.cleared: tuple[int, str, bool] | None = None
+        self.values: Receipts | None = None  # of the parameters, when it was cleared
         self.received: Receipts | None = None
+        self.is_sure = True  # which optimizers it reached
         self.left: Receipts | None = None  # of gradients, after it
 
     def as_dict(self) -> dict[str, Any]:
@@ -86,7 +88,8 @@ class Trained:
     def __init__(self, optimizer: Any, place: int) -> None:
         self.optimizer, self.place, self.num = optimizer, place, 0
         self.pending: list[Backward] = []
-        self.events: list[tuple[str, str, int]] = []  # kind, line, and how many backwards came before
+        self.is_filled = False  # by the last of them: engines may keep gradients elsewhere
+        self.events: list[tuple[str, str, int, int]] = []  # kind, line, how many backwards came before, and whose
         self.closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
 
     def forget(self) -> None:
@@ -96,6 +99,10 @@ class Trained:
     def is_waiting(self) -> bool:
         """True where a backward gave what was neither used nor cleared."""
         return bool(self.pending) and self.pending[-1].cleared is None
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
 
 
 @final
@@ -108,7 +115,7 @@ class Watch:
         self.found: dict[tuple[str, str], dict[str, int]] = {}  # by kind and line
         self.padded: dict[str, tuple[int, int]] = {}  # by line
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
-        self._touches: dict[str, set[int]] = {}  # optimizers, by the line of a backward
+        self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.norms: dict[str, None] = {}  # batch normalisation that trains
         self.undropped: dict[str, None] = {}  # backwards without the dropout that there is
         self._modes: dict[tuple[str, int], bool] = {}
@@ -116,7 +123,8 @@ class Watch:
         self._early: list[Backward] = []  # before any optimizer was known
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._num_cleared = 0
-        self._stepping = self._scheduling = False
+        self._stepping: Any = None  # the optimizer that steps
+        self._scheduling = False
         self._scaler: Any = None
         self._drawn, self._waited, self._last = 0, 0.0, time.perf_counter()
         self._stack = ExitStack()
@@ -126,12 +134,7 @@ class Watch:
                 self.ledger.place(parameter)
 
     def start(self) -> None:
-        modules = [one for name, one in list(sys.modules.items()) if name != criterions.__module__]
-        for criterion in criterions():
-            heard = criterion.heard_by(self._see)
-            for module in modules:  # also where a script has imported its name already
-                if module is functional or getattr(module, "__dict__", {}).get(criterion.name) is criterion.call:
-                    self._stack.enter_context(patch.object(module, criterion.name, heard))
+        self._stack.enter_context(hearing(self._see))
         clips = (
             (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
         )
@@ -197,9 +200,12 @@ class Watch:
         return max((one.num for one in self.trained.values()), default=0)
 
     def _backward(self, original: Any, *args: Any, **options: Any) -> Any:
-        if self._current is not None or self._stepping:  # within another, as of checkpointing, or of a closure
+        if self._current is not None or self._stepping is not None:  # within another, as of checkpointing, or a step
             return original(*args, **options)
         made, num = Backward(where()[0], self._drawn), self._num
+        for one in self.trained.values():
+            if one.is_waiting and one.is_filled and not one.has_gradient:
+                self._forgo(one, "")
         if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
@@ -214,13 +220,16 @@ class Watch:
             self._current = self.ledger.receiving = None
         if made.received:
             owners = (self.ledger.owners.get(place, ()) for place in made.received)
-            self._touches.setdefault(made.line, set()).update(*owners)
+            known = {frozenset[int]().union(*owners)}
+            self._touches.setdefault(made.line, set()).update(known)
             if num < AFTER_EACH:
                 made.left = self.ledger.receipts(range(len(self.ledger.parameters)))
-        touched = self._touches.get(made.line)
+        else:
+            known = self._touches.get(made.line, set())
+        touched, made.is_sure = frozenset[int]().union(*known), len(known) < 2
         for one in self.trained.values():
             if not touched or one.place in touched:
-                one.pending, one.closed = [*one.pending[-KEPT:], made], None
+                one.pending, one.closed, one.is_filled = [*one.pending[-KEPT:], made], None, one.has_gradient
         if not self.trained:
             self._early = [*self._early[-KEPT:], made]
         return result
@@ -257,23 +266,43 @@ class Watch:
         if one is None or not one.pending:
             return
         if one.closed is None and all(made.received is not None for made in one.pending):
-            one.closed = self.ledger.receipts(i for i, owners in self.ledger.owners.items() if one.place in owners)
+            one.closed = self.ledger.receipts(self._places_of(one))
         if kind:
-            one.events.append((kind, where()[0], len(one.pending)))
+            one.events.append((kind, where()[0], len(one.pending), 0))
 
-    def _before_step(self, optimizer: Any, *_: Any) -> None:
-        if self._stepping or self._current is not None:  # of an optimizer's own, or in backward
-            return
-        self._stepping, one = True, self._know(optimizer)
+    def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
+        if self._stepping is not None or self._current is not None:  # of an optimizer's own, or in backward
+            return None
+        self._stepping, one = optimizer, self._know(optimizer)
+        closure = args[1] if len(args) > 1 else options.get("closure")
+        if closure is None:
+            self._use(one)
+            return None
+        calls = itertools.count()
+
+        def heard(*args: Any, **options: Any) -> Any:
+            """Hears the backwards of a closure's first call; the others search within one step."""
+            if next(calls):
+                return closure(*args, **options)
+            self._stepping = None
+            try:
+                return closure(*args, **options)
+            finally:
+                self._stepping = optimizer
+                self._use(one)
+
+        return (optimizer, heard, *args[2:]), {name: one for name, one in options.items() if name != "closure"}
+
+    def _use(self, one: Trained) -> None:
         if one.pending:
             quietly(self._close)(one)
             self._record(one)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         one = self.trained.get(id(optimizer))
-        if not self._stepping or one is None:
+        if self._stepping is not optimizer or one is None:
             return
-        self._stepping = False
+        self._stepping = None
         one.num += bool(one.pending)
         one.forget()
         stepped = [other.num for other in self.trained.values() if other.num]
@@ -283,15 +312,18 @@ class Watch:
     @quietly
     def _record(self, one: Trained) -> None:
         now, ledger = time.perf_counter(), self.ledger
-        for kind, line, before in one.events:
+        for kind, line, before, _ in one.events:
             lines = {made.line for made in one.pending[:before]}
             if kind != "ended" and lines & {made.line for made in one.pending[before:]}:
                 self.note(kind, line, one.num)
-        schedules = [line for kind, line, _ in one.events if kind == "schedule"]
+        steps = Counter((line, whose) for kind, line, _, whose in one.events if kind == "schedule")
+        used = {made.line for made in one.pending if made.cleared is None}
+        for made in one.pending:  # those of another line, as of another model, are meant to be lost
+            made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
         record: dict[str, Any] = {"optimizer": one.place, "index": one.num, "line": where()[0]}
         record |= {"scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
         record |= {"seconds": now - self._last, "waited": self._waited, "worked": one.pending[-1].begun - self._last}
-        record |= {"schedules": {line: schedules.count(line) for line in schedules}}
+        record |= {"schedules": {line: max(steps[key] for key in steps if key[0] == line) for line, _ in steps}}
         record |= {"backwards": [made.as_dict() for made in one.pending]}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
@@ -302,6 +334,8 @@ class Watch:
             record |= {"places": places, "closed": on_host([one.closed], places)[0]}
             record |= {"received": on_host(received, places)}
             record |= {"values": on_host([ledger.receipts(places, of_values=True)], places)[0]}
+            moved = (on_host([made.values], places)[0] != record["values"] for made in one.pending if made.values)
+            record |= {"moved": any(bool(each.any()) for each in moved)}
             record |= {"left": [None if m.left is None else on_host([m.left], places)[0] for m in one.pending]}
         self._last, self._waited = now, 0.0
         if len(self.updates) < KEPT:
@@ -315,7 +349,7 @@ class Watch:
             batch = original(loader)
         except StopIteration:
             for one in self.trained.values():
-                one.events.append(("ended", "", len(one.pending)))
+                one.events.append(("ended", "", len(one.pending), 0))
             raise
         self._waited += time.perf_counter() - begun
         self._drawn += 1
@@ -324,14 +358,23 @@ class Watch:
     def _clear(self, cleared: Any, *_: Any, **options: Any) -> None:
         """A module or an optimizer is cleared: what was pending is lost, unless nothing was there."""
         parameters = cleared.parameters() if isinstance(cleared, nn.Module) else parameters_of(cleared)
-        waiting = [] if self._stepping else [one for one in self.trained.values() if one.is_waiting]
+        waiting = [] if self._stepping is not None else [one for one in self.trained.values() if one.is_waiting]
         owners = self.ledger.owners_of(parameters if waiting else ())
         for one in (one for one in waiting if one.place in owners):
-            self._num_cleared += 1
-            how = self._num_cleared, where()[0], any(kind == "ended" for kind, _, _ in one.events)
-            for made in one.pending:
-                made.cleared = made.cleared or how
-            one.events, one.closed = [], None
+            self._forgo(one, where()[0])
+
+    def _forgo(self, one: Trained, line: str) -> None:
+        """Notes that what it has not used is cleared."""
+        self._num_cleared += 1
+        how = self._num_cleared, line, any(kind == "ended" for kind, *_ in one.events)
+        for made in (made for made in one.pending if made.cleared is None):
+            made.cleared = how
+        if one.pending[-1].received is not None:
+            one.pending[-1].values = self.ledger.receipts(self._places_of(one), of_values=True)
+        one.events, one.closed = [], None
+
+    def _places_of(self, one: Trained) -> list[int]:
+        return [place for place, owners in self.ledger.owners.items() if one.place in owners]
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
         if self._scheduling:
@@ -339,7 +382,7 @@ class Watch:
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
         if one is not None and one.num and not (args or options or "accelerate" in inner):  # which steps once per rank
-            one.events.append(("schedule", line, len(one.pending)))
+            one.events.append(("schedule", line, len(one.pending), id(scheduler)))
         self._scheduling = True
         try:
             return original(scheduler, *args, **options)
@@ -375,7 +418,7 @@ class Watch:
             "updates": self.updates,
             "found": self.found,
             "rest": {
-                one.place: [] if self.most else [made.as_dict() for made in one.pending]
+                one.place: [] if self.most else [made.as_dict() for made in one.pending if made.is_sure]
                 for one in self.trained.values()
             },
             "padded": self.padded,
@@ -403,7 +446,7 @@ def print_of(target: Any) -> Tensor | None:
 
 def _number(value: Any) -> float | None:
     with suppress(RuntimeError, TypeError, ValueError):  # several numbers, or one that a dispatch mode cannot read
-        return float(value)
+        return float(value.detach() if isinstance(value, Tensor) else value)
     return None
 
 

@@ -135,6 +135,7 @@ def among_updates(
         if not all(_is(totals[index], level) for index in usual):
             continue  # by a factor of the script's own, which it changes
         skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
+        skipped |= {i for i in totals if steps[i] < common == _num_drawn(updates, place, i)}
         odd = [i for i in totals if i not in skipped and steps[i] != common and not _is(totals[i], level)]
         is_fixed = is_sum and _is(low, high)  # divided by a constant
         if odd and not is_fixed and all(_is(totals[i] / level, steps[i] / common) for i in odd):
@@ -157,10 +158,22 @@ def among_updates(
             continue
         if len({one["rank"] for one in every}) < ranks:
             continue  # stages of a pipeline
-        if found := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0]):
+        if all(one["rows"] > 1 and not one["print"] for one in every):
+            continue  # no different samples, as far as targets tell: all are real, then all are fake
+        alike = sum(key[0] == place and usual[0] in others for key, others in terms.items()) * level
+        is_part = not _is(sums[place, usual[0]] * factors.get((place, usual[0]), factor), alike)
+        if found := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part):
             text = f"{found[0]}: the gradient is {level:.4g} times that of the mean"
             faults.append(Fault("divisor", line, text, found[1]))
     return faults
+
+
+def _num_drawn(updates: Updates, place: int, index: int) -> int:
+    """Micro-batches that a loader gave since the update before."""
+    if (place, index - 1) not in updates:
+        return 0
+    now, before = (updates[place, i][0]["backwards"][-1]["drawn"] for i in (index, index - 1))
+    return int(now - before)
 
 
 def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
@@ -170,9 +183,18 @@ def _is_same(terms: Sequence[dict[str, Any]]) -> bool:
 
 
 def _why(
-    level: float, factor: float, steps: int, ranks: int, what: str, path: Sequence[tuple[str, float | None]]
+    level: float,
+    factor: float,
+    steps: int,
+    ranks: int,
+    what: str,
+    path: Sequence[tuple[str, float | None]],
+    is_part: bool,
 ) -> tuple[str, str] | None:
-    """Tells what is divided too often or too rarely, and the cure; `path` leads from the loss to its criterion."""
+    """Tells what is divided too often or too rarely, and the cure.
+
+    `path` leads from the loss to its criterion; of several that weigh differently each `is_part`, with a coefficient.
+    """
     plain = [value for how, value in path if how == "div" and value is not None]
     by_ranks = [value for how, value in path if how == "mul" and value is not None and _is(value, ranks)]
     if ranks > 1 and _is(factor, ranks) and _is(level, ranks) and len(plain) + len(by_ranks) == len(path):
@@ -184,7 +206,7 @@ def _why(
         if what != "mean":
             return f"the {steps} micro-batches divide what their tokens divide already", "leave one division out"
         return f"the {steps} micro-batches divide twice", "divide once: here, or in the library that does so too"
-    if ranks == 1 or len(plain) < len(path):
+    if ranks == 1 or len(plain) < len(path) or is_part:
         return None
     if _is(level * ranks, 1.0) and (
         what in BY_CLASS or any(_is(one, ranks) or _is(one, ranks * steps) for one in plain)

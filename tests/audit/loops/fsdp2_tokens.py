@@ -1,14 +1,18 @@
+import sys
+
 import torch
 import torch.distributed as dist
 from data import language_model, texts
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 dist.init_process_group("gloo")
 rank, world, steps = dist.get_rank(), dist.get_world_size(), 4
 model = language_model()
-fully_shard(model[2])
-fully_shard(model)
+mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard")) if "hybrid" in sys.argv else None
+fully_shard(model[2], mesh=mesh)
+fully_shard(model, mesh=mesh)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 batches = list(texts(24, seed=rank))
 for first in range(0, len(batches), steps):
