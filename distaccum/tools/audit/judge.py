@@ -236,7 +236,7 @@ def _apart(seen: Seen, updates: Updates, notes: list[str]) -> list[Fault] | None
     if any(bool((~before & now).any()) for before, now in pairwise(same)):
         notes.append(f"{known[0][0]['line']}: each rank steps alone, and parameters are averaged now and then")
         return None
-    apart = [seen[0]["names"].get(places[i], "a parameter") for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
+    apart = [seen[0]["names"][places[i]] for i in (same[0] & ~same[-1]).nonzero().flatten().tolist()]
     text = f"{shorten(apart)} were the same on all ranks, and differ in update {known[-1][0]['index']}"
     return [Fault("apart", known[0][0]["line"], text, "reduce every gradient on every rank")] if apart else []
 

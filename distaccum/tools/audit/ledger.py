@@ -40,6 +40,7 @@ class Ledger:
     def __init__(self) -> None:
         self.parameters: list[Any] = []  # which keeps them, so that no other has their id
         self.owners: dict[int, set[int]] = {}  # optimizers, by the parameter's place
+        self.names: dict[int, str] = {}  # by place
         self.coarse: set[int] = set()  # whose gradients are in half precision
         self.receiving: Receipts | None = None  # of the backward at work
         self._places: dict[int, int] = {}  # by id
@@ -70,10 +71,12 @@ class Ledger:
             if any(self._places.get(id(parameter)) in self.owners for parameter in root.parameters()):
                 yield root
 
-    def names(self) -> dict[int, str]:
+    def name(self) -> None:
+        """Names parameters while their modules live."""
         by_id = names_of(self.roots())
-        named = ((place, by_id.get(id(one))) for place, one in enumerate(self.parameters))
-        return {place: name.removeprefix("module.") for place, name in named if name is not None}
+        for place, one in enumerate(self.parameters):
+            if (name := by_id.get(id(one))) is not None:
+                self.names[place] = name.removeprefix("module.")
 
     def sharded(self) -> dict[int, int]:
         """How many ranks hold the same shard, by place."""

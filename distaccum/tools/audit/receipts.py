@@ -43,7 +43,7 @@ class Reckoning:
         drawn = {backward["drawn"] for one in updates for backward in one["backwards"]}
         # Backwards of one micro-batch that reach different parameters
         self.is_tasks = len(drawn) == 1 and any(bool((one != one[:1]).any()) for one in reached)
-        self.names = [about["names"].get(place, f"parameter {place}") for place in first["places"]]
+        self.names = [about["names"][place] for place in first["places"]]
         sharded = torch.tensor([place in about["sharded"] for place in first["places"]])
         copies = torch.tensor([about["sharded"].get(place, 1) for place in first["places"]])
         bounds = [COARSE if place in about["coarse"] else FINE for place in first["places"]]

@@ -15,7 +15,7 @@ from torch import nn
 
 from ..terminal import fitted
 from .judge import verdict
-from .ledger import failures
+from .ledger import failures, quietly
 from .receipts import Fault
 from .share import exchanged, place_in_job
 from .watch import Enough, Watch
@@ -77,7 +77,7 @@ class Audit:
 
     def _judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
-        self.findings, self.notes, self.about = verdict(self.seen)
+        self.findings, self.notes, self.about = quietly(verdict)(self.seen) or ([], [], "nothing")
         self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
         if lost := mine["world"] - self.ranks:
             self.notes.append(f"not seen: {lost} of {mine['world']} ranks, which did not tell what they saw (--folder)")
@@ -88,7 +88,7 @@ class Audit:
             self.notes.append(
                 f"{line}: DistributedSampler repeats {total - length} of {length} samples to pad each epoch"
             )
-        self.status = int(bool(self.findings)) if self.updates or self.findings else 2
+        self.status = int(bool(self.findings)) if self.about != "nothing" and self.updates else 2
 
     def plot(self, path: str) -> None:
         """Draws the weight of a token in each micro-batch, by update."""

@@ -312,6 +312,8 @@ class Watch:
     @quietly
     def _record(self, one: Trained) -> None:
         now, ledger = time.perf_counter(), self.ledger
+        if one.num < 2:
+            ledger.name()
         for kind, line, before, _ in one.events:
             lines = {made.line for made in one.pending[:before]}
             if kind != "ended" and lines & {made.line for made in one.pending[before:]}:
@@ -348,7 +350,7 @@ class Watch:
         try:
             batch = original(loader)
         except StopIteration:
-            for one in self.trained.values():
+            for one in (one for one in self.trained.values() if one.is_waiting):
                 one.events.append(("ended", "", len(one.pending), 0))
             raise
         self._waited += time.perf_counter() - begun
@@ -422,7 +424,7 @@ class Watch:
                 for one in self.trained.values()
             },
             "padded": self.padded,
-            "names": ledger.names(),
+            "names": {place: ledger.names.get(place, f"parameter {place}") for place in range(len(ledger.parameters))},
             "sharded": ledger.sharded(),
             "coarse": sorted(ledger.coarse),
             "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],

@@ -52,7 +52,7 @@ def within_updates(terms: Terms, ranks: int) -> list[Fault]:
         spread: dict[int, tuple[float, float]] = {}
         is_ranks = ranks > 1
         for index, every in by_update.items():
-            counted = [one for one in every if one["total"]]
+            counted = [one for one in every if one["total"] and one["count"]]
             bound = 1 + max([1e-3, *(4 * one["unit"] for one in counted)])
             low, high = _ends(one["each"] for one in counted)
             by_row = _ends(one["total"] / one["rows"] for one in counted)
@@ -200,7 +200,7 @@ def _why(
     if ranks > 1 and _is(factor, ranks) and _is(level, ranks) and len(plain) + len(by_ranks) == len(path):
         return "the ranks are added up, not averaged", f"divide by {ranks}"
     by_steps = sum(_is(value, steps) for value in plain)
-    if steps > 1 and _is(level, steps) and what == "mean" and not path:
+    if steps > 1 and _is(level, steps) and not path:
         return f"nothing divides by the {steps} micro-batches", f"loss / {steps}"
     if steps > 1 and _is(level * steps, 1.0) and by_steps > (what == "mean"):
         if what != "mean":
