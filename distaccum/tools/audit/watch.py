@@ -12,8 +12,8 @@ import os
 import sysconfig
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, final
 from unittest.mock import patch
@@ -28,7 +28,8 @@ from torch.utils.data.distributed import DistributedSampler
 from ...batchnorm import batchnorms
 from . import private
 from .criterions import count_of, hearing, reduction_of
-from .ledger import Ledger, Receipts, on_host, quietly
+from .ledger import Ledger, quietly
+from .trained import Backward, Trained, parameters_of
 
 FIRST, EVERY = 16, 16  # updates with receipts: all of the first, and then one of so many
 AFTER_EACH = 4  # of them also after each backward
@@ -60,51 +61,6 @@ def where() -> tuple[str, str]:
     return inner, inner
 
 
-class Backward:
-    """A call of backward, as of a micro-step."""
-
-    def __init__(self, line: str, drawn: int) -> None:
-        self.line, self.drawn, self.begun = line, drawn, time.perf_counter()
-        self.terms: list[dict[str, Any]] = []
-        # Which time, the line ("": by hand), and if a loader had ended before
-        self.cleared: tuple[int, str, bool] | None = None
-        self.values: Receipts | None = None  # of the parameters, when it was cleared
-        self.received: Receipts | None = None
-        self.is_sure = True  # which optimizers it reached
-        self.left: Receipts | None = None  # of gradients, after it
-
-    def as_dict(self) -> dict[str, Any]:
-        for term in self.terms:
-            for key in ("seed", "low", "count", "print"):
-                term[key] = None if term[key] is None else abs(float(term[key]))
-            if term["divisors"] is not None:
-                term["divisors"] = [(how, _number(value)) for how, value in term["divisors"]]
-        return {name: getattr(self, name) for name in ("line", "drawn", "terms", "cleared")}
-
-
-class Trained:
-    """An optimizer, and what it has not used yet."""
-
-    def __init__(self, optimizer: Any, place: int) -> None:
-        self.optimizer, self.place, self.num = optimizer, place, 0
-        self.pending: list[Backward] = []
-        self.is_filled = False  # by the last of them: engines may keep gradients elsewhere
-        self.events: list[tuple[str, str, int, int]] = []  # kind, line, how many backwards came before, and whose
-        self.closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
-
-    def forget(self) -> None:
-        self.pending, self.closed, self.events = [], None, []
-
-    @property
-    def is_waiting(self) -> bool:
-        """True where a backward gave what was neither used nor cleared."""
-        return bool(self.pending) and self.pending[-1].cleared is None
-
-    @property
-    def has_gradient(self) -> bool:
-        return any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
-
-
 @final
 class Watch:
     """Listens from `start` to `stop`, which puts everything back."""
@@ -122,7 +78,6 @@ class Watch:
         self._current: Backward | None = None
         self._early: list[Backward] = []  # before any optimizer was known
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
-        self._num_cleared = 0
         self._stepping: Any = None  # the optimizer that steps
         self._scheduling = False
         self._scaler: Any = None
@@ -205,7 +160,7 @@ class Watch:
         made, num = Backward(where()[0], self._drawn), self._num
         for one in self.trained.values():
             if one.is_waiting and one.is_filled and not one.has_gradient:
-                self._forgo(one, "")
+                one.forgo("")
         if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
@@ -229,7 +184,7 @@ class Watch:
         touched, made.is_sure = frozenset[int]().union(*known), len(known) < 2
         for one in self.trained.values():
             if not touched or one.place in touched:
-                one.pending, one.closed, one.is_filled = [*one.pending[-KEPT:], made], None, one.has_gradient
+                one.add(made, KEPT)
         if not self.trained:
             self._early = [*self._early[-KEPT:], made]
         return result
@@ -249,8 +204,8 @@ class Watch:
 
     def _know(self, optimizer: Any) -> Trained:
         if id(optimizer) not in self.trained:
-            self.trained[id(optimizer)] = one = Trained(optimizer, len(self.trained))
-            one.pending, self._early = self._early, []
+            self.trained[id(optimizer)] = Trained(optimizer, len(self.trained), self.ledger, self._early)
+            self._early = []
         one = self.trained[id(optimizer)]
         for parameter in parameters_of(optimizer):
             self.ledger.owners.setdefault(self.ledger.place(parameter), set()).add(one.place)
@@ -260,15 +215,6 @@ class Watch:
         result = original(optimizer, *args, **options)
         self._know(optimizer)
         return result
-
-    def _close(self, one: Trained | None, kind: str = "") -> None:
-        """Takes receipts of its gradients, which are unscaled, clipped or used next."""
-        if one is None or not one.pending:
-            return
-        if one.closed is None and all(made.received is not None for made in one.pending):
-            one.closed = self.ledger.receipts(self._places_of(one))
-        if kind:
-            one.events.append((kind, where()[0], len(one.pending), 0))
 
     def _before_step(self, optimizer: Any, args: Any, options: Any) -> Any:
         if self._stepping is not None or self._current is not None:  # of an optimizer's own, or in backward
@@ -295,7 +241,7 @@ class Watch:
 
     def _use(self, one: Trained) -> None:
         if one.pending:
-            quietly(self._close)(one)
+            one.close()
             self._record(one)
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
@@ -311,34 +257,16 @@ class Watch:
 
     @quietly
     def _record(self, one: Trained) -> None:
-        now, ledger = time.perf_counter(), self.ledger
+        now = time.perf_counter()
         if one.num < 2:
-            ledger.name()
-        for kind, line, before, _ in one.events:
-            lines = {made.line for made in one.pending[:before]}
-            if kind != "ended" and lines & {made.line for made in one.pending[before:]}:
-                self.note(kind, line, one.num)
-        steps = Counter((line, whose) for kind, line, _, whose in one.events if kind == "schedule")
-        used = {made.line for made in one.pending if made.cleared is None}
-        for made in one.pending:  # those of another line, as of another model, are meant to be lost
-            made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
-        record: dict[str, Any] = {"optimizer": one.place, "index": one.num, "line": where()[0]}
-        record |= {"scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
-        record |= {"seconds": now - self._last, "waited": self._waited, "worked": one.pending[-1].begun - self._last}
-        record |= {"schedules": {line: max(steps[key] for key in steps if key[0] == line) for line, _ in steps}}
-        record |= {"backwards": [made.as_dict() for made in one.pending]}
+            self.ledger.name()
+        for kind, line in one.amid():
+            self.note(kind, line, one.num)
+        worked = one.pending[-1].begun - self._last
+        record = {**one.record(), "line": where()[0], "seconds": now - self._last, "waited": self._waited}
+        record |= {"worked": worked, "scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
-        if one.closed is not None:
-            received = [made.received or {} for made in one.pending]
-            places = sorted(set(one.closed).union(*received))
-            places = [place for place in places if one.place in ledger.owners.get(place, ())]
-            record |= {"places": places, "closed": on_host([one.closed], places)[0]}
-            record |= {"received": on_host(received, places)}
-            record |= {"values": on_host([ledger.receipts(places, of_values=True)], places)[0]}
-            moved = (on_host([made.values], places)[0] != record["values"] for made in one.pending if made.values)
-            record |= {"moved": any(bool(each.any()) for each in moved)}
-            record |= {"left": [None if m.left is None else on_host([m.left], places)[0] for m in one.pending]}
         self._last, self._waited = now, 0.0
         if len(self.updates) < KEPT:
             self.updates.append(record)
@@ -351,7 +279,7 @@ class Watch:
             batch = original(loader)
         except StopIteration:
             for one in (one for one in self.trained.values() if one.is_waiting):
-                one.events.append(("ended", "", len(one.pending), 0))
+                one.note("ended")
             raise
         self._waited += time.perf_counter() - begun
         self._drawn += 1
@@ -363,20 +291,7 @@ class Watch:
         waiting = [] if self._stepping is not None else [one for one in self.trained.values() if one.is_waiting]
         owners = self.ledger.owners_of(parameters if waiting else ())
         for one in (one for one in waiting if one.place in owners):
-            self._forgo(one, where()[0])
-
-    def _forgo(self, one: Trained, line: str) -> None:
-        """Notes that what it has not used is cleared."""
-        self._num_cleared += 1
-        how = self._num_cleared, line, any(kind == "ended" for kind, *_ in one.events)
-        for made in (made for made in one.pending if made.cleared is None):
-            made.cleared = how
-        if one.pending[-1].received is not None:
-            one.pending[-1].values = self.ledger.receipts(self._places_of(one), of_values=True)
-        one.events, one.closed = [], None
-
-    def _places_of(self, one: Trained) -> list[int]:
-        return [place for place, owners in self.ledger.owners.items() if one.place in owners]
+            one.forgo(where()[0])
 
     def _schedule(self, original: Any, scheduler: Any, *args: Any, **options: Any) -> Any:
         if self._scheduling:
@@ -384,7 +299,7 @@ class Watch:
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
         if one is not None and one.num and not (args or options or "accelerate" in inner):  # which steps once per rank
-            one.events.append(("schedule", line, len(one.pending), id(scheduler)))
+            one.note("schedule", line, id(scheduler))
         self._scheduling = True
         try:
             return original(scheduler, *args, **options)
@@ -392,8 +307,7 @@ class Watch:
             self._scheduling = False
 
     def _clip(self, *_: Any, **options: Any) -> None:
-        for one in self.trained.values():
-            self._close(one, "clip")
+        self._meddle("clip", *self.trained.values())
 
     def _pad(self, sampler: Any) -> None:
         if not sampler.drop_last and sampler.total_size > len(sampler.dataset):
@@ -403,11 +317,18 @@ class Watch:
         self._scaler = scaler if scaler.is_enabled() else None
 
     def _unscale(self, scaler: Any, optimizer: Any) -> None:
-        self._close(self.trained.get(id(optimizer)), "unscale")
+        self._meddle("unscale", *filter(None, [self.trained.get(id(optimizer))]))
+
+    def _meddle(self, kind: str, *trained: Trained) -> None:
+        """Closes what is changed in place next."""
+        for one in (one for one in trained if one.pending):
+            one.close()
+            one.note(kind, where()[0])
 
     def _scaler_step(self, original: Any, scaler: Any, optimizer: Any, *args: Any, **options: Any) -> Any:
         one = self.trained.get(id(optimizer))
-        quietly(self._close)(one)  # before it unscales
+        if one is not None:
+            one.close()  # before it unscales
         result = original(scaler, optimizer, *args, **options)
         if one is not None:  # also where it overflowed, and nothing was stepped
             one.forget()
@@ -432,10 +353,6 @@ class Watch:
         }
 
 
-def parameters_of(optimizer: Any) -> Iterator[Any]:
-    return (parameter for group in optimizer.param_groups for parameter in group["params"])
-
-
 @torch.no_grad()
 def print_of(target: Any) -> Tensor | None:
     """A number by which targets are told apart; 0 for those that are all alike."""
@@ -444,12 +361,6 @@ def print_of(target: Any) -> Tensor | None:
     numbers = target[: max(1, PRINTED * len(target) // max(1, target.numel()))].flatten()
     ramp = torch.arange(numbers.numel(), device=target.device, dtype=torch.float32)
     return ((ramp - (numbers.numel() - 1) / 2) * numbers).sum()
-
-
-def _number(value: Any) -> float | None:
-    with suppress(RuntimeError, TypeError, ValueError):  # several numbers, or one that a dispatch mode cannot read
-        return float(value.detach() if isinstance(value, Tensor) else value)
-    return None
 
 
 def _heard(original: Any, hear: Callable[..., Any], is_first: bool = False) -> Any:

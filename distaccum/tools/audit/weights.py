@@ -136,15 +136,9 @@ def among_updates(
             continue  # by a factor of the script's own, which it changes
         skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
         skipped |= {i for i in totals if steps[i] < common == _num_drawn(updates, place, i)}
-        odd = [i for i in totals if i not in skipped and steps[i] != common and not _is(totals[i], level)]
-        is_fixed = is_sum and _is(low, high)  # divided by a constant
-        if odd and not is_fixed and all(_is(totals[i] / level, steps[i] / common) for i in odd):
-            text = (
-                f"update {odd[-1]} has {steps[odd[-1]]} micro-batches, and weighs {totals[odd[-1]] / level:.3g} of the "
-                f"others, which have {common}; so {len(odd)} of {len(totals)} updates"
-            )
-            hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
-            faults.append(Fault("window", line, text, hand))
+        if not (is_sum and _is(low, high)):  # else divided by a constant
+            relative = {i: total / level for i, total in totals.items() if i not in skipped}
+            faults += _short(line, steps, common, relative)
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
         if factor is None or not paths or whole or any((place, index) in tasks for index in usual):
@@ -166,6 +160,18 @@ def among_updates(
             text = f"{found[0]}: the gradient is {level:.4g} times that of the mean"
             faults.append(Fault("divisor", line, text, found[1]))
     return faults
+
+
+def _short(line: str, steps: Mapping[int, int], common: int, weights: Mapping[int, float]) -> list[Fault]:
+    odd = [i for i, weight in weights.items() if steps[i] != common and not _is(weight, 1.0)]
+    if not odd or not all(_is(weights[i], steps[i] / common) for i in odd):
+        return []
+    text = (
+        f"update {odd[-1]} has {steps[odd[-1]]} micro-batches, and weighs {weights[odd[-1]]:.3g} of the others, which "
+        f"have {common}; so {len(odd)} of {len(steps)} updates"
+    )
+    hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
+    return [Fault("window", line, text, hand)]
 
 
 def _num_drawn(updates: Updates, place: int, index: int) -> int:

@@ -1,0 +1,126 @@
+"""An optimizer, and the backwards that it has not used yet."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from typing import Any, final
+
+from torch import Tensor
+
+from .ledger import Ledger, Receipts, on_host, quietly
+
+
+@final
+class Backward:
+    """A call of backward, as of a micro-step."""
+
+    def __init__(self, line: str, drawn: int) -> None:
+        self.line, self.drawn, self.begun = line, drawn, time.perf_counter()
+        self.terms: list[dict[str, Any]] = []
+        # Which time, the line ("": by hand), and if a loader had ended before
+        self.cleared: tuple[int, str, bool] | None = None
+        self.values: Receipts | None = None  # of the parameters, when it was cleared
+        self.received: Receipts | None = None
+        self.is_sure = True  # which optimizers it reached
+        self.left: Receipts | None = None  # of gradients, after it
+
+    def as_dict(self) -> dict[str, Any]:
+        for term in self.terms:
+            for key in ("seed", "low", "count", "print"):
+                term[key] = None if term[key] is None else abs(float(term[key]))
+            if term["divisors"] is not None:
+                term["divisors"] = [(how, _number(value)) for how, value in term["divisors"]]
+        return {name: getattr(self, name) for name in ("line", "drawn", "terms", "cleared")}
+
+
+@final
+class Trained:
+    """An optimizer's updates, of which the one at work has its backwards and what happened among them."""
+
+    def __init__(self, optimizer: Any, place: int, ledger: Ledger, pending: list[Backward]) -> None:
+        self.optimizer, self.place, self.pending, self._ledger = optimizer, place, pending, ledger
+        self.num = self._num_cleared = 0
+        self.is_filled = False  # by the last backward: engines may keep gradients elsewhere
+        self.events: list[tuple[str, str, int, int]] = []  # kind, line, how many backwards came before, and whose
+        self._closed: Receipts | None = None  # of the gradients before they are unscaled or clipped
+
+    @property
+    def is_waiting(self) -> bool:
+        """True where a backward gave what was neither used nor cleared."""
+        return bool(self.pending) and self.pending[-1].cleared is None
+
+    @property
+    def has_gradient(self) -> bool:
+        return any(parameter.grad is not None for parameter in parameters_of(self.optimizer))
+
+    def add(self, made: Backward, most: int) -> None:
+        self.pending, self._closed, self.is_filled = [*self.pending[-most:], made], None, self.has_gradient
+
+    def note(self, kind: str, line: str = "", whose: int = 0) -> None:
+        self.events.append((kind, line, len(self.pending), whose))
+
+    @quietly
+    def close(self) -> None:
+        """Takes receipts of its gradients, which are unscaled, clipped or used next."""
+        if self._closed is None and self.pending and all(made.received is not None for made in self.pending):
+            self._closed = self._ledger.receipts(self._places())
+
+    def forgo(self, line: str) -> None:
+        """Notes that what it has not used is cleared."""
+        self._num_cleared += 1
+        how = self._num_cleared, line, any(kind == "ended" for kind, *_ in self.events)
+        for made in (made for made in self.pending if made.cleared is None):
+            made.cleared = how
+        if self.pending[-1].received is not None:
+            self.pending[-1].values = self._ledger.receipts(self._places(), of_values=True)
+        self.events, self._closed = [], None
+
+    def forget(self) -> None:
+        self.pending, self._closed, self.events = [], None, []
+
+    def amid(self) -> Iterator[tuple[str, str]]:
+        """Yields events, and their lines, between backwards of the same line."""
+        for kind, line, before, _ in self.events:
+            lines = {made.line for made in self.pending[:before]}
+            if kind != "ended" and lines & {made.line for made in self.pending[before:]}:
+                yield kind, line
+
+    def record(self) -> dict[str, Any]:
+        """Returns what is known of the update, with plain numbers."""
+        used = {made.line for made in self.pending if made.cleared is None}
+        for made in self.pending:  # by hand: those of another line, as of another model, are meant to be lost
+            made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
+        steps = Counter((line, whose) for kind, line, _, whose in self.events if kind == "schedule")
+        found: dict[str, Any] = {"optimizer": self.place, "index": self.num}
+        found |= {"schedules": {line: max(num for key, num in steps.items() if key[0] == line) for line, _ in steps}}
+        found |= {"backwards": [made.as_dict() for made in self.pending]}
+        return found if self._closed is None else found | self._receipts(self._closed)
+
+    def _receipts(self, closed: Receipts) -> dict[str, Any]:
+        received, mine = [made.received or {} for made in self.pending], set(self._places())
+        places = sorted(set(closed).union(*received) & mine)
+
+        def numbers(one: Receipts) -> Tensor:
+            return on_host([one], places)[0]
+
+        values = numbers(self._ledger.receipts(places, of_values=True))
+        moved = any(bool((numbers(made.values) != values).any()) for made in self.pending if made.values)
+        left = [None if made.left is None else numbers(made.left) for made in self.pending]
+        found = {"places": places, "closed": numbers(closed), "received": on_host(received, places)}
+        return {**found, "values": values, "moved": moved, "left": left}
+
+    def _places(self) -> list[int]:
+        return [place for place, owners in self._ledger.owners.items() if self.place in owners]
+
+
+def parameters_of(optimizer: Any) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _number(value: Any) -> float | None:
+    with suppress(RuntimeError, TypeError, ValueError):  # several numbers, or one that a dispatch mode cannot read
+        return float(value.detach() if isinstance(value, Tensor) else value)
+    return None
