@@ -407,18 +407,16 @@ def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) ->
     for count in counts_of.values():
         known = batches.lengths if count is count_samples else None  # split knows what it cut
         values += known or [count(micro_batch) for micro_batch in batches.micro_batches]
-    rows = len(batches.micro_batches)
-    numbers: list[float] = []
-    are_numbers = {int, float}.issuperset(map(type, values))
-    for value in values if are_numbers else _read(values, ahead):
-        if not (are_numbers or isinstance(value, Real)) or not 0 <= (number := float(value)) < math.inf:
-            name, which = divmod(len(numbers), rows)
+    rows, plain = len(batches.micro_batches), {int, float}
+    numbers = values if plain.issuperset(map(type, values)) else _read(values, ahead)
+    for i, value in enumerate(numbers):
+        if not (type(value) in plain or isinstance(value, Real)) or not 0 <= float(value) < math.inf:
+            name, which = divmod(i, rows)
             raise ValueError(
                 f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {which}, expected a finite number "
                 "of at least 0"
             )
-        numbers.append(number)
-    return [tuple(numbers[i::rows]) for i in range(rows)]
+    return [tuple(map(float, numbers[i::rows])) for i in range(rows)]
 
 
 def _read(values: list[Any], ahead: bool) -> list[Any]:
