@@ -72,8 +72,7 @@ class Pipeline:
                 "call of the schedule; use torch 2.15, or DistributedDataParallel"
             )
         self._options = {"finalize_gradients": False} if self.is_sharded else {}
-        self._planned: int | None = None  # samples in each micro-batch of the window
-        self._length: int | None = None  # of those that were run
+        self._length: int | None = None  # samples in each micro-batch
 
     def join(self, engine: Engine) -> None:
         """Makes `engine` that of stages: nothing is reduced before the window's end."""
@@ -112,9 +111,8 @@ class Pipeline:
 
     def count(self, micro_batches: Sequence[Any], counts_of: Callable[[list[Any]], list[Any]]) -> list[list[Any]]:
         """The denominators of what the schedule runs each micro-batch in."""
-        cut = self._pieces(micro_batches)
-        counts = iter(counts_of([piece for pieces in cut for piece in pieces]))
-        return [[next(counts) for _ in pieces] for pieces in cut]
+        counts = iter(counts_of([piece for pieces in self._pieces(micro_batches) for piece in pieces]))
+        return [[next(counts) for _ in range(self.num_chunks)] for _ in micro_batches]
 
     def _pieces(self, micro_batches: Sequence[Any]) -> list[list[Any]]:
         """The chunks that the schedule cuts each into."""
@@ -135,7 +133,7 @@ class Pipeline:
                     f"a micro-batch has {length} samples and another {known}, and stages of the {name} exchange "
                     "tensors of one shape; pad the short one with samples that do not count, or drop it (drop_last)"
                 )
-        self._planned = known
+        self._length = known
         return [
             list(cut_batch(one, [length // self.num_chunks] * self.num_chunks, length))
             for one, length in zip(micro_batches, lengths, strict=True)
@@ -151,7 +149,6 @@ class Pipeline:
         target = options.pop("target", None)
         if any(stage.is_last for stage in self._stages):
             options["target"] = target
-        self._length = self._planned
         is_first = any(stage.is_first for stage in self._stages)
         try:
             for stage in self._stages:

@@ -21,30 +21,27 @@ def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[l
 
     They lie along the dimensions of the parameters' meshes on which no other rank of `group` is met.
     """
-    data, here = dist.get_process_group_ranks(group), dist.get_rank()
+    data = dist.get_process_group_ranks(group)
     found = [[rank] for rank in data]
     for mesh in {id(mesh): mesh for p in parameters if (mesh := getattr(p, "device_mesh", None)) is not None}.values():
-        if mesh.get_coordinate() is None:
-            continue
-        along = [set(dist.get_process_group_ranks(mesh.get_group(i))) for i in range(mesh.ndim)]
-        beside = {i for i, ranks in enumerate(along) if not (ranks - {here}) & set(data)}
+        beside = mesh.get_coordinate() and [i for i in range(mesh.ndim) if i not in meeting(mesh, data)]
         places = [(mesh.mesh == rank).nonzero().tolist() for rank in data]
-        if not all(places):
-            continue  # a mesh of some of them, as that of the tensor-parallel ranks alone
-        sets = [
-            mesh.mesh[tuple(slice(None) if i in beside else at for i, at in enumerate(place))].flatten().tolist()
-            for (place,) in places
-        ]
-        if len(sets[0]) > len(found[0]):
-            found = sets
+        if beside and all(places):  # not a mesh of some of them, as that of the tensor-parallel ranks alone
+            sets = [_ranks_from(place, mesh, beside) for (place,) in places]
+            found = sets if len(sets[0]) > len(found[0]) else found
     return found
 
 
-def ranks_along(mesh: Any, dimensions: Collection[int]) -> list[int]:
-    """The ranks that one meets from here along these dimensions of a mesh."""
-    here = mesh.get_coordinate()
-    place = tuple(slice(None) if i in dimensions else at for i, at in enumerate(here))
-    ranks: list[int] = mesh.mesh[place].flatten().tolist()
+def meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
+    """The dimensions of a mesh along which another one of `ranks` is met from here."""
+    others = {*ranks} - {dist.get_rank()}
+    return [i for i in range(mesh.ndim) if others & {*dist.get_process_group_ranks(mesh.get_group(i))}]
+
+
+def _ranks_from(place: Sequence[int], mesh: Any, dimensions: Collection[int]) -> list[int]:
+    """The ranks that one meets from a place in a mesh along these of its dimensions."""
+    found = mesh.mesh[tuple(slice(None) if i in dimensions else at for i, at in enumerate(place))]
+    ranks: list[int] = found.flatten().tolist()
     return ranks
 
 
@@ -53,9 +50,9 @@ def lies_over(parameter: Any, group: dist.ProcessGroup) -> tuple[list[int], tupl
     mesh = getattr(parameter, "device_mesh", None)
     if mesh is None or mesh.get_coordinate() is None:
         return [], ()
-    others = set(dist.get_process_group_ranks(group)) - {dist.get_rank()}
-    meeting = [i for i in range(mesh.ndim) if others & set(dist.get_process_group_ranks(mesh.get_group(i)))]
-    return ranks_along(mesh, meeting) if meeting else [], tuple(parameter.placements[i] for i in meeting)
+    along = meeting(mesh, dist.get_process_group_ranks(group))
+    ranks = _ranks_from(mesh.get_coordinate(), mesh, along) if along else []
+    return ranks, tuple(parameter.placements[i] for i in along)
 
 
 def whole_loss(loss: Any, group: dist.ProcessGroup | None) -> Tensor:
@@ -94,10 +91,12 @@ def _is_expert(parameter: Any, reduced: Sequence[int], data_ranks: Sequence[int]
     Its gradient then holds the samples of all data ranks.
     """
     mesh = parameter.device_mesh
-    along = [{*dist.get_process_group_ranks(mesh.get_group(i))} for i in range(mesh.ndim)]
-    meeting = [i for i, ranks in enumerate(along) if len(ranks & {*data_ranks}) > 1]
-    is_cut = all(along[i] <= {*reduced} or not parameter.placements[i].is_replicate() for i in meeting)
-    return is_cut and {*ranks_along(mesh, meeting)} == {*data_ranks}
+    over = meeting(mesh, data_ranks)
+    is_cut = all(
+        {*dist.get_process_group_ranks(mesh.get_group(i))} <= {*reduced} or not parameter.placements[i].is_replicate()
+        for i in over
+    )
+    return is_cut and {*_ranks_from(mesh.get_coordinate(), mesh, over)} == {*data_ranks}
 
 
 def leave_out_gathered(engine: Engine, parts: Sequence[nn.Parameter]) -> None:
@@ -118,7 +117,7 @@ class Experts:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._group = engine, cast("dist.ProcessGroup", engine.peers.group)
         self._ranks = dist.get_process_group_ranks(self._group)
-        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {(): self._group}  # by the ranks of a cut
+        self._copies: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # by the ranks of a cut
 
     def find(self, parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Returns those of `parameters` that are cut over data-parallel ranks, a part of its own on each.
@@ -129,8 +128,7 @@ class Experts:
         found = []
         for parameter in parameters:
             ranks, placements = lies_over(parameter, self._group)
-            cut = self._cut(parameter)
-            if ranks and not cut:
+            if any(one.is_replicate() or one.is_partial() for one in placements):
                 name = names_of(self._engine.models).get(id(parameter), "a parameter")
                 raise ValueError(
                     f"{name} is a DTensor outside of {self._engine.name}, placed as "
@@ -138,18 +136,14 @@ class Experts:
                     f"samples or of all ranks'. Place it as Shard over data-parallel ranks (of {self._ranks}), or as a "
                     "plain tensor on each of them"
                 )
-            if cut:
+            if ranks:
                 found.append(parameter)
-                if cut not in self._copies:
+                if (cut := tuple(ranks)) not in self._copies:
                     self._copies[cut] = None if sorted(cut) == sorted(self._ranks) else self._find_copies(cut)
         return found
 
     def copies_of(self, parameter: nn.Parameter) -> dist.ProcessGroup | None:
-        return self._copies[self._cut(parameter)]
-
-    def _cut(self, parameter: nn.Parameter) -> tuple[int, ...]:
-        ranks, placements = lies_over(parameter, self._group)
-        return () if any(one.is_replicate() or one.is_partial() for one in placements) else tuple(ranks)
+        return self._copies.get(tuple(lies_over(parameter, self._group)[0]), self._group)
 
     def _find_copies(self, cut: tuple[int, ...]) -> dist.ProcessGroup:
         """The ranks with the same place among those over which a parameter is cut."""
