@@ -50,8 +50,6 @@ class Accelerated(Adapter):
         return self._run_backward if self.scales_losses else run_backward
 
     def begin(self) -> None:
-        if self._accelerator is None and not self._wrappers:
-            return
         steps = [one.gradient_state.num_steps for one in self._wrappers]
         if self._accelerator is not None:
             steps.append(self._accelerator.gradient_accumulation_steps)

@@ -162,7 +162,7 @@ class DeepSpeedEngine(Engine):
         return self.parameters() if stay else ()
 
     def hides_own(self, parameters: Sequence[nn.Parameter]) -> str | None:
-        shows = self._form != "each" and "scale" not in self.owns and not hasattr(self._optimizer, "get_grads_for_norm")
+        shows = "scale" not in self.owns and self.holders(parameters)
         return None if shows else "which reduces in each micro-step here, trains in fp16, or with a BF16_Optimizer"
 
     def _refuse_another_use(self, _: Tensor) -> None:

@@ -25,27 +25,26 @@ class FromFabric(Adapter):
     """Unwraps models, optimizers and scaler that Fabric or the Trainer made."""
 
     def unwrap(self, given: Prepared) -> None:
-        models, optimizers, scaler = given.models, given.optimizers, given.scaler
+        models, optimizers = given.models, given.optimizers
         modules = [module for one in models if isinstance(one, nn.Module) for module in one.modules()]
         self._modules = [module for module in modules if private.is_module(module)]
         self._stepped = [one for one in optimizers if private.is_optimizer(one)]
-        theirs = []
+        self._counted = [one for one in optimizers if private.is_trainers_optimizer(one) and _scaler_of_trainer(one)]
+        theirs = list(map(_scaler_of_trainer, self._counted))
         for wrapper in (*self._modules, *self._stepped):
             strategy = private.strategy_of(wrapper)
             _refuse_unknown(strategy)
             theirs.append(getattr(strategy.precision, "scaler", None))
-        trainers = {id(one): _scaler_of_trainer(one) for one in optimizers if private.is_trainers_optimizer(one)}
-        theirs = [one for one in (*theirs, *trainers.values()) if one is not None]
-        if any(one is not theirs[0] for one in theirs) or (theirs and scaler not in (None, theirs[0])):
+        known = {id(one): one for one in (given.scaler, *theirs) if one is not None}
+        if len(known) > 1:
             raise ValueError(
                 "scaler= beside the precision plugin's own, or plugins with a scaler each; leave scaler= out, and make "
                 "an Accumulator for each plugin"
             )
-        given.scaler = theirs[0] if theirs else scaler
-        self._counted = [one for one in optimizers if trainers.get(id(one)) is not None]
+        given.scaler = next(iter(known.values()), None)
         given.models = [private.wrapped_module(one) if private.is_module(one) else one for one in models]
-        own = {*map(id, self._stepped), *map(id, self._counted)}
-        given.optimizers = [one.optimizer if id(one) in own else one for one in optimizers]
+        own = (*self._stepped, *self._counted)
+        given.optimizers = [one.optimizer if one in own else one for one in optimizers]
 
     def around(self, run_backward: RunBackward) -> RunBackward:
         """Lets it pass Fabric's modules."""
