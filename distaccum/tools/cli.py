@@ -90,20 +90,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _command(
-    commands: Any,
-    name: str,
-    run: Callable[[argparse.Namespace], int],
-    about: str,
-    epilog: str,
-    json_to: str | None = None,
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], about: str, epilog: str, **json: Any
 ) -> Any:
-    """The parser of a subcommand, with the options of all."""
+    """The parser of a subcommand, with the options of all; `json`: what its option --json is, if it is no flag."""
     raw, description = argparse.RawDescriptionHelpFormatter, f"{about[0].upper()}{about[1:]}."
     parser = commands.add_parser(name, formatter_class=raw, help=about, description=description, epilog=epilog)
-    if json_to is None:
-        parser.add_argument("--json", action="store_true", help="print the whole result as JSON")
-    else:
-        parser.add_argument("--json", metavar=json_to, help="write the whole result there, as JSON")
+    parser.add_argument("--json", **json or {"action": "store_true", "help": "print the whole result as JSON"})
     parser.add_argument("--traceback", action="store_true", help="show the traceback of an error")
     parser.set_defaults(run=run)
     return parser
@@ -243,7 +235,8 @@ not 0
 
 def _add_audit(commands: Any) -> None:
     about = "run a training script unchanged, and say what its gradient accumulation does"
-    parser = _command(commands, "audit", _audit, about, AUDIT, json_to="FILE")
+    to_file = {"metavar": "FILE", "help": "write the whole result there, as JSON"}
+    parser = _command(commands, "audit", _audit, about, AUDIT, **to_file)
     parser.add_argument("--updates", type=int, metavar="N", help="end the script after N updates of each optimizer")
     parser.add_argument("--plot", metavar="FILE", help="draw the weights of updates (needs matplotlib)")
     parser.add_argument("--folder", metavar="DIR", help="one that all nodes share, for jobs of several nodes")

@@ -28,7 +28,7 @@ from torch.optim import SGD
 from .. import __version__
 from ..accumulator import Accumulator
 from ..engines import Sync
-from ..law import DistaccumError
+from ..law import DistaccumError, in_short
 from .terminal import fitted
 
 OPTIONAL = ("accelerate", "deepspeed")  # packages of engines
@@ -75,33 +75,25 @@ class Examination:
 def examine(*, timeout: float = 60.0, all_engines: bool = False) -> Examination:
     """Examines this process and, under a launcher, the job; every rank calls it."""
     findings = [
-        Finding("software", name, version or f"not installed; {cure(name)}", "ok" if version else "absent")
+        Finding("software", name, version or f"not installed; pip install {name}", "ok" if version else "absent")
         for name, version in _versions().items()
     ]
-    findings += [_examine_devices(), examine_launcher(os.environ)]
-    job = Launched(timeout)
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    seen = "none" if accelerator is None else f"{torch.accelerator.device_count()} of {accelerator.type}"
+    if accelerator is None and Path("/dev/nvidia0").exists():
+        seen = "a GPU is here, and torch does not see it; install one that is built for its driver"
+    findings.append(Finding("devices", "accelerators", seen, "absent" if accelerator is None else "ok"))
+    findings.append(examine_launcher(os.environ))
+    job = Launched(timeout, "cpu" if accelerator is None else accelerator.type)
     findings += [*job.differences(), *_try_engines(job, all_engines)]
     dist.destroy_process_group()
     return Examination(tuple(findings), job.rank)
-
-
-def cure(package: str) -> str:
-    return f"pip install {package}"
 
 
 def _versions() -> dict[str, str]:
     """Versions by package, empty if it is not installed."""
     found = {"Python": platform.python_version(), "torch": torch.__version__, "distaccum": __version__}
     return found | {name: importlib.metadata.version(name) if find_spec(name) else "" for name in OPTIONAL}
-
-
-def _examine_devices() -> Finding:
-    accelerator, name = torch.accelerator.current_accelerator(check_available=True), "accelerators"
-    if accelerator is not None:
-        return Finding("devices", name, f"{torch.accelerator.device_count()} of {accelerator.type}")
-    is_hidden = Path("/dev/nvidia0").exists()
-    seen = "a GPU is here, and torch does not see it; install one that is built for its driver" if is_hidden else "none"
-    return Finding("devices", name, seen, "absent")
 
 
 def examine_launcher(environment: Mapping[str, str]) -> Finding:
@@ -117,13 +109,16 @@ def examine_launcher(environment: Mapping[str, str]) -> Finding:
 class Launched:
     """The ranks of the job, in a process group."""
 
-    def __init__(self, timeout: float) -> None:
-        self.rank, self.world = (int(os.environ.get(name, one)) for name, one in (("RANK", "0"), ("WORLD_SIZE", "1")))
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        accelerator = torch.accelerator.current_accelerator(check_available=True)
-        kind = "cpu" if accelerator is None or local_rank >= torch.accelerator.device_count() else accelerator.type
+    def __init__(self, timeout: float, kind: str) -> None:
+        """`kind`: of this process's devices."""
+        places = (("RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_RANK", "0"))
+        self.rank, self.world, local_rank = (int(os.environ.get(name, one)) for name, one in places)
         backend = dist.get_default_backend_for_device(kind)
-        if backend == "gloo" or not dist.is_backend_available(backend):
+        if (
+            local_rank >= torch.accelerator.device_count()
+            or backend == "gloo"
+            or not dist.is_backend_available(backend)
+        ):
             kind = "cpu"
         options: dict[str, Any] = {"rank": self.rank, "world_size": self.world, "timeout": timedelta(seconds=timeout)}
         if self.world == 1:
@@ -135,7 +130,7 @@ class Launched:
         except (RuntimeError, ValueError) as error:
             where = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
             raise DistaccumError(
-                f"the ranks did not all meet at {where} within {timeout:g} seconds ({_first_line(error)}); this is "
+                f"the ranks did not all meet at {where} within {timeout:g} seconds ({in_short(error)}); this is "
                 f"rank {self.rank} of {self.world} on {socket.gethostname()}: check that all were started and reach "
                 "that address, or wait longer with --timeout"
             ) from None
@@ -150,7 +145,7 @@ class Launched:
         try:
             dist.all_gather_object(every, value, group=self._control)
         except RuntimeError as error:
-            raise DistaccumError(f"a rank went away ({_first_line(error)}); look at its own output") from None
+            raise DistaccumError(f"a rank went away ({in_short(error)}); look at its own output") from None
         return every
 
     def differences(self) -> Iterator[Finding]:
@@ -164,10 +159,6 @@ class Launched:
             if len(set(of_ranks)) > 1:
                 seen = "; ".join(f"{version} on rank {rank}" for rank, version in enumerate(of_ranks))
                 yield Finding("ranks", name, f"{seen}; install the same on all nodes", "wrong")
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:150]
 
 
 # The engines
@@ -233,7 +224,7 @@ def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
         if name == "a plain module" and job.world > 1:
             yield Finding(about, name, "for one process; wrap the model in DistributedDataParallel", "absent")
         elif any(one.get(package) == "" for one in job.ranks):  # a rank that tried alone would wait for the others
-            yield Finding(about, name, f"{package} is not installed everywhere; {cure(package)}", "absent")
+            yield Finding(about, name, f"{package} is not installed everywhere; pip install {package}", "absent")
         elif package and not all_engines:
             yield Finding(about, name, f"{package} is installed; --all tries it (about 20 seconds)", "absent")
         else:
@@ -241,7 +232,7 @@ def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
             try:
                 seen = _tried(wrap, job)
             except Exception as error:
-                wrong = f"{type(error).__name__}: {_first_line(error)}"
+                wrong = in_short(error)
             try:
                 wrong = next(filter(None, job.gather(wrong)), "")
             except DistaccumError as error:
