@@ -154,9 +154,9 @@ class Contrast:
         scaled = torch.autograd.grad(
             loss, [*wanted, *parameters], grad_outputs=scale.to(loss.device, loss.dtype), allow_unused=True
         )
-        found = [None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled]
-        by_tensor = dict(zip(map(id, wanted), found, strict=False))
-        of_parameters = [(p, g) for p, g in zip(parameters, found[len(wanted) :], strict=True) if g is not None]
+        found = iter(None if g is None else _in_float32(g) / scale.to(g.device, _in_float32(g).dtype) for g in scaled)
+        gradients = [next(found) if one.requires_grad else None for one in representations]
+        of_parameters = [(p, g) for p, g in zip(parameters, found, strict=True) if g is not None]
         engine = self.job.engine
         hidden = {id(p) for p in engine.parameters()} if "parameters" in engine.owns else set()
         if any(id(p) in hidden for p, _ in of_parameters):
@@ -164,7 +164,7 @@ class Contrast:
                 f"loss_fn uses a parameter that {engine.name} shards, of which a rank has a part; use it in "
                 "encode(), or keep it outside the wrapper and give it to an optimizer"
             )
-        return value, [by_tensor.get(id(one)) for one in representations], of_parameters
+        return value, gradients, of_parameters
 
 
 def _verify(peers: Peers, loss: Tensor, differences: Sequence[Tensor]) -> None:
