@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from functools import partial
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -26,7 +27,7 @@ RIGHT = {
     "parts": 1,
     "compiled": 1,
     "ddp_tokens": 2,
-    "ddp_samples": 2,
+    **dict.fromkeys(("ddp_samples", "ddp_samples compresses", "ddp_samples averages"), 2),
     "ddp_by_hand": 2,
     "fsdp2_tokens": 2,
     "accelerated": 2,
@@ -213,6 +214,16 @@ def test_micro_step_reads_nothing_on_the_host():
     assert [one.kind for one in report.findings] == ["weights"] and report.ranks == 1
     with pytest.raises(AssertionError, match=r"tokens of different micro-batches weigh 0.167\s+to 0.25 \(1.5 to 1\)"):
         report.assert_right()
+
+
+def test_criterion_is_heard_where_a_script_held_it_before():
+    model, held = nn.Linear(4, 3), partial(cross_entropy, label_smoothing=0.1)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distaccum.audit(model) as report:
+        for size in (2, 3):
+            (held(model(torch.ones(size, 4)), torch.arange(size)) / 2).backward()
+        sgd.step()
+    assert [one.kind for one in report.findings] == ["weights"]
 
 
 def test_audit_puts_everything_back():

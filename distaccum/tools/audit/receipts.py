@@ -120,14 +120,17 @@ class Reckoning:
             off = float((basis @ fit - target).norm() / target.norm())
             if len(basis) <= len(columns) or off > bound:
                 return []
-            shares = fit[: len(owners)] / fit[: len(owners)].abs().max()
+            largest = float(fit[: len(owners)].abs().max())
+            noise = off * float(target.norm()) / (len(basis) - len(columns)) ** 0.5
+            unsure = noise * float(torch.linalg.pinv(basis).norm(dim=1).max()) / largest  # of a reduction that rounds
+            shares = fit[: len(owners)] / largest
             mine = shares[torch.tensor(owners) == rank]
             shown = ", ".join(f"{float(one):.3g}" if abs(one) > bound else "0" for one in mine)
             lost, names = int((mine.abs() < bound).sum()), self._named(wrong)
             if self.before is not None and abs(fit[-1]) > 10 * bound:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
                 found.append(Fault("stale", self.line, text, "clear gradients after each step"))
-            elif float(shares.max() - shares.min()) > max(2 * bound, 20 * off):  # as no rounding makes them differ
+            elif float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
                 what = f"{lost} of {len(mine)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
                 found.append(Fault("lost" if lost else "uneven", self.where, text, hand))
