@@ -126,12 +126,17 @@ class Ahead:
 
     def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
         """This rank's part of update `index`, and what waits for the reports of all ranks."""
-        # The report was paid ahead and still fits; or it is due now; or all plan anew: some rank did not pay, or a
-        # window was left, or skipped, which leaves no stand-in although one was expected of it.
+        # The report was paid ahead and still fits; or it is due now; or all plan anew: some rank did not pay, the steps
+        # have changed, or a window was left, or skipped, which leaves no stand-in although one was expected of it.
         owed, self._owed, self._is_due = self._owed, None, False
-        if owed is not None and owed.wait is None and owed.update == index:
+        if owed is not None and owed.update == index and owed.wait is None:
             self._next = draw(self._job, self._make, index)
             self._peers.pay(owed, self._next.report.to_row())
+        elif owed is not None and owed.update == index:
+            drawn_for, self._num = self._num, 0
+            with suppress(Exception):  # else it raises where it is drawn anew
+                self._num = num_items(self._job, index)
+            self._next = self._next if self._num == drawn_for else None
         found, self._next = self._next, None
         rows = None if owed is None else self._peers.settle(owed)
         lacks = self._job.substitute is None and found is not None and found.report.has_stand_in
