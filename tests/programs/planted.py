@@ -24,8 +24,8 @@ from torch.nn.functional import cross_entropy
 from distaccum import Accumulator, audit
 from distaccum.extensions import Receipt
 from tests.extensions.test_receipt import HIDDEN, PLANTS, WORLDS, Plant, hidden, is_found, wrapped
-from tests.support.problems import refused
 from tests.support.ranks import Ranks
+from tests.support.windows import refused
 
 BY_HAND = {"ddp": 2, "fsdp2": 2, "columns": 2, "hybrid": 4}
 # What audit() says of a loop; of a factor that all parameters have it says which update weighs what.
