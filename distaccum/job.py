@@ -20,7 +20,7 @@ from .engines import Engine, choose_engine
 from .law import DistaccumError, Once
 from .norms import unique
 from .options import Config, as_list
-from .private import is_view, version_of
+from .private import has_step_hooks, is_view, version_of
 from .scaling import has_unscaled
 
 MOST_SKIPS = 50  # in a row
@@ -116,6 +116,7 @@ class Job:
         self.groups: list[Sequence[nn.Parameter]] = []  # that take part as a whole, an optimizer's each
         self._owned: list[int] | None = None  # ids of what the optimizers had when they were seen last
         self.parameters()
+        self._refuse_steps()
         self._refuse(config)
         self.begin_anew()
 
@@ -173,15 +174,31 @@ class Job:
         """The optimizers' parameters, or all of the models' if the caller steps."""
         return self.trained or self.engine.parameters()
 
+    def _refuse_steps(self) -> None:
+        """Refuses what window.step() cannot step, or the window's shares would change."""
+        if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
+            raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
+        if any(hasattr(p, "grad_sample") for p in self._models_parameters):
+            raise ValueError(
+                "the model keeps the gradient of each sample (grad_sample on its parameters, as for differential "
+                "privacy), which the window's shares would scale before anything clips it; expected a model that keeps "
+                "whole gradients alone: accumulate with the library that put grad_sample there"
+            )
+        for one in self.optimizers:
+            if isinstance(one, LBFGS):
+                raise TypeError(
+                    "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
+                )
+            if not has_step_hooks(one):
+                raise TypeError(
+                    f"optimizer is a {type(one).__name__}, a torch optimizer without step hooks, expected one whose "
+                    "__init__ calls Optimizer.__init__, as a wrapper's may not; give the optimizer inside of it, or "
+                    "optimizer=None and step it yourself after the loop"
+                )
+
     def _refuse(self, config: Config) -> None:
         """Refuses options that the engine or the optimizers do not support."""
         engine = self.engine
-        if any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers):
-            raise TypeError("ReduceLROnPlateau needs a metric, which no window knows; step it yourself")
-        if any(isinstance(one, LBFGS) for one in self.optimizers):
-            raise TypeError(
-                "LBFGS needs a closure that evaluates the model again, which no window has; step it yourself"
-            )
         if engine.peers.has_parts and count_samples in config.counts.values():
             raise ValueError(
                 "count=count_samples with a mesh whose ranks have parts of the same samples: each would count them "

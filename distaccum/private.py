@@ -47,6 +47,11 @@ def new_group(ranks: Sequence[int], backend: str | None, timeout: timedelta | No
     return made
 
 
+def has_step_hooks(optimizer: object) -> bool:
+    """Tells whether `register_step_pre_hook` works: Optimizer.__init__, which a wrapper may skip, makes its dict."""
+    return not isinstance(optimizer, torch.optim.Optimizer) or hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def require(library: str, owner: object, *names: str) -> None:
     """Raises if this version of a library lacks private names without which an engine cannot work."""
     missing = [name for name in names if not hasattr(owner, name)]

@@ -312,6 +312,26 @@ def test_named_losses_must_all_be_given():
         run_window(accumulator.window(BATCHES), model)
 
 
+class Wrapping(torch.optim.Optimizer):
+    """An optimizer around another one, of the shape of Opacus's: Optimizer.__init__ is never called."""
+
+    def __init__(self, inner):
+        self.original_optimizer = inner
+
+    param_groups = property(lambda self: self.original_optimizer.param_groups)
+
+    def step(self, closure=None):
+        return self.original_optimizer.step(closure)
+
+
+def keeping_samples():
+    """A model that keeps gradients by sample, as Opacus marks it."""
+    model = trunk()
+    for parameter in model.parameters():
+        parameter.grad_sample = None
+    return model
+
+
 @pytest.mark.parametrize(
     ("options", "kind", "message"),
     [
@@ -331,6 +351,12 @@ def test_named_losses_must_all_be_given():
         (lambda o: {"optimizer": LBFGS(o.param_groups[0]["params"])}, TypeError, "LBFGS needs a closure"),
         ({"model": nn.Tanh()}, ValueError, "no parameters"),
         ({"model": trunk()}, ValueError, "none of the model's parameters"),
+        (
+            lambda o: {"optimizer": Wrapping(o)},
+            TypeError,
+            "optimizer is a Wrapping, a torch optimizer without step hooks",
+        ),
+        ({"model": keeping_samples()}, ValueError, "keeps the gradient of each sample .grad_sample on its parameters"),
         (lambda o: {"optimizer": [o, o]}, ValueError, "optimizer holds the same .* twice, which would step twice"),
         (
             lambda o: {"scheduler": [StepLR(o, 1)] * 2},
