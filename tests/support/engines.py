@@ -209,6 +209,7 @@ class Run:
         self.model, self.optimizer = self.kind.wrap(make_net(self.kind.dtype), self.lr, options.get("max_norm"))
         options = {"extensions": self.kind.extensions(), "reduction": reduction, "count": count, **options}
         self.accumulator = Accumulator(self.model, self.optimizer, **options)
+        self._after: Tensor | None = None  # the weights after the last window, which nothing else shall change
 
     def weights(self) -> Tensor:
         return self.kind.weights(self.model)
@@ -222,7 +223,7 @@ class Run:
 
     def window(self, layout: Any, index: int, max_norm: float = math.inf) -> Seen:
         loss_fn, how, *_ = CASES[self.case]
-        before = self.weights()
+        before = self.weights() if self._after is None else self._after
         window = self.accumulator.window(self.micro_batches(layout, index))
         for turn, micro_batch in enumerate(window):
             assert window.stand_in == (turn >= len(window))
@@ -231,7 +232,8 @@ class Run:
         assert update.stepped
         loss, exact = self.exact(before, layout, index)
         norm = float(exact.norm())
-        moved = (before.double() - self.weights().double()) / self.lr
+        self._after = self.weights()
+        moved = (before.double() - self._after.double()) / self.lr
         wrong = error(moved, exact * min(1.0, max_norm / norm))
         off = None if update.grad_norm is None else abs(update.grad_norm - norm) / norm
         return Seen(wrong, abs(update.loss - loss) / abs(loss), off)
