@@ -158,6 +158,8 @@ class Accumulator:
             DistaccumError: The last window is not stepped, or ranks disagree on `steps`, the index or the kind of call.
         """
         self._config.refuse_to_group()
+        if isinstance(loader, Mapping | str) or not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):
+            raise TypeError(f"windows() got a {type(loader).__name__}, expected a loader: an iterable of micro-batches")
         return Windows(self._planner, loader, ahead=ahead)
 
     def split(self, batch: Batch, length: int | None = None, whole: Names = ()) -> Window[Batch]:

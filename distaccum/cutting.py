@@ -239,9 +239,10 @@ class TokenCount:
         except (TypeError, KeyError, IndexError):
             found = getattr(batch, str(self.labels), None)
         if not isinstance(found, Tensor):
+            keys = f", of {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else ""
             raise TypeError(
                 f"count_tokens({self.labels!r}) found {type(found).__name__} in a {type(batch).__name__}, expected a "
-                "tensor; name the key, attribute or position of the labels"
+                f"tensor; name the key, attribute or position of the labels{keys}"
             )
         return (found[..., 1:] if self.shift else found).ne(self.ignore_index)
 

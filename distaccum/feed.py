@@ -417,8 +417,10 @@ def _counts_of(counts_of: Mapping[str, Count], batches: Batches, ahead: bool) ->
     for i, value in enumerate(numbers):
         if not (type(value) in plain or isinstance(value, Real)) or not 0 <= float(value) < math.inf:
             name, which = divmod(i, rows)
+            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            seen = repr(value) if len(repr(value)) < 60 else f"a {type(value).__name__}{shape}"
             raise ValueError(
-                f"count gave {value!r} for {list(counts_of)[name]!r} in micro-batch {which}, expected a finite number "
+                f"count gave {seen} for {list(counts_of)[name]!r} in micro-batch {which}, expected a finite number "
                 "of at least 0"
             )
     return [tuple(map(float, numbers[i::rows])) for i in range(rows)]

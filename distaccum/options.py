@@ -41,7 +41,7 @@ class Config:
                 f"mesh={self.mesh!r} is a {type(self.mesh).__name__}, expected the dimensions of a DeviceMesh that "
                 "carry data, as mesh['data'] or mesh['replica', 'data']"
             )
-        if self.max_norm is not None and not self.max_norm > 0:
+        if self.max_norm is not None and not (hasattr(self.max_norm, "__float__") and self.max_norm > 0):
             raise ValueError(f"max_norm={self.max_norm!r}, expected a number above 0, or None")
         if self.steps is not None and (self.batch_size is not None or self.micro_batch_size is not None):
             raise ValueError(

@@ -357,6 +357,8 @@ def test_count_tokens_finds_labels_by_key_position_or_attribute():
     assert count_tokens("labels", ignore_index=2)({"labels": labels}) == 5
     with pytest.raises(TypeError, match=r"count_tokens\(0\) found NoneType in a Tensor"):
         count_tokens(0)(labels)  # it would be the first row
+    with pytest.raises(TypeError, match=r"found NoneType in a dict.* position of the labels, of 'x', 'labels'"):
+        count_tokens("label")({"x": labels, "labels": labels})
 
 
 def test_sequences_of_which_some_end_early_count_by_their_first_step():

@@ -343,6 +343,7 @@ def keeping_samples():
         ({"reduction": {"a": "mean"}, "count": {"b": count_samples}}, ValueError, "the same losses in both"),
         ({"count": 5}, TypeError, "count=5.*expected a callable"),
         ({"max_norm": 0}, ValueError, "max_norm=0, expected a number above 0"),
+        ({"max_norm": "1.0"}, ValueError, "max_norm='1.0', expected a number above 0"),
         ({"batchnorm": "fix"}, ValueError, "batchnorm='fix'"),
         ({"sync": "gathered"}, ValueError, "sync='gathered', expected one of 'last', 'every'"),
         (lambda o: {"scheduler": ReduceLROnPlateau(o)}, TypeError, "ReduceLROnPlateau needs a metric"),
@@ -384,10 +385,17 @@ def test_windows_needs_a_number_and_split_a_size():
         next(accumulator.windows(BATCHES))
 
 
-@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "8", None, [2], 1 + 2j, torch.ones(2)])
+@pytest.mark.parametrize("given", [None, {"labels": torch.ones(2)}, "train"])
+def test_windows_of_what_yields_no_micro_batches_is_refused(given):
+    _, _, accumulator = make(steps=2)
+    with pytest.raises(TypeError, match=rf"windows\(\) got a {type(given).__name__}, expected a loader"):
+        accumulator.windows(given)
+
+
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf, "8", None, [2], 1 + 2j, torch.ones(2), "8" * 99])
 def test_count_that_is_no_finite_number_of_at_least_0_is_refused(value):
     _, _, accumulator = make(count=lambda batch: value)
-    with pytest.raises(ValueError, match=r"count gave .* for 'count' in micro-batch 0"):
+    with pytest.raises(ValueError, match=r"^count gave .{1,60} for 'count' in micro-batch 0"):
         accumulator.window(BATCHES)
 
 
