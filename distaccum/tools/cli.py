@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, get_args
 
 from .. import __version__
-from ..law import REDUCTIONS
+from ..law import REDUCTIONS, whole_number
 from .plan.forecast import MODELS, plan
 from .plan.rules import DTYPES, Optimizer
 
@@ -210,6 +210,8 @@ def _add_plan(commands: Any) -> None:
 def _plan(given: argparse.Namespace) -> int:
     unknown = ("command", "launcher", "run", "json", "traceback", "measure", "meta")
     options = {name: value for name, value in vars(given).items() if name not in unknown}
+    if given.meta and given.measure is None:
+        raise ValueError("--meta without --measure, expected what to make on the meta device; give --measure too")
     if given.measure is not None:
         *made, others = _made_by(given.measure, on_meta=given.meta)
         options["model"] = tuple(made)
@@ -246,6 +248,8 @@ def _add_audit(commands: Any) -> None:
 
 
 def _audit(given: argparse.Namespace) -> int:
+    if given.updates is not None:
+        whole_number("--updates", given.updates, "; leave it out to run the script to its end")
     from .audit.run import run
 
     return run(given)

@@ -127,6 +127,26 @@ def test_wrong_option_prints_one_line(capsys, words):
     assert ended.value.code == 2 and WRONG[words] in seen.err and len(seen.err.splitlines()) == 1 and not seen.out
 
 
+SENSELESS = {
+    "plan --meta --batch-size 8": "--meta without --measure, expected what to make on the meta device; give --measure",
+    "plan --memory 0": "memory='0', expected a whole number of at least 1, such as 512",
+    "plan --lr 0": "lr=0.0, expected a number above 0",
+    "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
+    "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
+    "check factories:good --steps 0": "steps=0, expected a whole number of at least 1",
+    "doctor --timeout 0": "--timeout 0, expected seconds above 0",
+}
+AMOUNTS = ("batch-size", "micro-batch-size", "base-batch-size", "parameters", "ranks", "nodes", "layers")
+SENSELESS |= {f"plan --{one} {n}": "expected a whole number of at least 1, such as" for one in AMOUNTS for n in (0, -1)}
+
+
+@pytest.mark.parametrize("words", SENSELESS)
+def test_senseless_numbers_are_refused_in_one_line(folder, capsys, words):
+    assert main(words.split()) == 2
+    seen = capsys.readouterr()
+    assert len(seen.err.splitlines()) == 1 and SENSELESS[words] in seen.err and not seen.out
+
+
 @pytest.mark.parametrize("words", ["plan --parameters gpt2", "check factories:good"])
 def test_reader_that_leaves_ends_the_command_quietly(folder, words):
     """As `| head` does: here nobody reads from the first line on."""

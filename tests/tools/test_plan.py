@@ -125,6 +125,17 @@ def test_first_line_says_what_fits(capsys):
     assert policy(halves, "ZeRO 2, every")["optimizer"] == 12 * 7 * 10**9 // 8  # masters and Adam's in float32
 
 
+def test_one_of_a_thing_is_singular():
+    text = str(plan(batch_size=1, micro_batch_size=1, parameters=1))
+    for part in (
+        "plan for 1 rank on 1 node",
+        "1 micro-step per rank and update, for 1 sample in",
+        "peak (1 parameter,",
+    ):
+        assert part in text
+    assert not re.search(r"\b1 \w+s\b", text)
+
+
 def test_learning_rates_follow_their_rules():
     sgd = scaled_learning_rate(32, 0.1, "sgd", "mean")
     assert sgd["lr"] == pytest.approx(3.2)  # Goyal et al.: 0.1 for 256, 3.2 for 8k

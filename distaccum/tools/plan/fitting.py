@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ...cutting import count_samples, cut_batch, tensors_in
 from ...runs.memory import free, is_out_of_memory
 from ...runs.snapshot import kept
-from .report import bytes_text, number_of
+from ..terminal import number_of
+from .report import bytes_text
 from .rules import Sizes
 
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..terminal import fitted
+from ..terminal import fitted, number_of
 from .rules import HELD, SENT
-
-
-def number_of(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,9 +90,11 @@ class Forecast:
             beyond = f", {more - batch:,} more than asked" if more != batch else ""
             is_dry = any(not one.samples for one in self.split.ranks)
             of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
-            lines += ["", f"steps: {steps}, for {batch:,} samples in micro-batches of {micro:,}"]
+            lines += ["", f"steps: {steps}, for {number_of(batch, 'sample')} in micro-batches of {micro:,}"]
             lines += [f"  windows(loader)  {self.windows}{beyond}", f"  split(batch)     {self.split}: exact{of_dry}"]
-        about = f"{given['parameters']:,} parameters, {given['optimizer'] or 'adam'}" if self.policies else ""
+        about = (
+            f"{number_of(given['parameters'], 'parameter')}, {given['optimizer'] or 'adam'}" if self.policies else ""
+        )
         tables = {f"held by each rank at its peak ({about})": dict(zip((*HELD, "all"), (*HELD, "bytes"), strict=True))}
         tables["sent by each rank"] = dict(zip(("micro-step", "once", "update"), SENT, strict=True))
         for title, columns in list(tables.items())[: 0 if not self.policies else min(2, given["ranks"])]:
