@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from operator import attrgetter
@@ -61,6 +62,22 @@ def require(library: str, owner: object, *names: str) -> None:
             f"{kind} of this version of {library} has no {', '.join(missing)}, which distaccum needs; use {library} "
             f"{SEEN[library]}"
         )
+
+
+@contextmanager
+def replaced(owner: Any, **values: Any) -> Iterator[None]:
+    """Inside, attributes of `owner` have these values; then each has its own again, or is its class's."""
+    own = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    try:
+        for name, value in values.items():
+            setattr(owner, name, value)
+        yield
+    finally:
+        for name in values:
+            if name in own:
+                setattr(owner, name, own[name])
+            else:
+                vars(owner).pop(name, None)
 
 
 require("torch", torch, "_foreach_norm", "_foreach_zero_")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..engines.private import fsdp2
-from ..private import require
+from ..private import replaced, require
 
 # Its number, its output, what takes its loss; None: nothing in it counts.
 WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor | None]
@@ -86,12 +86,8 @@ def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
         finally:
             at.clear()
 
-    schedule._loss_fn, schedule._maybe_compute_loss = loss_of, compute_at
-    try:
+    with replaced(schedule, _loss_fn=loss_of, _maybe_compute_loss=compute_at):
         yield
-    finally:
-        schedule._loss_fn = loss_fn
-        del schedule._maybe_compute_loss
 
 
 def _nothing_of(outputs: Any) -> Tensor:

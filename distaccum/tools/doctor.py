@@ -16,7 +16,6 @@ from importlib.util import find_spec
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -178,8 +177,8 @@ def _fsdp2(net: nn.Linear) -> tuple[Any, ...]:
 
 def _zero2(net: nn.Linear) -> tuple[Any, ...]:
     """DeepSpeed's engine. The variables that it needs are unset again: Accelerate would take them for a launcher's."""
-    kind = net.weight.device.type
-    with patch.dict(os.environ):
+    kind, found = net.weight.device.type, dict(os.environ)
+    try:
         os.environ.setdefault("LOCAL_RANK", "0")
         if kind == "cpu":  # else it looks for a GPU
             world = os.environ.get("LOCAL_WORLD_SIZE", str(dist.get_world_size()))
@@ -198,6 +197,9 @@ def _zero2(net: nn.Linear) -> tuple[Any, ...]:
             "steps_per_print": 10**9,
         }
         return deepspeed.initialize(model=net, optimizer=_with_sgd(net)[1], config=config)[:2]  # type: ignore[no-any-return]
+    finally:
+        os.environ.clear()
+        os.environ.update(found)
 
 
 def _accelerated(net: nn.Linear) -> tuple[Any, ...]:

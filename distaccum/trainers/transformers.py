@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
-from unittest.mock import patch
 
 import torch
 import transformers
@@ -28,6 +27,7 @@ from ..accumulator import Accumulator
 from ..cutting import Count
 from ..law import Reduction, share_of
 from ..planner import Windows
+from ..private import replaced
 from ..runs.snapshot import kept
 from ..scaling import forget
 from ..update import Update
@@ -84,7 +84,8 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     def train(self, *args: Any, **kwargs: Any) -> Any:
         self._refuse()
         # The loop then leaves no_sync alone, whose flags are the engine's.
-        with patch.dict(self.accelerator.gradient_state.plugin_kwargs, sync_each_batch=True):
+        state = self.accelerator.gradient_state
+        with replaced(state, plugin_kwargs={**state.plugin_kwargs, "sync_each_batch": True}):
             try:
                 return super().train(*args, **kwargs)
             finally:
@@ -127,8 +128,9 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return own + [nothing] * (num_batches - len(own)), None
 
     def _noted(self, micro_batches: Iterable[Any]) -> Iterator[Any]:
-        for self._last in micro_batches:
-            yield self._last
+        for micro_batch in micro_batches:
+            self._last = micro_batch
+            yield micro_batch
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One micro-batch; which of the `inputs` of this update comes in which turn is the window's choice."""
@@ -149,7 +151,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _run(self, model: nn.Module, window: Window, micro_batch: Any) -> Any:
         """Runs one micro-batch; its part of the window's loss, times the ranks, over which the Trainer averages."""
         questions = self._questions
-        with self._alone(), patch.object(self.accelerator, "backward", lambda loss, **_: window.backward(loss)):
+        with self._alone(), replaced(self.accelerator, backward=lambda loss, **_: window.backward(loss)):
             loss: Tensor = super().training_step(model, micro_batch, questions.number(micro_batch))
         if window.stand_in:
             return 0.0
@@ -238,7 +240,7 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
     def _alone(self) -> Any:
         """A context for counts and losses of one micro-batch on one rank, which the window weighs."""
         self.current_gradient_accumulation_steps = 1
-        return patch.object(self.args, "average_tokens_across_devices", False)
+        return replaced(self.args, average_tokens_across_devices=False)
 
     def _refuse(self) -> None:
         args = self.args

@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from ..adapter import Prepared
 from ..engines.base import Engine, Owned, Sync, refuse_left_out_terms, sparse_embeddings, total_norm
 from ..law import DistaccumError, Plan, ranks_where, shorten, warn
+from ..private import replaced
 from .private import deepspeed as private
 
 # The way in which backwards are kept from reducing.
@@ -212,12 +213,9 @@ class DeepSpeedEngine(Engine):
     def step(self, optimizers: Sequence[Optimizer]) -> str | None:
         engine = self._deepspeed
         self._guards.close()
-        found = engine.enable_backward_allreduce
-        engine.enable_backward_allreduce = self._form != "no_sync"  # an unmanaged engine would reduce in step, again
-        try:
+        # An unmanaged engine would reduce in step, again.
+        with replaced(engine, enable_backward_allreduce=self._form != "no_sync"):
             engine.step()
-        finally:
-            engine.enable_backward_allreduce = found
         self._holds = not engine.was_step_applied()  # a skipped step leaves gradients in some places
         if not self._holds:
             return None

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from ...private import replaced
+
 FABRIC = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
 TRAINER = ("pytorch_lightning.core.optimizer", "lightning.pytorch.core.optimizer")
 
@@ -34,12 +36,8 @@ def during_backward(wrapper: Any, call: Callable[..., Any]) -> Callable[..., Any
     home: Any = is_module(wrapper)
 
     def run(*args: Any) -> Any:
-        found = getattr(home, "_in_fabric_backward", False)
-        home._in_fabric_backward = True
-        try:
+        with replaced(home, _in_fabric_backward=True):
             return call(*args)
-        finally:
-            home._in_fabric_backward = found
 
     return run
 
