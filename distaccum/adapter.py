@@ -67,6 +67,6 @@ def adapters_for(accelerator: Any) -> list[Adapter]:
     return [
         getattr(import_module(module), name)(accelerator)
         for packages, (module, name) in DOORS.items()
-        if (any(one in sys.modules for one in packages) and is_there(module))
+        if (any(map(sys.modules.get, packages)) and is_there(module))
         or (accelerator is not None and "accelerate" in packages)
     ]

@@ -8,12 +8,15 @@ those of another window too.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
+from accelerate.data_loader import DataLoaderAdapter, DataLoaderDispatcher
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils.deepspeed import DeepSpeedSchedulerWrapper
 from torch import Tensor
 
 from ..adapter import Adapter, Prepared, RunBackward
@@ -31,9 +34,9 @@ class Accelerated(Adapter):
 
     def unwrap(self, given: Prepared) -> None:
         accelerator = self._accelerator
-        self._wrappers = [one for one in given.optimizers if _is_of("optimizer", "AcceleratedOptimizer", one)]
+        self._wrappers = [one for one in given.optimizers if isinstance(one, AcceleratedOptimizer)]
         given.optimizers = [one.optimizer if one in self._wrappers else one for one in given.optimizers]
-        prepared = [one for one in given.schedulers if _is_of("scheduler", "AcceleratedScheduler", one)]
+        prepared = [one for one in given.schedulers if isinstance(one, AcceleratedScheduler)]
         given.schedulers = [one.scheduler if one in prepared else one for one in given.schedulers]
         _warn_of_steps_by_process(prepared)
         theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
@@ -64,10 +67,10 @@ class Accelerated(Adapter):
             note_step(wrapper, stepped)
 
     def communicates(self, loader: Any) -> bool:
-        return _is_of("data_loader", "DataLoaderDispatcher", loader)
+        return isinstance(loader, DataLoaderDispatcher)
 
     def tells_state(self, loader: Any) -> bool:
-        return not _is_of("data_loader", "DataLoaderAdapter", loader) or bool(loader.use_stateful_dataloader)
+        return not isinstance(loader, DataLoaderAdapter) or bool(loader.use_stateful_dataloader)
 
     def _run_backward(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> None:
         loss, seed = losses[0], seeds[0]
@@ -83,7 +86,7 @@ def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:
     by_process = any(
         one.step_with_optimizer and not one.split_batches
         for one in prepared
-        if not _is_of("utils.deepspeed", "DeepSpeedSchedulerWrapper", one)  # whose engine steps once per update
+        if not isinstance(one, DeepSpeedSchedulerWrapper)  # whose engine steps once per update
     )
     if by_process and processes > 1 and dist.get_rank() == 0:
         warn(
@@ -91,10 +94,3 @@ def _warn_of_steps_by_process(prepared: Sequence[Any]) -> None:
             f"steps it once: divide the lengths that were meant for Accelerate (warm-up, total) by {processes}, or, if "
             "they are in updates already, leave the schedule out of prepare"
         )
-
-
-def _is_of(module: str, name: str, value: object) -> bool:
-    """By type, without importing a module that the caller has not imported."""
-    loaded = sys.modules.get(f"accelerate.{module}")
-    kind = getattr(loaded, name, None)
-    return kind is not None and isinstance(value, kind)

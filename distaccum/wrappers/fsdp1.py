@@ -6,13 +6,13 @@ of forwards. Between reductions it adds gradients up in the dtype that it comput
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from typing import Any, final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from ..engines.averaging import average
 from ..engines.base import Engine, Groups, Sync, refuse_left_out_terms
@@ -29,8 +29,7 @@ class FSDPEngine(Engine):
 
     @classmethod
     def wraps(cls, module: nn.Module) -> bool:
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+        return isinstance(module, FullyShardedDataParallel)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
         named = [(name or "the root", module) for model in models for name, module in model.named_modules()]
