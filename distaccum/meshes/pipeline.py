@@ -8,6 +8,7 @@ backward no seed, and gradients that stay unreduced until the window's end.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol, final
 
 import torch
@@ -154,7 +155,7 @@ class Pipeline:
             for stage in self._stages:
                 if isinstance(stage.submod, DistributedDataParallel):  # or the schedule would make it reduce
                     stage.submod = stage.submod.module
-            with private.weighing(self._schedule, _weigh_chunks(window)):
+            with private.weighing(self._schedule, partial(_weigh_chunk, window)):
                 return self._schedule.step(*(inputs if is_first else ()), **options, **self._options)
         finally:
             for stage, module in zip(self._stages, self.modules, strict=True):
@@ -173,20 +174,13 @@ class Pipeline:
         )
 
 
-def _weigh_chunks(window: Any) -> private.WeighChunk:
-    """Returns the function that a schedule calls with each chunk's number, outputs and loss.
-
-    The loss is multiplied by its share, since a schedule gives backward no seed.
-    """
-    losses_of, micro = window.losses, window.at_work
-
-    def weigh(piece: int, outputs: Any, take_loss: Callable[[], Any]) -> Tensor | None:
-        counts = () if micro is None else micro.pieces[piece]
-        if not any(counts):
-            return None
-        loss = take_loss()
-        named = loss if isinstance(loss, Mapping) else {}
-        losses, seeds = losses_of.weigh(counts, micro, None if named else loss, named)
-        return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()
-
-    return weigh
+def _weigh_chunk(window: Any, piece: int, take_loss: Callable[[], Any]) -> Tensor | None:
+    """The loss of a chunk times its share, since a schedule gives backward no seed; None where nothing in it counts."""
+    micro = window.at_work
+    counts = () if micro is None else micro.pieces[piece]
+    if not any(counts):
+        return None
+    loss = take_loss()
+    named = loss if isinstance(loss, Mapping) else {}
+    losses, seeds = window.losses.weigh(counts, micro, None if named else loss, named)
+    return torch.stack([one * seed for one, seed in zip(losses, seeds, strict=True)]).sum()

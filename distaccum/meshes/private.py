@@ -16,8 +16,8 @@ from torch import Tensor
 from ..engines.private import fsdp2
 from ..private import replaced, require
 
-# Its number, its output, what takes its loss; None: nothing in it counts.
-WeighChunk = Callable[[int, Any, Callable[[], Any]], Tensor | None]
+# Its number, and what takes its loss; None: nothing in it counts.
+WeighChunk = Callable[[int, Callable[[], Any]], Tensor | None]
 
 
 def stages_of(schedule: Any) -> list[Any]:
@@ -74,7 +74,7 @@ def weighing(schedule: Any, weigh: WeighChunk) -> Iterator[None]:
 
     def loss_of(output: Any, *target: Any, **options: Any) -> Any:
         if at:
-            weighed = weigh(at[0], output, lambda: loss_fn(output, *target, **options))
+            weighed = weigh(at[0], lambda: loss_fn(output, *target, **options))
             return _nothing_of(output) if weighed is None else weighed
         loss = loss_fn(output, *target, **options)
         return sum(loss.values()) if isinstance(loss, Mapping) else loss
