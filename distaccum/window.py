@@ -279,8 +279,8 @@ class Window(Generic[Batch]):
             ValueError: `outputs` have no graph, or `items` is empty.
             DistaccumError: The engine is DeepSpeed, or as in `parts()`.
         """
-        parts = import_module("distaccum.runs.parts")
-        yield from parts.each_head(self, self._job, (self._start_backward, self._run), outputs, items)
+        each_head = import_module("distaccum.runs.parts").each_head
+        yield from each_head(self, self._job, self._start_backward, self._run, outputs, items)
 
     def run(self, *inputs: Any, **options: Any) -> Any:
         """Runs forward and backward of this micro-batch through a pipeline's schedule, on every stage alike.

@@ -15,8 +15,6 @@ from ..law import DistaccumError
 
 Item = TypeVar("Item")
 Outputs = TypeVar("Outputs")
-Start = Callable[[], bool]
-Run = Callable[..., Any]
 
 
 def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: str = "a part") -> Iterator[Item]:
@@ -41,12 +39,9 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
 
 
 def each_head(
-    window: Any, job: Job, run: tuple[Start, Run], outputs: Outputs, items: Iterable[Item]
+    window: Any, job: Job, start: Callable[[], bool], run: Callable[..., Any], outputs: Outputs, items: Iterable[Item]
 ) -> Iterator[tuple[Item, Outputs]]:
-    """Yields each item with `outputs` cut off from their trunk, whose backward runs last.
-
-    `run` is what the window starts a backward with, which returns whether it may reduce, and what it runs it with.
-    """
+    """Yields each item with `outputs` cut off from their trunk, whose backward comes last, by `start` and `run`."""
     engine = job.engine
     if "step" in engine.owns:
         raise DistaccumError(f"heads() with {engine.name}, whose backward takes losses alone; add them up")
@@ -75,10 +70,9 @@ def each_head(
         if not reached and all(window.counts_here):  # else the term was left out
             raise DistaccumError("no loss of heads() depends on the trunk's outputs; compute them from what it yields")
         losses, seeds = [output for output, _ in reached], [gradient for _, gradient in reached]
-        start, run_backward = run
         may_reduce = start()
         if job.scaler is not None and not job.scales_seeds:  # what runs backward will scale them again
             seeds = [one / job.scaler.scale(one.new_ones((), dtype=torch.float32)) for one in seeds]
         if engine.will_reduce(may_reduce):
             losses, seeds = map(list, engine.with_earlier(losses, seeds))
-        run_backward(may_reduce, engine.backward, losses, seeds, may_reduce)
+        run(may_reduce, engine.backward, losses, seeds, may_reduce)
