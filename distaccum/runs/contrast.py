@@ -105,14 +105,13 @@ class Contrast:
         # That encode gives the same again costs a read on the host, so it is looked at in the first windows alone.
         verifies, differences = self.job.num_contrasts < PROOFS, list[Tensor]()
         set_random_state(before.random)
-        to_compare = iter(encoded)
         for micro_batch in window:
             representations = _tensors_of(self.encode(micro_batch))
             if window.stand_in:
                 zeros = [torch.zeros_like(_in_float32(one)) for one in representations]
                 window.backward(_carried(representations, zeros, ()))
             else:
-                first = next(to_compare)
+                first = encoded[window.micro_step]
                 if verifies:
                     differences += _differences(first, representations)
                 end = start + len(first[0])
@@ -226,7 +225,6 @@ def gather(peers: Peers, encoded: Sequence[Sequence[Tensor]], device: torch.devi
 
 
 def _refuse_uneven(encoded: Sequence[Sequence[Tensor]], lengths: Sequence[float]) -> None:
-    """The representations of this rank's micro-batches."""
     if len({len(part) for part in encoded}) > 1:
         raise ValueError(f"encode() gave {[len(part) for part in encoded]} representations, expected as many each time")
     for part, length in zip(encoded, lengths, strict=True):

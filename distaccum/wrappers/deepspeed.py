@@ -191,7 +191,6 @@ class DeepSpeedEngine(Engine):
             private.set_boundary(self._deepspeed, True)
             self._deepspeed.allreduce_gradients()
         self._context.close()
-
         private.set_boundary(self._deepspeed, None)  # to the engine each step is one
 
     def clear(self, parameters: Sequence[nn.Parameter]) -> None:

@@ -47,7 +47,6 @@ class FromFabric(Adapter):
         given.optimizers = [one.optimizer if one in own else one for one in optimizers]
 
     def around(self, run_backward: RunBackward) -> RunBackward:
-        """Lets it pass Fabric's modules."""
         return private.during_backward(self._modules[0], run_backward) if self._modules else run_backward
 
     def after_step(self, stepped: bool) -> None:

@@ -14,7 +14,6 @@ from ...law import as_int_if_whole, shorten
 from .comparison import Comparison, uneven_sizes, weighted_sum
 
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
-Modules = Sequence[tuple[str, nn.Module]]
 
 
 def causes_of(comparison: Comparison) -> list[str]:
@@ -121,7 +120,7 @@ def _drops(module: nn.Module) -> bool:
     return isinstance(module, DROPOUTS) and module.p > 0
 
 
-def _into_eval(found: Modules) -> str:
+def _into_eval(found: Sequence[tuple[str, nn.Module]]) -> str:
     """Puts modules into eval mode; returns their names and classes, as "drop (Dropout)"."""
     for _, module in found:
         module.eval()

@@ -77,7 +77,6 @@ def plan(
     elif (numbers := given["parameters"]) is not None:
         sizes = Sizes(numbers, DTYPES[dtype] * numbers, DTYPES[dtype] * numbers, of_name[1] if of_name else 32)
     batch, micro, base = (given[name] for name in AMOUNTS[:3])
-    batch, micro, base = (given[name] for name in AMOUNTS[:3])
     steps = windows = split = rate = None
     if batch is not None and micro is not None:
         steps = steps_for(batch, micro, ranks)
