@@ -39,9 +39,8 @@ class Accelerated(Adapter):
         prepared = [one for one in given.schedulers if isinstance(one, AcceleratedScheduler)]
         given.schedulers = [one.scheduler if one in prepared else one for one in given.schedulers]
         _warn_of_steps_by_process(prepared)
-        theirs = [one.scaler for one in self._wrappers if getattr(one, "scaler", None) is not None]
+        theirs = [one.scaler for one in (*self._wrappers, accelerator) if getattr(one, "scaler", None) is not None]
         if accelerator is not None:
-            theirs += [accelerator.scaler] if accelerator.scaler is not None else []
             # Under DeepSpeed its backward would step the engine as well.
             self.scales_losses = accelerator.distributed_type not in ("DEEPSPEED", "MEGATRON_LM")
         if given.scaler is not None and any(given.scaler is not one for one in theirs):

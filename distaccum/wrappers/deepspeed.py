@@ -128,8 +128,7 @@ class DeepSpeedEngine(Engine):
             if isinstance(one, Optimizer):  # whose own step a scheduler may have replaced
                 self._guards.callback(one.register_step_pre_hook(_refuse_step).remove)
             elif one is self._deepspeed or one is self._optimizer:
-                one.step = _refuse_step  # on the instance
-                self._guards.callback(one.__dict__.pop, "step", None)
+                self._guards.enter_context(replaced(one, step=_refuse_step))
         self._holds, self._step_id = True, None
         if self._stage == 3 or self._form == "each":
             for partition in private.kept_partitions(self._optimizer):
