@@ -28,7 +28,7 @@ from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .feed import Batches, all_of, cut_up
 from .job import Job
-from .law import Reduction, Schedule
+from .law import Reduction, Schedule, plural
 from .options import BatchNorm, Config, OnNonfinite, by_name
 from .planner import Planner, Windows
 from .update import Update
@@ -127,7 +127,8 @@ class Accumulator:
     def __repr__(self) -> str:
         job = self._planner.job
         options = ", ".join(f"{one}={value!r}" for one, value in self._config.given().items())
-        return f"Accumulator({job.engine.name}, {job.engine.peers.num_ranks} ranks, update {job.index}; {options})"
+        ranks = plural(job.engine.peers.num_ranks, "rank")
+        return f"Accumulator({job.engine.name}, {ranks}, update {job.index}; {options})"
 
     @property
     def index(self) -> int:

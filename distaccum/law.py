@@ -53,6 +53,12 @@ def in_short(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
+def plural(number: int, noun: str) -> str:
+    """A number with its noun, as "1 rank", "1,024 ranks" or "2 micro-batches"."""
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending if number != 1 else ''}"
+
+
 def warn(message: str) -> None:
     """A warning at the line of the caller's code that led here, however deep in this package it was seen."""
     frame, level = inspect.currentframe(), 1  # not kept: a frame that holds itself lives on, and all that called it

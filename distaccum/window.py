@@ -16,7 +16,7 @@ from .cutting import Batch
 from .engines.base import look_at
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
-from .law import DistaccumError, Plan, Reduction
+from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
 from .norms import EPSILON, clip
 from .ranks import raise_if_lost
@@ -90,7 +90,8 @@ class Window(Generic[Batch]):
         return self.__dict__
 
     def __repr__(self) -> str:
-        return f"<Window of update {self.index}: {self._num_own} micro-batches, {self.counts}, {self.describe()}>"
+        own = plural(self._num_own, "micro-batch")
+        return f"<Window of update {self.index}: {own}, {self.counts}, {self.describe()}>"
 
     def __len__(self) -> int:
         """This rank's micro-batches; stand-ins are not among them."""

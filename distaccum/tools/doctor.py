@@ -27,8 +27,8 @@ from torch.optim import SGD
 from .. import __version__
 from ..accumulator import Accumulator
 from ..engines import Sync
-from ..law import DistaccumError, in_short
-from .terminal import fitted, number_of
+from ..law import DistaccumError, in_short, plural
+from .terminal import fitted
 
 OPTIONAL = ("accelerate", "deepspeed")  # packages of engines
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK")
@@ -221,7 +221,7 @@ ENGINES: dict[str, tuple[str, Callable[[Any], tuple[Any, ...]]]] = {  # by name:
 
 def _try_engines(job: Launched, all_engines: bool) -> Iterator[Finding]:
     """Findings on each engine: whether its windows have the norm of the big batch's gradient."""
-    about = f"engines, each tried on {number_of(job.world, 'rank')} on {job.kind}"
+    about = f"engines, each tried on {plural(job.world, 'rank')} on {job.kind}"
     for name, (package, wrap) in ENGINES.items():
         if name == "a plain module" and job.world > 1:
             yield Finding(about, name, "for one process; wrap the model in DistributedDataParallel", "absent")

@@ -1,15 +1,10 @@
-"""Words of reports, and lines that fit the terminal."""
+"""Lines that fit the terminal."""
 
 from __future__ import annotations
 
 import shutil
 import textwrap
 from collections.abc import Iterable
-
-
-def number_of(number: int, noun: str) -> str:
-    """A number with its noun, as "1 rank" or "1,024 ranks"."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def fitted(lines: Iterable[str], indent: int = 4) -> str:

@@ -374,6 +374,15 @@ def test_wrong_argument_is_refused_at_once(options, kind, message):
         Accumulator(**{"model": model, "optimizer": optimizer, **given})
 
 
+def test_one_of_a_thing_is_singular_in_the_repr():
+    _, _, accumulator = make()
+    assert ", 1 rank, update 0;" in repr(accumulator)
+    for num, said in enumerate(("0 micro-batches", "1 micro-batch,", "2 micro-batches")):
+        window = accumulator.window(BATCHES[:num])
+        assert said in repr(window)
+        window.discard()
+
+
 def test_windows_needs_a_number_and_split_a_size():
     _, _, accumulator = make()
     with pytest.raises(ValueError, match="pass steps="):

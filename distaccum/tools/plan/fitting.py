@@ -10,9 +10,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...cutting import count_samples, cut_batch, tensors_in
+from ...law import plural
 from ...runs.memory import free, is_out_of_memory
 from ...runs.snapshot import kept
-from ..terminal import number_of
 from .report import bytes_text
 from .rules import Sizes
 
@@ -64,7 +64,7 @@ def fit(
     of_every, of_trained = (sum(p.nbytes for p in some) for some in (every, trained))
     sizes = Sizes(sum(p.numel() for p in trained), of_every, of_trained, layers, activations)
     seen = "halved until it fitted" if size < asked else f"more than {size} was not tried"
-    fits = f"a micro-batch of {number_of(size, 'sample')} fits on {trained[0].device} (one rank alone; {seen})"
+    fits = f"a micro-batch of {plural(size, 'sample')} fits on {trained[0].device} (one rank alone; {seen})"
     return sizes, size, f"{fits}; its forward keeps {bytes_text(activations)} for backward"
 
 

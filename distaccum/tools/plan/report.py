@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ..terminal import fitted, number_of
+from ...law import plural
+from ..terminal import fitted
 from .rules import HELD, SENT
 
 
@@ -19,7 +20,7 @@ class Alike:
 
     def __str__(self) -> str:
         parts = " + ".join(f"{times:,} x {size:,}" for times, size in self.micro_batches)
-        return f"{number_of(self.ranks, 'rank')}: {self.samples:,}{f' = {parts}' if parts else ', dry'}"
+        return f"{plural(self.ranks, 'rank')}: {self.samples:,}{f' = {parts}' if parts else ', dry'}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Cut:
     ranks: tuple[Alike, ...]
 
     def __str__(self) -> str:
-        return f"{number_of(self.samples, 'sample')} ({'; '.join(map(str, self.ranks))})"
+        return f"{plural(self.samples, 'sample')} ({'; '.join(map(str, self.ranks))})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,20 +82,18 @@ class Forecast:
 
     def __str__(self) -> str:
         given = self.given
-        shape = f"{number_of(given['ranks'], 'rank')} on {number_of(given['nodes'], 'node')}"
+        shape = f"{plural(given['ranks'], 'rank')} on {plural(given['nodes'], 'node')}"
         lines = [self.answer] if self.policies and given["memory"] is not None else []
         lines += [f"plan for {shape}", *([f"  {given['measured']}"] if given["measured"] else [])]
         if self.steps is not None and self.windows is not None and self.split is not None:
             batch, micro, more = given["batch_size"], given["micro_batch_size"], self.windows.samples
-            steps = f"{number_of(self.steps, 'micro-step')} per rank and update"
+            steps = f"{plural(self.steps, 'micro-step')} per rank and update"
             beyond = f", {more - batch:,} more than asked" if more != batch else ""
             is_dry = any(not one.samples for one in self.split.ranks)
             of_dry = ", but an error under FSDP and ZeRO 3, where each rank needs a micro-batch" if is_dry else ""
-            lines += ["", f"steps: {steps}, for {number_of(batch, 'sample')} in micro-batches of {micro:,}"]
+            lines += ["", f"steps: {steps}, for {plural(batch, 'sample')} in micro-batches of {micro:,}"]
             lines += [f"  windows(loader)  {self.windows}{beyond}", f"  split(batch)     {self.split}: exact{of_dry}"]
-        about = (
-            f"{number_of(given['parameters'], 'parameter')}, {given['optimizer'] or 'adam'}" if self.policies else ""
-        )
+        about = f"{plural(given['parameters'], 'parameter')}, {given['optimizer'] or 'adam'}" if self.policies else ""
         tables = {f"held by each rank at its peak ({about})": dict(zip((*HELD, "all"), (*HELD, "bytes"), strict=True))}
         tables["sent by each rank"] = dict(zip(("micro-step", "once", "update"), SENT, strict=True))
         for title, columns in list(tables.items())[: 0 if not self.policies else min(2, given["ranks"])]:
