@@ -119,7 +119,7 @@ def _check(given: argparse.Namespace) -> int:
     from ..accumulator import Accumulator
     from ..cutting import Columns
 
-    if given.steps or given.micro_batch_size:  # the command line wins
+    if (given.steps, given.micro_batch_size) != (None, None):  # the command line wins
         options |= {"steps": None, "micro_batch_size": None}
     chosen = {"steps": given.steps, "micro_batch_size": given.micro_batch_size, "reduction": given.reduction}
     options |= {name: value for name, value in {**chosen, "count": count}.items() if value is not None}

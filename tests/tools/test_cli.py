@@ -134,6 +134,7 @@ SENSELESS = {
     "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",
     "check factories:good --steps 0": "steps=0, expected a whole number of at least 1",
+    "check factories:with_options --micro-batch-size 0": "micro_batch_size=0, expected a whole number of at least 1",
     "doctor --timeout 0": "--timeout 0, expected seconds above 0",
 }
 AMOUNTS = ("batch-size", "micro-batch-size", "base-batch-size", "parameters", "ranks", "nodes", "layers")
