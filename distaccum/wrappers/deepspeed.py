@@ -70,7 +70,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(models, sync, engine.data_parallel_group or dist.group.WORLD)
         if not engine.gradient_average:  # "gradient_allreduce_op": "sum"
             self.divisor = 1
-        self.lockstep = self._stage == 3 or (self._stage == 2 and self._form != "coalesced")
+        self.lockstep = self._stage == 3 or self._form == "each"
         self.owns = _owned(engine)
         self.run_backward = lambda losses, _: engine.backward(losses[0])
         self._context = ExitStack()
@@ -130,7 +130,7 @@ class DeepSpeedEngine(Engine):
             elif one is self._deepspeed or one is self._optimizer:
                 self._guards.enter_context(replaced(one, step=_refuse_step))
         self._holds, self._step_id = True, None
-        if self._stage == 3 or self._form == "each":
+        if self.lockstep:
             for partition in private.kept_partitions(self._optimizer):
                 partition.zero_()
         if self._form == "coalesced":
@@ -181,7 +181,7 @@ class DeepSpeedEngine(Engine):
         )
 
     def finish(self) -> None:
-        if self._stage < 3 and self._form in ("no_sync", "coalesced"):
+        if not self.lockstep:
             private.give_all_a_gradient(self._optimizer, self.parameters(), sets_up=self._form == "no_sync")
         if self._form == "each" and self._offloads and self._is_managed:  # an unmanaged engine does it in step
             self._optimizer.finalize_gradient_accumulation_boundary()

@@ -32,14 +32,14 @@ class FSDPEngine(Engine):
         return isinstance(module, FullyShardedDataParallel)
 
     def __init__(self, models: Sequence[nn.Module], sync: Sync) -> None:
-        named = [(name or "the root", module) for model in models for name, module in model.named_modules()]
-        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named if self.wraps(module)))
+        named = [(name or "the root", m) for model in models for name, m in model.named_modules() if self.wraps(m)]
+        self._wrappers: list[Any] = list(dict.fromkeys(module for _, module in named))
         self._handles = private.handles_of(self._wrappers)
         super().__init__(models, sync, _group_of_shards_and_replicas(self._wrappers))
         # Ranks may hold shards of different parameters, or none.
         wide = torch.float64 if any(p.dtype == torch.float64 for p in self.parameters()) else torch.float32
         self.norm_in = self._wrappers[0].compute_device, wide, ()
-        low = [name for name, module in named if self.wraps(module) and _adds_up_in(module) in HALF]
+        low = [name for name, module in named if _adds_up_in(module) in HALF]
         if low and sync == "last" and self.peers.rank == 0:
             warn(
                 f"FSDP1 adds gradients up in half precision between micro-steps (in {shorten(low)}); use sync='every', "
