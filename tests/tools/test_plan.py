@@ -33,6 +33,7 @@ def policy(forecast, name):
 def test_planned_cut_equals_the_librarys(batch, micro, ranks):
     forecast = plan(batch_size=batch, micro_batch_size=micro, ranks=ranks)
     assert forecast.steps == steps_for(batch, micro, ranks)
+    assert plan(batch_size=str(batch), micro_batch_size=float(micro), ranks=str(ranks), nodes=1.0) == forecast
     assert forecast.windows.samples == forecast.steps * micro * ranks >= batch
     sizes = [one.samples for one in forecast.split.ranks for _ in range(one.ranks)]
     assert sum(sizes) == batch and len(sizes) == ranks and max(sizes) - min(sizes) <= 1
@@ -165,6 +166,8 @@ def test_missing_arguments_leave_parts_out_and_are_requested():
         ({"ranks": 6, "nodes": 4}, "ranks=6 on nodes=4, expected as many ranks on each node"),
         ({"parameters": "many"}, "such as 512, 7e9, 7b, 350M or 11.7M; or one of resnet50, gpt2, llama-7b"),
         ({"batch_size": 0}, "batch_size=0, expected a whole number of at least 1"),
+        ({"ranks": None}, "ranks=None, expected a whole number of at least 1"),
+        ({"nodes": 1.5}, "nodes=1.5, expected a whole number of at least 1"),
         ({"optimizer": "lion"}, "optimizer='lion', expected one of sgd, momentum, adam"),
     ],
 )

@@ -58,8 +58,9 @@ def plan(
     given["parameters"] = parameters if of_name is None else of_name[0]
     given["memory"] = memory if memory is None else str(memory).upper().removesuffix("B")  # 80GB: 80 G
     for name in AMOUNTS:
-        if given[name] is not None:
+        if given[name] is not None or name in ("ranks", "nodes"):
             given[name] = amount(name, given[name])
+    ranks, nodes = given["ranks"], given["nodes"]
     if ranks % nodes:
         raise ValueError(f"ranks={ranks} on nodes={nodes}, expected as many ranks on each node")
     if lr is not None and not 0 < lr < float("inf"):
