@@ -220,9 +220,10 @@ def test_updates_are_those_of_the_big_batch(world, case):
         assert math.isnan(wanted) or loss == pytest.approx(wanted, rel=1e-6)  # the Trainer keeps it in float32
 
 
+@pytest.mark.parametrize("ends", ["num_train_epochs", "max_steps"])
 @pytest.mark.parametrize("sizes", [[7, 2], [0, 4]], ids=str)
 @on_ranks(2)
-def test_ranks_may_have_loaders_of_any_length(sizes):
+def test_ranks_may_have_loaders_of_any_length(sizes, ends):
     rows, starts = make_rows([3, 5, 2, -7, 1, 4, 6, 2, 3][: sum(sizes)]), [0, sizes[0]]
     parts = [rows[start:][:size] for start, size in zip(starts, sizes, strict=True)]
 
@@ -230,8 +231,9 @@ def test_ranks_may_have_loaders_of_any_length(sizes):
         def get_train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(Rows(parts[dist.get_rank()]), batch_size=1, collate_fn=collate)
 
-    seen, _ = fit(Own, make_net(), rows)
-    assert worst(seen, Expected(make_net(), windows_of(parts)).weights) <= 1e-10
+    windows = windows_of(parts)
+    seen, _ = fit(Own, make_net(), rows, **{"num_train_epochs": 2, ends: {"max_steps": len(windows)}.get(ends, 2)})
+    assert worst(seen, Expected(make_net(), windows).weights) <= 1e-10
 
 
 class Stream(IterableDataset):  # type: ignore[type-arg]
