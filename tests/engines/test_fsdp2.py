@@ -349,8 +349,8 @@ def test_callers_gradients_from_before_the_window_are_cleared(how):
         warnings.simplefilter("always")
         (wrong,) = gradients_off(model, accumulator, [EVEN])
     assert wrong <= 1e-10
-    said = ["gradients that stood before the window" in str(one.message) for one in warned]
-    assert said == [True] * (dist.get_rank() == 0)
+    said = [one for one in warned if "gradients that stood before the window" in str(one.message)]
+    assert len(said) == (dist.get_rank() == 0)
 
 
 @pytest.mark.parametrize("sync", ["last", "gathered"])

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -279,4 +280,6 @@ if TORCH < (2, 15):
 @pytest.mark.parametrize(("kind", "world"), list(WORLDS.items()))
 @on_ranks()
 def test_planted_defects_are_named_before_the_step(kind, world):
-    assert all(is_found(kind, plant) for plant in PLANTS.values())
+    """On four ranks each kind has a third of them; tests/programs/planted.py runs all on all."""
+    mine = islice(PLANTS.values(), list(WORLDS).index(kind) % 3, None, 3) if world == 4 else PLANTS.values()
+    assert all(is_found(kind, plant) for plant in mine)

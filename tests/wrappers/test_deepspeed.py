@@ -175,7 +175,8 @@ def test_bf16_adds_up_in_float32_with_grad_accum_dtype(stage, sync, accumulate, 
         warnings.simplefilter("always")
         engine, _, _ = initialize(stage, **config)
         accumulator = Accumulator(engine, sync=sync)
-    said = [str(one.message) for one in warned] if dist.get_rank() == 0 and accumulate else []
+    said = [str(one.message) for one in warned if "deprecated" not in str(one.message)]
+    said = said if dist.get_rank() == 0 and accumulate else []
     if said or ((stage, sync) == (2, "last") and accumulate and COALESCES and dist.get_rank() == 0):
         assert "reduces gradients in each micro-step: coalesced they would not add up in torch.float32" in said[0]
         assert not COALESCES or (stage, sync) == (2, "last")
