@@ -42,19 +42,14 @@ if not TYPE_CHECKING:  # or a misspelt name would pass as Any
         Importing torch takes seconds, and the command's help, its mistakes and `plan` do without.
         """
         from importlib import import_module
+        from importlib.util import find_spec
 
         if name in _MODULES:
             globals()[name] = found = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
             return found
-        missing = AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name.startswith("_"):
-            raise missing
-        try:
-            return import_module(f"{__name__}.{name}")  # as of `distaccum.batchnorm.freeze`
-        except ModuleNotFoundError as error:
-            if error.name != f"{__name__}.{name}":
-                raise
-            raise missing from None
+        if name.startswith("_") or find_spec(f"{__name__}.{name}") is None:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return import_module(f"{__name__}.{name}")  # as of `distaccum.batchnorm.freeze`
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
