@@ -23,7 +23,7 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .cutting import Batch, Columns, Count, Names, count_samples
+from .cutting import Batch, Count, Names, count_samples
 from .engines import Sync
 from .extension import Extension, hooks_of, join_all
 from .feed import Batches, all_of, cut_up
@@ -125,8 +125,9 @@ class Accumulator:
         return self.__dict__
 
     def __repr__(self) -> str:
-        job = self._planner.job
-        options = ", ".join(f"{one}={value!r}" for one, value in self._config.given().items())
+        job, names = self._planner.job, ("steps", "batch_size", "micro_batch_size", "sync")
+        given = {name: getattr(self._config, name) for name in names}
+        options = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
         ranks = plural(job.engine.peers.num_ranks, "rank")
         return f"Accumulator({job.engine.name}, {ranks}, update {job.index}; {options})"
 
@@ -178,8 +179,8 @@ class Accumulator:
             TypeError: Nothing in the batch has a length, or something in it cannot be cut.
             DistaccumError: As in `windows()`.
         """
-        self._config.refuse_to_cut("split")
-        return self._planner.plan(cut_up(batch, self._planner.job, Columns(length, whole)))
+        columns = self._config.columns("split", length, whole)
+        return self._planner.plan(cut_up(batch, self._planner.job, columns))
 
     def window(self, micro_batches: Iterable[Batch]) -> Window[Batch]:
         """One window of micro-batches that you made.
@@ -221,8 +222,8 @@ class Accumulator:
         """
         from .runs.update import update
 
-        self._config.refuse_to_cut("update")
-        return update(self._planner, self._extensions, batch, loss_fn, Columns(length, whole))
+        columns = self._config.columns("update", length, whole)
+        return update(self._planner, self._extensions, batch, loss_fn, columns)
 
     def contrast(
         self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
@@ -247,8 +248,8 @@ class Accumulator:
         """
         from .runs.contrast import contrast
 
-        self._config.refuse_to_cut("contrast")
-        return contrast(self._planner, self._extensions, batch, encode, loss_fn, Columns(length, whole))
+        columns = self._config.columns("contrast", length, whole)
+        return contrast(self._planner, self._extensions, batch, encode, loss_fn, columns)
 
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
         """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
@@ -270,8 +271,7 @@ class Accumulator:
         """
         from .runs.check.report import check
 
-        self._config.refuse_to_cut("check")
-        return check(self._planner, batch, loss_fn, Columns(length, whole))
+        return check(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
 
     # State
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, refuse_to_wait, tensors_in
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
-from .law import DistaccumError, RankReport, cut_evenly
+from .law import DistaccumError, RankReport, cut_evenly, steps_for, whole_number
 from .private import own_version_of
 from .ranks import Owed, Rows
 
@@ -200,11 +200,25 @@ class Ahead:
 
 
 def num_items(job: Job, index: int) -> int:
-    """The items of a loader that update `index` takes."""
-    config = job.config
+    """The items of a loader that update `index` takes; warns where that is not the batch that was requested."""
+    config, ranks = job.config, job.engine.peers.num_data_ranks
     if isinstance(config.steps, int):
         return config.steps
-    return config.items_at(index, job.engine.peers.num_data_ranks, job.once)
+    if config.by_cost is not None:
+        return 1  # which is cut
+    if (given := config.steps_at(index)) is not None:
+        return given
+    wanted, micro = config.batch_size, config.micro_batch_size
+    assert wanted is not None and isinstance(micro, int)
+    wanted = whole_number(f"batch_size({index})", wanted(index)) if callable(wanted) else wanted
+    steps = steps_for(wanted, micro, ranks)
+    if steps * micro * ranks != wanted:
+        job.once(
+            "batch_size",
+            f"batch_size={wanted} is not a multiple of {ranks} ranks x {micro} samples: each full update holds "
+            f"{steps * micro * ranks} ({steps} micro-batches per rank); split() cuts a batch unevenly instead",
+        )
+    return steps
 
 
 @final

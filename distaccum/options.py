@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from .cutting import Count, count_samples
+from .cutting import Columns, Count, Names, count_samples
 from .engines import Sync
-from .law import REDUCTIONS, Once, Reduction, Schedule, steps_for, whole_number
+from .law import REDUCTIONS, Reduction, Schedule, whole_number
 
 if TYPE_CHECKING:  # of a room
     from .feeding.by_cost import ByCost
@@ -67,27 +67,24 @@ class Config:
             if value is not None and (not callable(value) or name.startswith("micro")):
                 object.__setattr__(self, name, whole_number(name, value, cure))  # numpy's are ints from here on
 
-    def given(self) -> dict[str, Any]:
-        """The options that say how large a window is, for a repr."""
-        sizes = {name: getattr(self, name) for name in ("steps", "batch_size", "micro_batch_size")}
-        return {name: value for name, value in sizes.items() if value is not None} | {"sync": self.sync}
-
     @cached_property
     def by_cost(self) -> ByCost | None:
         """The size that cuts by the cost of rows; None if rows are counted."""
-        size = self.micro_batch_size
-        return None if size is None or isinstance(size, int | str) or not hasattr(size, "cut") else size
+        size: Any = self.micro_batch_size
+        return size if hasattr(size, "cut") else None
 
     @cached_property
     def most(self) -> int | Literal["auto"] | None:
         """The most that a micro-batch may hold, in samples or in cost."""
-        size = self.micro_batch_size
-        return size if size is None or isinstance(size, int | str) else size.most
+        size: Any = self.micro_batch_size
+        most: int | Literal["auto"] | None = getattr(size, "most", size)
+        return most
 
-    def refuse_to_cut(self, name: str) -> None:
-        """Raises where no size says into what."""
+    def columns(self, call: str, length: int | None, whole: Names) -> Columns:
+        """The description of a batch that `call` cuts; raises where no size says into what."""
         if self.steps is None and self.micro_batch_size is None:
-            raise ValueError(f"{name}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
+            raise ValueError(f"{call}() cuts a batch and no size was given; pass micro_batch_size= or steps=")
+        return Columns(length, whole)
 
     def refuse_to_group(self) -> None:
         """Raises where no number says how many micro-batches of a loader are a window."""
@@ -104,24 +101,6 @@ class Config:
         steps = self.steps
         return whole_number(f"steps({index})", steps(index), WHOLE) if callable(steps) else steps
 
-    def items_at(self, index: int, ranks: int, once: Once) -> int:
-        """The items of a loader that update `index` takes; warns where that is not the batch that was requested."""
-        if self.by_cost is not None:
-            return 1  # which is cut
-        if (given := self.steps_at(index)) is not None:
-            return given
-        wanted, micro = self.batch_size, self.micro_batch_size
-        assert wanted is not None and isinstance(micro, int)
-        wanted = whole_number(f"batch_size({index})", wanted(index)) if callable(wanted) else wanted
-        steps = steps_for(wanted, micro, ranks)
-        if steps * micro * ranks != wanted:
-            once(
-                "batch_size",
-                f"batch_size={wanted} is not a multiple of {ranks} ranks x {micro} samples: each full update holds "
-                f"{steps * micro * ranks} ({steps} micro-batches per rank); split() cuts a batch unevenly instead",
-            )
-        return steps
-
 
 def as_list(name: str, value: Any, needs: str) -> list[Any]:
     """One or several things that have `needs`, as a list; None is none of them."""
@@ -133,11 +112,8 @@ def as_list(name: str, value: Any, needs: str) -> list[Any]:
             raise TypeError(f"{name} is a pipeline's {type(one).__name__}, expected its schedule, as the model")
         if not hasattr(one, needs) or isinstance(one, type):
             swapped = "; the model comes first, then the optimizer" if name == "model" and hasattr(one, "step") else ""
-            seen = (
-                f"{one!r} is a {type(one).__name__}"
-                if one is None or isinstance(one, str | int)
-                else type(one).__name__
-            )
+            kind = type(one).__name__
+            seen = f"{one!r} is a {kind}" if one is None or isinstance(one, str | int) else kind
             raise TypeError(f"{name}={seen} without {needs}, expected a {name}{swapped}")
     if name != "model" and len({id(one) for one in values}) < len(values):
         raise ValueError(f"{name} holds the same {type(values[0]).__name__} twice, which would step twice per update")
@@ -165,7 +141,6 @@ def by_name(
     return reductions, {name: counts[name] for name in reductions}
 
 
-def choice(name: str, value: Any, known: Sequence[Any]) -> Any:
+def choice(name: str, value: Any, known: Sequence[Any]) -> None:
     if value not in known:
         raise ValueError(f"{name}={value!r}, expected one of {', '.join(map(repr, known))}")
-    return value
