@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from enum import Enum, auto
+from enum import Enum
 from typing import Any, NoReturn
 
 import torch
@@ -36,15 +36,7 @@ OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING  # it holds gradients
 OVER = Stage.STEPPED, Stage.LEFT
 
 
-class Turn(Enum):
-    """The backward of the micro-batch at work, or of a part of it."""
-
-    DONE = auto()
-    WAITING = auto()
-    FAILED = auto()
-
-
-DONE, WAITING, FAILED = Turn
+DONE, WAITING, FAILED = range(3)  # the backward of the micro-batch at work, or of a part of it
 
 
 def refuse_backward(window: Any) -> NoReturn:
@@ -53,7 +45,7 @@ def refuse_backward(window: Any) -> NoReturn:
         raise DistaccumError(
             f"backward() on a window that is {window.describe()}; call it in the loop over its micro-batches"
         )
-    if window.turn is FAILED:
+    if window.turn == FAILED:
         raise DistaccumError(
             f"backward() after one that failed {window.where()}: gradients are half added up; leave the loop, "
             "which discards the window, and go on with the next"
@@ -89,7 +81,7 @@ def refuse_unfinished(window: Any) -> None:
 
 def refuse_missing_backward(window: Any, what: str) -> None:
     """Raises where `what` is at work and had no backward."""
-    if window.turn is not DONE:
+    if window.turn != DONE:
         raise DistaccumError(
             f"{what} without window.backward(loss) ({window.where()}); call it for each one (to leave a micro-batch "
             "out, let count give 0 for it)"
@@ -133,17 +125,15 @@ class NonfiniteError(DistaccumError):
     """A window was given up, and nothing was stepped."""
 
 
-def judge(
-    engine: Engine, losses: Losses, parameters: Sequence[nn.Parameter], what: str, on_nonfinite: OnNonfinite
-) -> str:
+def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
     """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip.
 
     Reads every gradient, and costs a small collective.
     """
     names = names_of(engine.models)
-    named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(parameters)]
+    named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(window.parameters)]
     own = (
-        losses.first_nonfinite() or (-1, 0.0),
+        window.losses.first_nonfinite() or (-1, 0.0),
         [name for name, p in named if p.grad is not None and not _is_finite(p.grad)],
         [name for name, p in named if not _is_finite(p)],
     )
@@ -156,7 +146,7 @@ def judge(
         )
         cure = "Go back to a checkpoint, or look at how they were initialised or loaded"
     else:
-        message = _origin(engine, losses, places) + (f"; first in {shorten(gradients)}" if gradients else "")
+        message = _origin(engine, window.losses, places) + (f"; first in {shorten(gradients)}" if gradients else "")
     if on_nonfinite != "raise":
         return f"a {what} is not finite ({message})"
     raise NonfiniteError(
@@ -180,12 +170,10 @@ def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) 
     return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
 
 
-def judge_loss(
-    engine: Engine, losses: Losses, record: Record, parameters: Sequence[nn.Parameter], on_nonfinite: OnNonfinite
-) -> None:
+def judge_loss(window: Any, engine: Engine, record: Record, on_nonfinite: OnNonfinite) -> None:
     """Raises where an overflow is no scaler's business, since a loss was not finite before it was scaled."""
     if on_nonfinite == "raise" and not all(map(math.isfinite, record.losses())):
-        judge(engine, losses, parameters, "loss", "raise")
+        judge(window, engine, "loss", "raise")
 
 
 def _is_finite(tensor: Tensor) -> bool:

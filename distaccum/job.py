@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from operator import is_ as is_same
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.amp import GradScaler
@@ -17,7 +17,7 @@ from .adapter import Prepared, adapters_for, is_there
 from .batchnorm import batchnorms
 from .cutting import count_samples
 from .engines import Engine, choose_engine
-from .law import DistaccumError, Once
+from .law import Once
 from .norms import unique
 from .options import Config, as_list
 from .private import has_step_hooks, is_view, version_of
@@ -48,17 +48,6 @@ class Hooks(NamedTuple):
     numbers: tuple[Callable[[Any], Tensor | None], ...] = ()
     judge: tuple[Callable[[Any], str | None], ...] = ()
     end: tuple[Callable[[Any, Any], None], ...] = ()
-
-    def tell_end(self, window: Any, update: Any) -> None:
-        """Calls all of `end`, whatever one raises."""
-        errors: list[Exception] = []
-        for hear in self.end:
-            try:
-                hear(window, update)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
 
 
 @dataclass(frozen=True)
@@ -130,13 +119,6 @@ class Job:
         self.fit: Any = None  # what update() learned of sizes (runs/sizes.py)
         self.seen: Seen = {}  # what was cut of batches, and what went whole
         self.substitute: Micro | None = None  # of a window whose gradient was finite, to stand in with
-
-    def refuse_to_skip_on(self, reason: str | None) -> NoReturn:
-        skipped, self.skipped = self.skipped, 0
-        raise DistaccumError(
-            f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
-            "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
-        )
 
     def schedules_due(self) -> list[Any]:
         """Lists the schedules that are to step; warns if one moved on since the last update, as `epochs` shows."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, Generic, TypeVar, final
 
@@ -104,7 +105,7 @@ class Window(Generic[Batch]):
     @property
     def num_done(self) -> int:
         """The micro-batches of this rank that went backward, stand-ins included."""
-        return self.micro_step + (self.turn is DONE and not self.has_more_parts)
+        return self.micro_step + (self.turn == DONE and not self.has_more_parts)
 
     def where(self) -> str:
         """The place of the loop, in words."""
@@ -140,7 +141,7 @@ class Window(Generic[Batch]):
                     self.at_work = self.micros[micro_step]
                     self.counts_here = self.at_work.counts
                     yield self._take(self.at_work)
-                if self.turn is not DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
+                if self.turn != DONE or self.has_more_parts or self.losses.has_several or self.stage is Stage.LEFT:
                     guard.refuse_unfinished(self)
             self.stand_in = False
             if self._tamper.differs():
@@ -206,7 +207,7 @@ class Window(Generic[Batch]):
 
     def _start_backward(self) -> bool:
         """Raises where no backward may come now; returns whether the one that comes may reduce."""
-        if self.turn is not WAITING:
+        if self.turn != WAITING:
             guard.refuse_backward(self)
         if self._is_first and self._engine.stale(self.parameters):
             give_up(self, "gradients came into the window that its backward() did not make")
@@ -247,7 +248,7 @@ class Window(Generic[Batch]):
         self._final = [group for group in job.groups if any(one.grad is not None for one in group)]
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
         if looks and not look_at(engine, self.parameters)[0]:
-            guard.judge(engine, self.losses, self.parameters, "gradient", "raise")
+            guard.judge(self, engine, "gradient", "raise")
         for give in self._hooks.numbers:
             if (found := give(self)) is not None:
                 self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # of a bound method
@@ -346,7 +347,11 @@ class Window(Generic[Batch]):
         update = Update(self.index, self.counts, self._num_own, reason is None, reason, seconds, {}, record)
         self._end(update)
         if job.skipped >= MOST_SKIPS:
-            job.refuse_to_skip_on(reason)
+            skipped, job.skipped = job.skipped, 0
+            raise DistaccumError(
+                f"{skipped} updates in a row were skipped, the last because {reason}; nothing is learned like "
+                "this. Look at the data and at the weights, lower the learning rate, or go back to a checkpoint"
+            )
         return update
 
     def _step(self) -> tuple[str | None, Record | None]:
@@ -369,11 +374,11 @@ class Window(Generic[Batch]):
             note_overflow(scaler, job.optimizers, overflows)
             if bool(overflows):
                 reason = "the scaled gradients overflowed"
-                guard.judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
+                guard.judge_loss(self, engine, record, config.on_nonfinite)
         elif config.on_nonfinite != "ignore" and "norm" not in engine.owns:
             finite, norm, read = look_at(engine, stepped, norm)
             if not finite:
-                reason = guard.judge(engine, self.losses, self.parameters, "gradient", config.on_nonfinite)
+                reason = guard.judge(self, engine, "gradient", config.on_nonfinite)
         if reason is None:
             reason = next((why for one in self._hooks.judge if (why := one(self)) is not None), None)
         if reason is None:
@@ -386,9 +391,9 @@ class Window(Generic[Batch]):
             if "norm" in engine.owns:  # it judged the gradient as it stepped
                 norm = None if config.max_norm is None else engine.norm(stepped)
                 if reason is not None:
-                    guard.judge_loss(engine, self.losses, record, self.parameters, config.on_nonfinite)
+                    guard.judge_loss(self, engine, record, config.on_nonfinite)
                     if config.on_nonfinite == "raise" and "scale" not in engine.owns:
-                        guard.judge(engine, self.losses, self.parameters, "gradient", "raise")
+                        guard.judge(self, engine, "gradient", "raise")
         if scaler is not None:
             scaler.update()
         record.norm, record.read = None if config.max_norm is None else norm, read
@@ -416,7 +421,9 @@ class Window(Generic[Batch]):
         self._job.holds_gradients = False
 
     def _end(self, update: Update | None) -> None:
-        """Tells all extensions; twice is no harm."""
+        """Tells all extensions, whatever one raises; twice is no harm."""
         is_heard, self._is_heard = self._is_heard, False
         if is_heard and self._hooks.end:
-            self._hooks.tell_end(self, update)
+            with ExitStack() as stack:
+                for hear in reversed(self._hooks.end):
+                    stack.callback(hear, self, update)

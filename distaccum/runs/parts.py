@@ -24,7 +24,7 @@ def each_part(window: Any, items: Iterable[Item], call: str = "parts()", one: st
             f"{call} {window.where()} inside parts() or heads(), which give each backward a part of its own; go "
             "through one list of all parts"
         )
-    if window.turn is not WAITING:
+    if window.turn != WAITING:
         raise DistaccumError(f"{call} {window.where()}, expected it in a micro-batch that had no backward yet")
     sequence, nothing = iter(items), object()
     item: Any = next(sequence, nothing)
