@@ -154,31 +154,25 @@ class Ahead:
         self.at_start = self.reader.use(self._num)
         if ahead and self._reads_ahead:
             report = draw.report
-            self._owed, self._is_due = self._peers.owe(report.update + 1, len(report) - 1 + len(report.totals)), True
+            self._owed = self._peers.owe(report.update + 1, len(report) - 1 + len(report.totals))
+            with suppress(Exception):  # else it raises where that window is asked for
+                self._num, self._is_due = num_items(self._job, report.update + 1), True
         else:
             self.reader.settle_reuse()  # the loop may write to what it gets
 
-    def pace(self, index: int, micro_step: int, num_micro_steps: int) -> None:
-        """Draws a part of the next window as `micro_step` of update `index` begins."""
+    def pace(self, micro_step: int, num_micro_steps: int) -> None:
+        """Draws a part of the next window as `micro_step` of the one at work begins."""
         if not self._is_due:
             return
-        if micro_step == 0:
-            self._is_due = False
-            with suppress(Exception):  # else it raises where that window is asked for
-                self._num, self._is_due = num_items(self._job, index + 1), True
-            if not self._is_due:
-                return
         num = -(-self._num * (micro_step + 1) // num_micro_steps)
-        has_all = not self.reader.fill(num) or num == self._num
+        self._is_due = self.reader.fill(num) and num < self._num
         if micro_step == 0:
             self.reader.settle_reuse()
-        if not has_all:
-            return
-        self._is_due = False
-        if self._owed is not None and self._owed.wait is None:
+        owed = self._owed
+        if not self._is_due and owed is not None and owed.wait is None:
             with suppress(WouldWait):
-                self._next = draw(self._job, partial(self._make, ahead=True), index + 1, ahead=True)
-                self._peers.pay(self._owed, self._next.report.to_row())
+                self._next = draw(self._job, partial(self._make, ahead=True), owed.update, ahead=True)
+                self._peers.pay(owed, self._next.report.to_row())
 
     def leave(self) -> bool:
         """The loop over windows() is over: nothing more is drawn. Returns what the reader does."""
@@ -370,15 +364,14 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
     its time and would have to wait for a device.
     """
     engine, peers = job.engine, job.engine.peers
+    counts_of = {"samples": count_samples} if manner.is_sum else job.config.counts
     batches, counts, pieces, error, fingerprint = Batches([]), list[Counts](), list[list[Counts]](), None, 0
     try:
         batches = make(index)
-        if manner.is_sum:
-            counts = [(float(n),) for n in batches.lengths or []]
-        elif engine.pipeline is None:
-            counts = _counts_of(job.config.counts, batches, ahead)
+        if engine.pipeline is None:
+            counts = _counts_of(counts_of, batches, ahead)
         else:
-            count = lambda found: _counts_of(job.config.counts, Batches(found), ahead)  # noqa: E731
+            count = lambda found: _counts_of(counts_of, Batches(found), ahead)  # noqa: E731
             pieces = engine.pipeline.count(batches.micro_batches, count)
             counts = [tuple(map(sum, zip(*of_pieces, strict=True))) for of_pieces in pieces]
         if peers.fingerprint is not None:
@@ -411,7 +404,7 @@ def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool
         largest=largest,
         largest_sample=width,
         fingerprint=fingerprint,
-        totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * (1 if manner.is_sum else len(job.config.counts)),
+        totals=tuple(map(sum, zip(*counts, strict=True))) or (0.0,) * len(counts_of),
     )
     try:
         substitute = replace((full or micros)[-1]) if micros and engine.lockstep else None  # which keeps its batch

@@ -64,7 +64,7 @@ class Planner:
             one.begin()
 
     def _window_of(
-        self, found: Draw, wait: Callable[[], Rows], manner: Manner, pace: Callable[[int, int, int], None] | None = None
+        self, found: Draw, wait: Callable[[], Rows], manner: Manner, pace: Callable[[int, int], None] | None = None
     ) -> Window:
         """The window that follows from the rows of all ranks, if none has failed."""
         job, engine, reports = self.job, self.job.engine, [RankReport.from_row(row) for row in wait()]
@@ -199,9 +199,6 @@ class Windows(Iterator[Window[Batch]], Generic[Batch]):
     def __init__(self, planner: Planner, loader: Any, *, ahead: bool) -> None:
         self._loader, self._job = loader, planner.job
         self._windows = planner.windows(loader, ahead=ahead)  # which does not hold this one
-
-    def __iter__(self) -> Windows[Batch]:
-        return self
 
     def __next__(self) -> Window[Batch]:
         return next(self._windows)

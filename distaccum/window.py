@@ -59,7 +59,7 @@ class Window(Generic[Batch]):
         micros: Sequence[Micro],
         substitute: Micro | None,
         manner: Manner,
-        pace: Callable[[int, int, int], None] | None,
+        pace: Callable[[int, int], None] | None,
     ) -> None:
         self.index, self.counts = job.index, dict(plan.counts)
         # For the library's own:
@@ -130,7 +130,7 @@ class Window(Generic[Batch]):
             for micro_step in range(self.num_micro_steps):
                 self.micro_step, self.turn, self.stand_in = micro_step, WAITING, micro_step >= self._num_own
                 if self._pace is not None:
-                    self._pace(self.index, micro_step, self.num_micro_steps)
+                    self._pace(micro_step, self.num_micro_steps)
                 if self.stand_in:
                     assert self.substitute is not None  # the engine's check has seen to it
                     self.at_work, self.counts_here = None, self.substitute.counts
