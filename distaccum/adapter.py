@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -17,9 +16,8 @@ DOORS = {
 }
 
 
-@dataclass
 class Prepared:
-    """The caller's objects, which adapters put their own inside of in the place of."""
+    """The caller's objects; adapters replace those of their library by what is inside."""
 
     models: list[Any]
     optimizers: list[Any]

@@ -9,9 +9,8 @@ from operator import is_ as is_same
 from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import LBFGS, Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim import LBFGS
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from .adapter import Prepared, adapters_for, is_there
 from .batchnorm import batchnorms
@@ -66,30 +65,24 @@ LOOP = Manner()
 
 
 @final
-class Job:
+class Job(Prepared):
     """Everything that the windows of an Accumulator share."""
 
     def __init__(
         self, config: Config, model: Any, optimizer: Any, scheduler: Any, scaler: Any, accelerator: Any
     ) -> None:
-        given = Prepared(
-            as_list("model", model, "forward"),
-            as_list("optimizer", optimizer, "param_groups"),
-            as_list("scheduler", scheduler, "step"),
-            scaler if scaler is not None and scaler.is_enabled() else None,
-        )
-        self.adapters = adapters_for(accelerator)
+        self.config, self.adapters = config, adapters_for(accelerator)
+        self.models = as_list("model", model, "forward")
+        self.optimizers = as_list("optimizer", optimizer, "param_groups")
+        self.schedulers = as_list("scheduler", scheduler, "step")
+        self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
         for one in self.adapters:
-            one.unwrap(given)
-        self.config = config
-        self.engine: Engine = choose_engine(given.models, config.sync, config.mesh)
-        self.models: list[nn.Module] = list(self.engine.models)
+            one.unwrap(self)
+        self.engine: Engine = choose_engine(self.models, config.sync, config.mesh)
+        self.models = list(self.engine.models)
         for one in self.adapters:
             self.engine.run_backward = one.around(self.engine.run_backward)
-        self.engine.adopt(given, config.max_norm, config.on_nonfinite)
-        self.scaler: GradScaler | None = given.scaler
-        self.optimizers: list[Optimizer] = given.optimizers
-        self.schedulers: list[LRScheduler] = given.schedulers
+        self.engine.adopt(self, config.max_norm, config.on_nonfinite)
         self.steps = bool(self.optimizers) or "step" in self.engine.owns  # else the caller does
         self.scales_seeds = not any(one.scales_losses for one in self.adapters)  # what runs backward would, too
         self.epochs: list[int] = []  # of the schedules, after their last step
