@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from importlib import import_module
 from importlib.util import find_spec
+from pkgutil import resolve_name
 from typing import Any
 
 RunBackward = Callable[..., Any]
 # Doors to the adapters, by the packages of which one is imported where something may be prepared.
 DOORS = {
-    ("accelerate",): ("distaccum.wrappers.accelerate", "Accelerated"),
-    ("lightning_fabric", "lightning"): ("distaccum.wrappers.fabric", "FromFabric"),
+    ("accelerate",): "distaccum.wrappers.accelerate:Accelerated",
+    ("lightning_fabric", "lightning"): "distaccum.wrappers.fabric:FromFabric",
 }
 
 
@@ -55,16 +55,16 @@ class Adapter:
         return True
 
 
-def is_there(module: str) -> bool:
+def is_there(door: str) -> bool:
     """Returns False for a room that was taken away."""
-    return find_spec(module.rpartition(".")[0]) is not None and find_spec(module) is not None
+    return find_spec(door.rpartition(".")[0]) is not None and find_spec(door.partition(":")[0]) is not None
 
 
 def adapters_for(accelerator: Any) -> list[Adapter]:
     """The adapters of libraries that the caller has imported."""
     return [
-        getattr(import_module(module), name)(accelerator)
-        for packages, (module, name) in DOORS.items()
-        if (any(map(sys.modules.get, packages)) and is_there(module))
+        resolve_name(door)(accelerator)
+        for packages, door in DOORS.items()
+        if (any(map(sys.modules.get, packages)) and is_there(door))
         or (accelerator is not None and "accelerate" in packages)
     ]

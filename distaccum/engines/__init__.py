@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -18,8 +19,8 @@ __all__ = ["Engine", "Sync", "choose_engine", "known_engines", "register"]
 _REGISTERED: list[type[Engine]] = []
 # Doors to the engines outside of the core, by the name of the wrapper's class: opened when a model holds one.
 DOORS = {
-    "FullyShardedDataParallel": ("distaccum.wrappers.fsdp1", "FSDPEngine"),
-    "DeepSpeedEngine": ("distaccum.wrappers.deepspeed", "DeepSpeedEngine"),
+    "FullyShardedDataParallel": "distaccum.wrappers.fsdp1:FSDPEngine",
+    "DeepSpeedEngine": "distaccum.wrappers.deepspeed:DeepSpeedEngine",
 }
 # Unsupported wrappers that would be taken for a plain module, by the name of a class and of its package.
 UNKNOWN = {
@@ -69,7 +70,8 @@ def _engine_of(models: Sequence[nn.Module], sync: Sync, num_stages: int = 1) -> 
                 f"the model is wrapped by {kind.__module__}.{kind.__name__}, which has no engine here; use torch's "
                 f"DistributedDataParallel(module) or fully_shard. There are engines for {_names_of(known_engines())}"
             )
-    found = found or _wrapping(modules, [DDPEngine, FullyShardEngine, *(_opened(one) for one in DOORS if one in names)])
+    doors = [resolve_name(door) for name, door in DOORS.items() if name in names]
+    found = found or _wrapping(modules, [DDPEngine, FullyShardEngine, *doors])
     if len(found) > 1:
         raise ValueError(
             f"the models are wrapped by {_names_of(found)}, expected one kind; give each an Accumulator of its own"
@@ -111,13 +113,7 @@ def _wrapping(modules: Sequence[nn.Module], engines: Sequence[type[Engine]]) -> 
 
 
 def known_engines() -> list[type[Engine]]:
-    return [PlainEngine, DDPEngine, FullyShardEngine, *_REGISTERED, *map(_opened, DOORS)]
-
-
-def _opened(door: str) -> type[Engine]:
-    module, name = DOORS[door]
-    engine: type[Engine] = getattr(import_module(module), name)
-    return engine
+    return [PlainEngine, DDPEngine, FullyShardEngine, *_REGISTERED, *map(resolve_name, DOORS.values())]
 
 
 def _names_of(engines: Iterable[type[Engine]]) -> str:
