@@ -145,9 +145,9 @@ class Accumulator:
         never stand still, and at most two windows of micro-batches are alive.
 
         Args:
-            loader: Yields micro-batches of any kind, which are never cut. It needs no length. The last window may be
-                short, and ranks may run out at different times. An error of it is raised where its window is asked
-                for. What was drawn ahead of an iterator that you leave begins its next `windows()`.
+            loader: Yields micro-batches of any kind, which are never cut. The last window may be short, and ranks may
+                run out at different times. An error of it is raised where its window is asked for. What was drawn ahead
+                of an iterator that you leave begins its next `windows()`.
             ahead: False draws a window when it is asked for, and nothing while one runs: for loaders whose items depend
                 on the process's global random numbers, or are large.
 
@@ -186,8 +186,7 @@ class Accumulator:
         """One window of micro-batches that you made.
 
         Args:
-            micro_batches: This rank's, drawn at once; ranks may have different numbers of them. Neither `steps` nor the
-                sizes play a part.
+            micro_batches: This rank's, drawn at once, as many as there are; ranks may have different numbers of them.
 
         Raises:
             ValueError: A count that is no count.
@@ -210,8 +209,7 @@ class Accumulator:
 
         Args:
             batch: This rank's part of the update, as in `split()`.
-            loss_fn: Called with a micro-batch, perhaps more than once; returns the loss as a scalar tensor, or a dict
-                of losses by name.
+            loss_fn: Called with a micro-batch, perhaps more than once; returns the loss, or a dict of losses by name.
             length: As in `split()`.
             whole: As in `split()`.
 
@@ -242,8 +240,7 @@ class Accumulator:
             whole: As in `split()`.
 
         Raises:
-            DistaccumError: `encode` gives other values the second time, ranks get different losses, or as in
-                `update()`.
+            DistaccumError: A second `encode` gives other values, ranks get different losses, or as in `update()`.
             ValueError: No size was given to the Accumulator, or `encode` or `loss_fn` returns another shape.
         """
         from .runs.contrast import contrast
@@ -258,15 +255,13 @@ class Accumulator:
         Gradients, buffers, modes and random numbers are put back, and nothing is stepped.
 
         Args:
-            batch: This rank's part, at least two samples. The big batch is that of all ranks, on each of them: keep it
-                small.
+            batch: This rank's part, at least two samples. Each rank runs the big batch of all of them: keep it small.
             loss_fn: As in `update()`; called with micro-batches and with the big batch.
             length: As in `split()`.
             whole: As in `split()`.
 
         Raises:
-            DistaccumError: The engine shows no gradients (DeepSpeed), the big batch does not fit, or every gradient is
-                0.
+            DistaccumError: The engine shows no gradients (DeepSpeed), the big batch does not fit, or they are all 0.
             ValueError: No size was given to the Accumulator.
         """
         from .runs.check.report import check
