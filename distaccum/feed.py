@@ -49,10 +49,7 @@ def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: 
     def make(index: int) -> Batches:
         total, most, by = columns.length_of(batch), job.most, job.config.by_cost
         if by is not None:
-            parted, lengths, costs, warning = by.cut(batch, total, most, parts, columns.whole, in_order=in_order)
-            found = Batches(parted, lengths, costs)
-            if warning is not None:
-                job.once("cost", warning, on_each_rank=True)
+            found = Batches(*by.cut(batch, total, most, parts, columns.whole, job.once, in_order=in_order))
         else:
             steps = job.config.steps_at(index)
             sizes = cut_evenly(total, parts=max(steps or parts, -(-total // (most or max(total, 1)))))

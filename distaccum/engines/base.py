@@ -137,11 +137,9 @@ class Engine:
 
     def num_micro_steps(self, plan: Plan) -> tuple[int, int]:
         """Micro-steps of this rank, with stand-ins, and how many of the first reduce beside the last ("every")."""
-        counted = plan.num_counted
-        return (
-            max(counted) if self.lockstep else counted[self.peers.rank],
-            (max if self.lockstep else min)(counted) - 1 if self.sync == "every" else 0,
-        )
+        own, fewest, most = plan.num_counted[self.peers.rank], min(plan.num_counted), max(plan.num_counted)
+        steps, common = (most, most) if self.lockstep else (own, fewest)
+        return steps, common - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:
         """Returns whether a backward with this `reduce` communicates; override it with `backward`.

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from ..cutting import Count, Names, cut_batch, map_tensors, pick_rows
-from ..law import whole_number
+from ..law import Once, whole_number
 
 Cost = Count | Callable[[Any], Sequence[float]]  # batch -> a number, or one for each of its rows
 
@@ -41,23 +41,23 @@ class ByCost:
                 raise TypeError(f"{name}={value!r} is a {type(value).__name__}, expected a callable of a batch")
 
     def cut(
-        self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, *, in_order: bool
-    ) -> tuple[list[Any], list[int], list[int], str | None]:
+        self, batch: Any, length: int, limit: int | None, parts: int, whole: Names, once: Once, *, in_order: bool
+    ) -> tuple[list[Any], list[int], list[int]]:
         """Cuts the `length` rows of a `batch`, but not its `whole` entries, into micro-batches within the `limit`.
 
         They are at least `parts` where there are as many rows, and `in_order` if that is asked for. Returns them, their
-        numbers of rows, their costs, and a warning or None.
+        numbers of rows and their costs.
         """
         costs = _costs_of_rows(self.cost, batch, length, whole)
         largest = max(costs, default=0)
         at_once = len(costs) * largest
         groups = group_by_cost(costs, min(limit or max(1, at_once), max(1, -(-at_once // parts))), in_order=in_order)
         found = list(pick_rows(batch, groups, length, whole)) if groups else []
-        warning = None
         if self.most != "auto" and largest > self.most:
-            warning = f"a row costs {largest}, more than the {self.most} of ByCost; such rows go alone"
+            message = f"a row costs {largest}, more than the {self.most} of ByCost; such rows go alone"
+            once("cost", message, on_each_rank=True)
         trimmed = found if self.trim is None else list(map(self.trim, found))
-        return trimmed, list(map(len, groups)), [cost_of_group(costs, rows) for rows in groups], warning
+        return trimmed, list(map(len, groups)), [cost_of_group(costs, rows) for rows in groups]
 
 
 def group_by_cost(costs: Sequence[int], limit: int, *, in_order: bool = False) -> list[list[int]]:
