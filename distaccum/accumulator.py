@@ -87,8 +87,7 @@ class Accumulator:
     Raises:
         TypeError: An argument of the wrong kind, such as `steps=2.5`, `LBFGS` or `ReduceLROnPlateau`.
         ValueError: An unknown choice, arguments that exclude each other, an option that the engine lacks, a wrapper
-            without an engine, a plain module in a job of several ranks, or an optimizer without any of the model's
-            parameters.
+            without an engine, a plain module in a job of several ranks, or an optimizer of another model.
         DistaccumError: Accelerate or DeepSpeed is set to accumulate or clip by itself.
     """
 
@@ -292,9 +291,8 @@ class Accumulator:
         The random numbers are put back when the first window begins, and its data are drawn.
 
         Args:
-            state: Of this rank, of the same version. It loads on another number of ranks, too, without its random
-                numbers and the loader's place. Give `windows()` the loader from that window's first micro-batch on, if
-                it has no state of its own.
+            state: Of this rank, of the same version. On another number of ranks its random numbers and the loader's
+                place are left out. A loader without a state of its own must begin at that window's first micro-batch.
 
         Raises:
             TypeError, ValueError: No such state, or one with a scaler for an Accumulator without (or the reverse).

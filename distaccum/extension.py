@@ -17,8 +17,7 @@ KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, 
 class Extension:
     """A participant in the windows of one Accumulator; override the methods that you need.
 
-    Only methods that are overridden are called, in the order of `extensions=`. One that raises discards the window, as
-    an error of the loop does.
+    Only overridden methods are called, in the order of `extensions=`. One that raises discards the window.
 
     Attributes:
         key (str): The name of its state and of its numbers; "" if it has neither.
@@ -29,9 +28,7 @@ class Extension:
     in_contrast: ClassVar[bool] = True
 
     def join(self, job: Job) -> None:
-        """Raises if it cannot work with the Accumulator that is being made: `job` has its `engine`, `models`,
-        `optimizers`, `scaler` and `config`.
-        """
+        """Raises if it cannot work with this `job`'s `engine`, `models`, `optimizers`, `scaler` or `config`."""
 
     def begin(self, window: Window) -> None:
         """The `window` begins, before its first micro-batch; it has its `index`, its `counts` and a length."""
@@ -48,13 +45,12 @@ class Extension:
     def numbers(self, window: Window) -> Tensor | None:
         """Numbers of the `window` that the ranks add up with the losses: a tensor of one dimension, as long on each.
 
-        Called when the gradients are final, still multiplied by a scaler's scale. `end` gets the sums, as
-        `update.summed(key)`.
+        Called when gradients are final, still multiplied by a scaler's scale. `update.summed(key)` is their sum.
         """
         return None
 
     def judge(self, window: Window) -> str | None:
-        """The reason not to step the `window`, or None: the update is skipped for it. It must be the same on all ranks.
+        """The reason to skip the update, the same on all ranks, or None.
 
         Called before clipping, where the Accumulator steps and nothing else skips the update.
         """

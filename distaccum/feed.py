@@ -234,8 +234,7 @@ class Reader:
             if not self._drawn:
                 self._position = self.position()
             try:
-                # Not once more after the end: some loaders start anew then, others where they are asked for another
-                # iterator.
+                # Not once more after the end: some loaders start anew then, others on their next iter().
                 self._drawn.append(next(iterator))
             except StopIteration:
                 self._has_ended = True
@@ -357,8 +356,7 @@ def _look_at(item: Any) -> list[Look]:
 def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool = False) -> Draw:
     """Counts what `make` gives for update `index`; keeps an error until the other ranks have the report.
 
-    What counts nothing is left out, but not where other ranks have parts of it. Raises WouldWait if it is `ahead` of
-    its time and would have to wait for a device.
+    What counts nothing is left out, unless other ranks have parts of it. `ahead`: raises WouldWait, and waits for none.
     """
     engine, peers = job.engine, job.engine.peers
     counts_of = {"samples": count_samples} if manner.is_sum else job.config.counts

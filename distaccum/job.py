@@ -56,8 +56,7 @@ class Manner:
     hooks: Hooks | None = None  # None: those of the accumulator's extensions
     is_sum: bool = False  # its loss is a sum over samples, whatever the accumulator's reductions say
     agrees: bool = False  # ranks agree before they reduce
-    # Asked of its micro-batches, for the plan: whether no backward may reduce, the most samples in one, and the most
-    # numbers in a sample.
+    # For the plan, of its Batches: whether no backward may reduce, most samples in one, most numbers in a sample.
     measure: Callable[[Any], tuple[bool, int, int]] | None = None
 
 

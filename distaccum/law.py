@@ -1,8 +1,7 @@
 """The law: shares, the plan of a window, and the words of errors. No torch, no ranks.
 
 Each rank says what it has for a window in one row of numbers (`RankReport`). The rows are gathered once, and every rank
-makes the same `Plan` of them: from then on each micro-loss has one known factor, its share, and nothing is corrected
-later.
+makes the same `Plan` of them: then each micro-loss has one known factor, its share, and nothing is corrected later.
 """
 
 from __future__ import annotations
@@ -91,8 +90,7 @@ REDUCTIONS: tuple[Reduction, ...] = get_args(Reduction)
 def share_of(reduction: Reduction, count: float, total: float, divisor: float) -> float:
     """The factor that makes a micro-loss its part of the big batch's loss.
 
-    `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` what the engine's reduction
-    divides by.
+    `count` is the micro-batch's denominator, `total` the window's over all ranks, `divisor` the reduction's.
 
     >>> share_of("mean", count=2, total=8, divisor=1)
     0.25

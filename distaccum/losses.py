@@ -188,9 +188,7 @@ class Losses:
 
 @final
 class Record:
-    """Losses by name, numbers of extensions, and with a scaler whether gradients overflowed: ranks add them up at a
-    step, while nobody waits. An Update keeps it.
-    """
+    """Losses by name, numbers of extensions, and flags of overflow, which ranks add up at a step while nobody waits."""
 
     def __init__(
         self, losses: Losses, numbers: Mapping[str, Tensor], flags: Sequence[Tensor] | None, engine: Engine

@@ -1,9 +1,8 @@
 """Peers: the ranks of a data-parallel group, which exchange small values.
 
 What ranks tell each other about windows runs on host groups of the library's own, so that none of it can be matched
-with a collective of the caller or of a wrapper, on a rank that is further on. A torch process group has one set of
-them, which all Accumulators share. Sums of gradients, norms and losses on a device run on the wrapper's groups, when
-all ranks have come to the same step.
+with a collective of the caller or of a wrapper, on a rank that is further on. All Accumulators on a process group share
+them. Sums of gradients, norms and losses on a device run on the wrapper's groups, at the same step of all ranks.
 """
 
 from __future__ import annotations
@@ -52,8 +51,7 @@ class Peers:
         rank, num_ranks, global_rank (int): In the group, of it, and in the whole job.
         num_data_ranks (int): Ranks with samples of their own: all of them, but on a mesh (`meshes/ranks.py`).
         is_alone (bool): No other rank takes part in updates.
-        shares_samples, has_parts (bool): On a mesh, ranks outside of the group compute on the samples of each; some in
-            it have parts of the same samples.
+        shares_samples, has_parts (bool): Ranks outside of the group have the same samples; ranks in it parts of them.
     """
 
     shares_samples = has_parts = False
@@ -85,8 +83,7 @@ class Peers:
     def post(self, row: Sequence[float]) -> Callable[[], Rows]:
         """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates.
 
-        Through the host, never through the device's queue, and on a group on which nothing else travels. A debt that
-        stands is settled first.
+        Through the host, on a group on which nothing else travels. A debt that stands is settled first.
         """
         self._settle_standing()
         return self._send(row, self._plans)

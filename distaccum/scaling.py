@@ -1,8 +1,7 @@
 """GradScaler: unscaling once, an overflow that all ranks agree on, and marks that a window leaves on it.
 
 Private names, as in torch 2.9 to 2.15: which optimizers a scaler has unscaled, their flags of overflow, and its scale.
-The public way reads the scale from the device, or takes a second pass over the gradients. Without the names:
-AttributeError, before any step.
+The public way reads the device, or all gradients again. Without the names: AttributeError, before any step.
 """
 
 from __future__ import annotations

@@ -60,8 +60,7 @@ class Update:
     def noise_scale(self) -> float | None:
         """The gradient noise scale, smoothed up to this update, in the unit of its count; the same on all ranks.
 
-        None: no `NoiseScale()` among the extensions, or no update had two gradients to compare; inf: noise is all that
-        can be seen.
+        None: no `NoiseScale()` among the extensions, or no two gradients to compare yet; inf: nothing but noise.
         """
         record = self.notes.get("noise")
         return None if record is None else record.read()

@@ -46,8 +46,7 @@ class Window(Generic[Batch]):
     Attributes:
         index (int): The update's index, from 0; a skipped update counts too.
         counts (dict[str, float]): The denominators over all ranks, by name.
-        num_micro_steps (int): The micro-batches that the loop yields on this rank, stand-ins included; 0 where nothing
-            counts.
+        num_micro_steps (int): What the loop yields on this rank, with stand-ins; 0 where nothing counts.
         stand_in (bool): True while the micro-batch at work only keeps this rank in step with the others; it was there
             before, its share is 0, and it is counted nowhere. A plain module and DDP never need one.
     """
@@ -159,9 +158,7 @@ class Window(Generic[Batch]):
         return batch
 
     def begin(self) -> None:
-        """Starts the engine, which may communicate. Iterating calls it; call it yourself if your ranks communicate
-        before their first micro-batch.
-        """
+        """Starts the engine, which may communicate. Iterating does; call it if you communicate before the loop."""
         if self.stage is not Stage.PLANNED:
             raise DistaccumError(f"this window is {self.describe()}; a window is iterated once")
         job, engine = self._job, self._engine

@@ -34,9 +34,7 @@ Kind = TypeVar("Kind", bound=type[Engine])
 
 
 def register(engine: Kind) -> Kind:
-    """Makes Accumulators find an engine of your own by its `wraps`, before those of the library; usable as a decorator
-    of the class.
-    """
+    """Makes Accumulators find an engine of your own by its `wraps`, before the library's; a decorator of the class."""
     if engine not in _REGISTERED:
         _REGISTERED.append(engine)
     return engine

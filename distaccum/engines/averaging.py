@@ -27,8 +27,7 @@ def average(
 
     Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
     Those that no rank has stay None, and zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
-    that holds this rank's part of a parameter too, by default all ranks: over the others backward has summed its
-    gradient already; None: over all.
+    with copies of this rank's part of a parameter, by default all ranks; None: backward has summed it over all.
     """
     if not parameters:
         return

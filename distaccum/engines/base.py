@@ -24,6 +24,7 @@ from ..ranks import Peers, norm_over
 
 Sync = Literal["last", "every", "replicas", "gathered"]
 Owned = Literal["step", "clip", "norm", "finite", "scale", "sums", "stages", "dtype", "parameters"]
+Roots = tuple[Sequence[Tensor], Sequence[Tensor]]  # of a backward, and their seeds
 Groups = tuple[dist.ProcessGroup, ...]  # over which a tensor is cut; none: each rank has the whole
 STANDING: Callable[[Any], Tensor | None] = attrgetter("grad")
 
@@ -54,12 +55,10 @@ class Engine:
         owns (frozenset[str]): What the wrapper leaves to nobody else. Its step has the optimizer ("step"), clips
             ("clip"), knows the norm, but only then ("norm"), skips a gradient that is not finite ("finite"), scales
             losses ("scale"). It adds gradients up where an extension cannot ("sums"), cannot be a stage of a pipeline
-            ("stages"), has parameters that cannot be cast and put back ("dtype"), or outside forward are parts that
-            cannot be computed with ("parameters").
+            ("stages"), or has parameters that cannot be cast ("dtype"), or not used outside forward ("parameters").
         divisor (float): What the reduction divides by: the number of ranks by default; set it to 1 where it sums.
         hides_norm (str | None): Why parameters look whole and are parts, so that no norm can be known.
-        norm_in (tuple | None): The device and dtype of norms, where ranks' parts of the gradient may differ in theirs,
-            and the groups over which they add up besides.
+        norm_in (tuple | None): Device and dtype of norms, if those of ranks' parts differ, and more groups to sum over.
         alike (set[int]): The ids of parameters that the wrapper makes equal on all ranks.
         standing (Callable): The gradient of one of `holders` since the window began. An extension that adds gradients
             up itself replaces it; no backward may reduce then.
@@ -160,12 +159,8 @@ class Engine:
         """
         self.run_backward(tuple(losses), tuple(seeds))
 
-    def with_earlier(
-        self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """Roots and seeds for a trunk's backward that reduces, with one more root of gradient 0 where the wrapper waits
-        for parameters that only earlier backwards of this micro-step used.
-        """
+    def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
+        """Roots and seeds of a trunk's backward that reduces, with a root of gradient 0 of what only its heads used."""
         return losses, seeds
 
     def stand_in(self) -> None:
@@ -209,8 +204,7 @@ class Engine:
     def shards(self, parameters: Sequence[nn.Parameter]) -> dict[Groups, list[Tensor]]:
         """This rank's parts of gradients, by the groups over which they are cut; none: each rank has the whole.
 
-        One entry for groups of the same ranks: a job that makes a mesh twice has several, and parameters of one model
-        may lie on either, not on all ranks alike.
+        One entry for groups of the same ranks: a job that makes a mesh twice may have parameters on either.
         """
         shards: dict[Groups, list[Tensor]] = {}
         first: dict[tuple[tuple[int, ...], ...], Groups] = {}  # by their ranks
@@ -294,8 +288,7 @@ def look_at(
     engine: Engine, parameters: Sequence[nn.Parameter], norm: Tensor | None = None
 ) -> tuple[bool, Tensor | None, float]:
     """Returns whether every element is finite, the norm, and it as a number; reads one, usually after one pass."""
-    # On a CPU the largest element takes eighteen times as long as the norm, and kernels that add norms up take longer
-    # than the norms.
+    # On a CPU the largest element takes eighteen times as long as the norm, and adding norms up in a kernel longer too.
     gradients = [p.grad for p in parameters if p.grad is not None] if norm is None else []
     is_own = type(engine).norm is Engine.norm and type(engine).shards is Engine.shards and engine.norm_in is None
     if norm is None and is_own and all(map(_is_plain, gradients)):

@@ -29,7 +29,7 @@ from ..law import DistaccumError, Plan, shorten
 from ..norms import leaves, names_of
 from ..private import version_of, zero_all
 from .averaging import average
-from .base import STANDING, Engine, Sync, sparse_embeddings, why_tensor_parallel
+from .base import STANDING, Engine, Roots, Sync, sparse_embeddings, why_tensor_parallel
 from .private import ddp as private
 
 Stamp = tuple[Tensor | None, int]  # a gradient, and how often it was written to
@@ -160,9 +160,7 @@ class DDPEngine(Engine):
             wrapper.require_forward_param_sync = False
         self._armed, self._unseen_graphs = [], unseen
 
-    def with_earlier(
-        self, losses: Sequence[Tensor], seeds: Sequence[Tensor]
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+    def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
         if any(wrapper.static_graph for wrapper in self.wrappers):
             raise DistaccumError(
                 "heads() with DDP's static_graph=True, which takes each backward for the whole graph; wrap the model "

@@ -1,8 +1,7 @@
 """FSDP2: modules under `fully_shard`, the root or only parts, on a mesh or a hybrid mesh.
 
 FSDP2 reads in backward whether to reduce; until then gradients add up on hidden parameters, which `zero_grad` does not
-clear. Each forward gathers parameters, so all ranks run the same number of forwards: those with fewer micro-batches
-stand in.
+clear. Each forward gathers parameters, so all ranks run as many: those with fewer micro-batches stand in.
 
 | sync       | forward gathers      | reduce-scatter   | all-reduce of replicas | kept between micro-steps            |
 | ---------- | -------------------- | ---------------- | ---------------------- | ----------------------------------- |
@@ -144,8 +143,7 @@ class FullyShardEngine(Engine):
             if self._policy == "gathered":
                 group.post_forward_mesh_info = None
                 # A module that a micro-step enters twice ends twice in backward. The first time its gradients are not
-                # there yet, and FSDP2 reduces those of earlier micro-steps, on the ranks that have some (or zeros too,
-                # on all).
+                # there yet, and FSDP2 reduces earlier micro-steps' on ranks that have some (or, with zeros, on all).
                 self._reduces &= not plan.uneven or getattr(group, "reduce_scatter_unused_params", False)
         for module in self._modules if self._policy == "gathered" and plan.uneven else ():
             self._undo.callback(module.register_state_dict_pre_hook(_refuse_state).remove)
