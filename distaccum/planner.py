@@ -77,7 +77,7 @@ class Planner:
         if not plan.is_empty:
             engine.check(plan)
             self._look_at_batchnorm(plan)
-        window = Window(job, plan, found.micros, found.substitute or job.substitute, manner, pace)
+        window = Window(job, plan, found, manner, pace)
         self._window = weakref.ref(window)
         return window
 

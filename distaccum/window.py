@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from . import guard
 from .cutting import Batch
 from .engines.base import look_at
+from .feed import Draw
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
@@ -52,17 +53,11 @@ class Window(Generic[Batch]):
     """
 
     def __init__(
-        self,
-        job: Job,
-        plan: Plan,
-        micros: Sequence[Micro],
-        substitute: Micro | None,
-        manner: Manner,
-        pace: Callable[[int, int], None] | None,
+        self, job: Job, plan: Plan, found: Draw, manner: Manner, pace: Callable[[int, int], None] | None
     ) -> None:
         self.index, self.counts = job.index, dict(plan.counts)
         # For the library's own:
-        self.plan, self.micros, self.substitute = plan, list(micros), substitute
+        self.plan, self.micros, self.substitute = plan, found.micros, found.substitute or job.substitute
         self.parameters: Sequence[nn.Parameter] = job.parameters()
         reductions = SUM if manner.is_sum else job.config.reductions
         self.losses = Losses(job, reductions, plan.counts, self.parameters[0].device)
@@ -75,7 +70,7 @@ class Window(Generic[Batch]):
         self.counts_here = Counts()  # of the micro-batch that the loop has
         self.has_more_parts = False  # of parts() or heads()
         self.may_be_dropped = False  # another window may discard this one without an error
-        self._job, self._engine, self._num_own = job, job.engine, len(micros)
+        self._job, self._engine, self._num_own = job, job.engine, len(found.micros)
         self._hooks = job.hooks if manner.hooks is None else manner.hooks
         self._pace = pace  # draws a part of the next window
         self._is_heard = False  # extensions heard of its begin, and not of its end
