@@ -73,12 +73,11 @@ class Extension:
 def hooks_of(extensions: Iterable[Extension]) -> Hooks:
     """The methods that they override."""
     every = list(extensions)
-    return Hooks(
-        *(
-            tuple(getattr(one, name) for one in every if getattr(type(one), name) is not getattr(Extension, name))
-            for name in Hooks._fields
-        )
-    )
+
+    def overridden(name: str) -> tuple[Any, ...]:
+        return tuple(getattr(one, name) for one in every if getattr(type(one), name) is not getattr(Extension, name))
+
+    return Hooks(*map(overridden, Hooks._fields))
 
 
 def join_all(extensions: Sequence[Extension], job: Job) -> tuple[Extension, ...]:

@@ -241,12 +241,10 @@ class Tamper:
         if all(map(is_same, now, seen)):
             return _versions_of(now) != versions
         # A forward of DDP, which lays its buckets out anew after the first reduction, moves gradients to them.
-        stays = [is_same(one, other) for one, other in zip(now, seen, strict=True)]
+        pairs = zip(now, seen, _versions_of(now), versions, strict=True)
         return any(
-            version_now != version if stay else one is None or other is None or not is_view(one)
-            for one, other, stay, version_now, version in zip(
-                now, seen, stays, _versions_of(now), versions, strict=True
-            )
+            version != before if one is other else one is None or other is None or not is_view(one)
+            for one, other, version, before in pairs
         )
 
     def clear(self) -> None:

@@ -236,10 +236,8 @@ def refuse_loss(loss: Any, who: str = "backward() got") -> NoReturn:
     if not isinstance(loss, Tensor):
         seen, cure = f"{loss!r}, a {type(loss).__name__}", "without .item() or float()"
         if isinstance(loss, Sequence | Mapping):  # whose text would hold all logits
-            seen, cure = (
-                f"a {type(loss).__name__} of {len(loss)}",
-                "which is one of these, as outputs.loss or outputs[0]",
-            )
+            seen = f"a {type(loss).__name__} of {len(loss)}"
+            cure = "which is one of these, as outputs.loss or outputs[0]"
         raise TypeError(f"{who} {seen}, expected the loss as a tensor ({cure})")
     if loss.ndim:
         say = " and say which to the Accumulator: reduction=" if who.startswith("backward") else ""

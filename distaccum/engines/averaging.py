@@ -36,9 +36,7 @@ def average(
     if len(parameters) > engine.num_compared:  # values are looked at once
         # Parts that equal each other (biases of zeros) cannot be told from copies.
         several = zip(parameters, groups, strict=True)
-        _refuse_other_values(
-            engine, [one for one, group in several if id(one) not in engine.alike and group is everyone]
-        )
+        _refuse_other_values(engine, [p for p, of in several if of is everyone and id(p) not in engine.alike])
         engine.num_compared = len(parameters)
     used = [one.grad if one.grad is not None and not is_zeroed(one) else None for one in parameters]
     kinds = largest([UNUSED if one is None else SPARSE if one.is_sparse else DENSE for one in used], engine)

@@ -132,9 +132,8 @@ class FullyShardEngine(Engine):
         self._by_hand = [p for p in self._outside(parameters) if p.requires_grad]
         self._cut_over_ranks(self._by_hand)  # a loss's own too
         self._unused = [p for p in self._every if p.sharded_param.requires_grad]
-        self._reduces = not plan.reduce_afterwards and (
-            plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
-        )
+        whole = plan.all_terms_in_last if self._policy in ("last", "gathered") else plan.all_terms
+        self._reduces = whole and not plan.reduce_afterwards
         self._reshards = [group.reshard_after_backward for group in self._groups]
         for state, group in self._pairs:
             self._undo.callback(private.flags_of(state, group))
