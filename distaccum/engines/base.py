@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from operator import attrgetter
 from typing import Any, ClassVar, Literal, NamedTuple, final
 
@@ -47,7 +46,6 @@ class Engine:
         models: The modules as the Accumulator got them.
         sync: One of `policies`.
         group: The data-parallel ranks; None: this process alone.
-        sharing: For each of them, the ranks in the job that have its samples too (tensor parallelism); by default none.
 
     Attributes:
         policies (tuple[Sync, ...]): The values of `sync` that it has.
@@ -77,22 +75,13 @@ class Engine:
         """True if `module`, of the models or inside one, is the wrapper that this engine is for; imports nothing."""
         return False
 
-    def __init__(
-        self,
-        models: Sequence[nn.Module],
-        sync: Sync,
-        group: dist.ProcessGroup | None = None,
-        sharing: Sequence[Sequence[int]] | None = None,
-    ) -> None:
+    def __init__(self, models: Sequence[nn.Module], sync: Sync, group: dist.ProcessGroup | Peers | None = None) -> None:
         if sync not in self.policies:
             raise ValueError(f"{sync=}, expected one of {', '.join(map(repr, self.policies))} for {self.name}")
         self.models, self.sync = tuple(models), sync
         self.run_backward: Callable[..., Any] = run_backward
         self.standing = STANDING
-        if sharing is None:
-            self.peers = Peers(group)
-        else:
-            self.peers = import_module("distaccum.meshes.ranks").MeshPeers(group, sharing)
+        self.peers = group if isinstance(group, Peers) else Peers(group)
         self.divisor: float = self.peers.num_ranks
         self.alike: set[int] = set()
         self.hides_norm: str | None = None

@@ -65,11 +65,11 @@ class FullyShardEngine(Engine):
         ranks = max(over, key=len)
         if len(over) > 1:
             _meshes().refuse_other_meshes(over, ranks)
-        group = _group_of_mesh(over[ranks][0].mesh_info.mesh, ranks)
-        own, sharing = [p.sharded_param for p in self._every], None
+        group: Any = _group_of_mesh(over[ranks][0].mesh_info.mesh, ranks)
+        own = [p.sharded_param for p in self._every]
         if any(p.device_mesh.size() > len(ranks) for p in own if hasattr(p, "to_local")):
-            sharing = _meshes().ranks_sharing(own, group)
-        super().__init__(models, sync, group, sharing)
+            group = _meshes().peers_of(own, group)
+        super().__init__(models, sync, group)
         self.divisor = 1  # in a window every reduction sums, whatever set_gradient_divide_factor says
         self.standing = self._standing
         self._policy = sync  # of the current window

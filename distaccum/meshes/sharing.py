@@ -14,10 +14,11 @@ from ..engines.private import fsdp2
 from ..law import Plan, shorten
 from ..norms import names_of
 from ..ranks import own_group
+from .ranks import MeshPeers
 
 
-def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[list[int]]:
-    """For each rank of `group`, whose ranks have different samples, those that compute on its samples together.
+def peers_of(parameters: Iterable[Any], group: dist.ProcessGroup) -> MeshPeers:
+    """The ranks of `group`, which have different samples, and for each those that compute on its samples together.
 
     They lie along the dimensions of the parameters' meshes on which no other rank of `group` is met.
     """
@@ -29,7 +30,7 @@ def ranks_sharing(parameters: Iterable[Any], group: dist.ProcessGroup) -> list[l
         if beside and all(places):  # not a mesh of some of them, as that of the tensor-parallel ranks alone
             sets = [_ranks_from(place, mesh, beside) for (place,) in places]
             found = sets if len(sets[0]) > len(found[0]) else found
-    return found
+    return MeshPeers(group, found)
 
 
 def meeting(mesh: Any, ranks: Collection[int]) -> list[int]:
@@ -175,7 +176,7 @@ class UnwrappedEngine(Engine):
         assert dist.group.WORLD is not None
         alone = own_group(dist.group.WORLD, [dist.get_rank()], backend=None)
         parameters = [p for model in models for p in model.parameters()]
-        super().__init__(models, sync, alone, ranks_sharing(parameters, alone))
+        super().__init__(models, sync, peers_of(parameters, alone))
         self._parameters: Sequence[nn.Parameter] = ()
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:
