@@ -37,10 +37,7 @@ __all__ = [*_MODULES]
 if not TYPE_CHECKING:  # or a misspelt name would pass as Any
 
     def __getattr__(name: str) -> Any:
-        """The public names and the modules, imported when they are first used.
-
-        Importing torch takes seconds, and the command's help, its mistakes and `plan` do without.
-        """
+        """Imports public names and modules at first use: torch takes seconds, and the command's help needs none."""
         from importlib import import_module
         from importlib.util import find_spec
 

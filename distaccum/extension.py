@@ -50,10 +50,7 @@ class Extension:
         return None
 
     def judge(self, window: Window) -> str | None:
-        """The reason to skip the update, the same on all ranks, or None.
-
-        Called before clipping, where the Accumulator steps and nothing else skips the update.
-        """
+        """The reason not to step, the same on all ranks, or None; asked before clipping, if nothing else skips."""
         return None
 
     def end(self, window: Window, update: Update | None) -> None:

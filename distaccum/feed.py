@@ -41,10 +41,7 @@ Make = Callable[[int], Batches]  # for the update of an index
 
 
 def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: bool = False) -> Make:
-    """A batch, in the fewest parts that fit, or in `steps` parts; `in_order`: also where rows are cut by their cost.
-
-    `parts`: at least that many, where there are as many rows.
-    """
+    """Cuts a batch into as few parts as fit, or `steps`, and at least `parts`; `in_order` also by the cost of rows."""
 
     def make(index: int) -> Batches:
         total, most, by = columns.length_of(batch), job.most, job.config.by_cost
@@ -258,10 +255,7 @@ class Reader:
         self._first = None
 
     def _refuse_reuse(self) -> None:
-        """Raises if the first item was written to since it was drawn.
-
-        A loader that fills one buffer again, or several in turn, comes back to that of the first before any other.
-        """
+        """Raises if the first item was written to: a loader that fills buffers in turn comes back to its first."""
         if self._first is None:
             return
         item, before = self._first

@@ -126,10 +126,7 @@ class NonfiniteError(DistaccumError):
 
 
 def judge(window: Any, engine: Engine, what: str, on_nonfinite: OnNonfinite) -> str:
-    """Raises on all ranks that `what` is not finite, with the place, or returns that as the reason of a skip.
-
-    Reads every gradient, and costs a small collective.
-    """
+    """Reads every gradient; raises on all ranks where `what` is not finite, or returns it as the reason of a skip."""
     names = names_of(engine.models)
     named = [(names.get(id(p), f"parameter {i}"), p) for i, p in enumerate(window.parameters)]
     own = (

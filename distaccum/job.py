@@ -212,9 +212,8 @@ class Job(Prepared):
 class Tamper:
     """Watches every gradient that is stepped, from the end of a backward to the next one, or to the loop's end.
 
-    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a quarter of a microsecond. How
-    many writes a window's own backwards make cannot be told in advance: a micro-batch may leave a parameter out, and
-    checkpoints add to one several times in one backward.
+    Two looks at each `.grad`, which tensor it is and how often it was written to, cost a quarter of a microsecond. Own
+    writes cannot be counted in advance: some leave a parameter out, and checkpoints add several times in one backward.
     """
 
     def __init__(self, job: Job) -> None:

@@ -81,10 +81,7 @@ class Peers:
     # Plans
 
     def post(self, row: Sequence[float]) -> Callable[[], Rows]:
-        """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates.
-
-        Through the host, on a group on which nothing else travels. A debt that stands is settled first.
-        """
+        """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates."""
         self._settle_standing()
         return self._send(row, self._plans)
 

@@ -19,10 +19,7 @@ from .private import version_of
 
 
 def unscale(scaler: GradScaler, optimizers: Sequence[Optimizer], stamp: object) -> list[Tensor]:
-    """Divides each optimizer's gradients by the scale, once; returns this rank's flags of overflow.
-
-    Raises if the scale is no longer that of the window's losses, whose `stamp` this is.
-    """
+    """Divides gradients by the scale, once, if it is still that of `stamp`; returns this rank's flags of overflow."""
     if stamp is not None and stamp != stamp_of_scale(scaler):
         raise DistaccumError(
             "the GradScaler's scale was updated while this window was open (by another Accumulator's step(), or "
@@ -59,20 +56,14 @@ def forget(scaler: GradScaler | None, optimizers: Sequence[Optimizer]) -> None:
 
 
 def has_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
-    """Tells whether the scaler has unscaled gradients of one of these optimizers (of any, if none are given).
-
-    Unscaling leaves the gradients' version counters alone.
-    """
+    """Tells whether the scaler has unscaled gradients of one of these optimizers (of any, if none are given)."""
     states: Any = scaler._per_optimizer_states
     found = [states.get(id(one)) for one in optimizers] if optimizers else states.values()
     return any(one is not None and one["found_inf_per_device"] for one in found)
 
 
 def stamp_of_scale(scaler: GradScaler) -> object:
-    """Compares unequal to a later one if the scale was set in between; reads nothing from the device.
-
-    None while the scaler has made no scale.
-    """
+    """A value that changes whenever the scale is set; None before it is made. Reads nothing from the device."""
     scale = scaler._scale
     return None if scale is None or scale.is_inference() else (id(scale), version_of(scale))
 

@@ -50,10 +50,7 @@ class Update:
 
     @cached_property
     def grad_norm(self) -> float | None:
-        """The L2 norm of the whole gradient before clipping; None without `max_norm`, or if nothing counted.
-
-        `max_norm=math.inf` measures it and clips nothing.
-        """
+        """The L2 norm of the whole gradient before clipping; None without `max_norm`, or if nothing counted."""
         return None if self._record is None or self._record.norm is None else float(self._record.norm)
 
     @cached_property

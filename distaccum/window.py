@@ -347,10 +347,7 @@ class Window(Generic[Batch]):
         return update
 
     def _step(self) -> tuple[str | None, Record | None]:
-        """Sums the record, unscales, judges, clips and steps.
-
-        Returns the reason not to step, the same on all ranks, and the record, if anything counted.
-        """
+        """Sums the record, unscales, judges, clips, steps; returns why not, the same on all ranks, and the record."""
         job, engine, scaler, config = self._job, self._engine, self._job.scaler, self._job.config
         if self.plan.is_empty:
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None

@@ -41,10 +41,7 @@ def register(engine: Kind) -> Kind:
 
 
 def choose_engine(models: Sequence[Any], sync: Sync, mesh: Any = None) -> Engine:
-    """Returns the engine of the wrapper that `models` hold: modules, or a pipeline's schedule alone.
-
-    `mesh` holds the dimensions of a DeviceMesh that carry data; by default all ranks that an engine reduces over do.
-    """
+    """The engine of the wrapper that `models` hold (modules, or a schedule); `mesh`: dimensions that carry data."""
     if all(isinstance(one, nn.Module) for one in models):
         engine = _engine_of(models, sync)
     else:

@@ -1,7 +1,4 @@
-"""Engine: what differs between the wrappers of a model, and nothing else; it knows no window.
-
-It postpones the reduction of gradients, runs the backward that reduces, clears, and steps when it is called.
-"""
+"""Engine: what differs between the wrappers of a model, and nothing else; it knows no window."""
 
 from __future__ import annotations
 
@@ -130,10 +127,7 @@ class Engine:
         return steps, common - 1 if self.sync == "every" else 0
 
     def will_reduce(self, reduce: bool) -> bool:
-        """Returns whether a backward with this `reduce` communicates; override it with `backward`.
-
-        `update()` votes before such a backward, since a failure inside it cannot be undone.
-        """
+        """Returns whether a backward with this `reduce` communicates (`update()` votes first); goes with `backward`."""
         return False
 
     def begin(self, plan: Plan, parameters: Sequence[nn.Parameter]) -> None:

@@ -73,10 +73,9 @@ def adds_up_in(group: Any, parameter: Any) -> torch.dtype:
 
 
 def only_sum(group: Any) -> None:
-    """Makes reductions sum, so that no factor of torch's enters the gradient, as its two setters do.
+    """Makes reductions sum, as torch's two setters do, so that no factor of its own enters the gradient.
 
-    Torch divides by the ranks of the group, or by the factor, or twice by the factor where the mesh has one shard and
-    gradients are summed (2.13, 2.15): never by anything if it is 1.
+    It divides by ranks, or by the factor, or twice by that (2.13, 2.15; a mesh of one shard): by nothing if it is 1.
     """
     group.gradient_divide_factor, group.force_sum_reduction_for_comms = 1.0, True
 
