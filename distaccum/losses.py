@@ -9,14 +9,13 @@ from typing import Any, NoReturn, final
 
 import torch
 from torch import Tensor
-from torch.amp import GradScaler
 
 from .engines import Engine
 from .job import Counts, Job, Micro
 from .law import Reduction, share_of
 from .norms import HALF, number_of
 from .ranks import Peers
-from .scaling import is_scaled_by, stamp_of_scale
+from .scaling import is_scaled_by
 
 MOST_ROUNDING = 2**-8  # of a share in half precision: bfloat16 stays below it, and float16 where it is not subnormal
 
@@ -37,7 +36,6 @@ class Losses:
         self.has_several = len(self._names) > 1
         self._engine, self._scaler, self._once, self._device = job.engine, job.scaler, job.once, device
         self._scales = job.scales_seeds  # else what runs backward multiplies by the scaler's scale
-        self.scale_stamp: object = None  # of the scale that the seeds have
         self._wide = torch.float32 if device.type == "mps" else torch.float64  # which Apple's GPUs lack
         self._terms: list[tuple[int, str, float, Loss]] = []  # micro-batch, name, share, loss
         self._given: set[str] = set()  # names that this micro-batch's backwards were given
@@ -45,12 +43,6 @@ class Losses:
         # and the largest representation of each micro-batch.
         self.of_pairs: tuple[Tensor, float] | None = None
         self.largest: list[tuple[int, Loss]] | None = None
-
-    def begin(self, scaler: GradScaler) -> None:
-        """Notes the scale that all seeds of a window will have, also on a rank that gives none."""
-        if stamp_of_scale(scaler) is None:
-            scaler.scale(torch.zeros((), device=self._device))  # which makes its scale
-        self.scale_stamp = stamp_of_scale(scaler)
 
     def weigh(
         self, counts: Counts, micro: Micro | None, loss: Tensor | None, named: Mapping[str, Tensor | None]

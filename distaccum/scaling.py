@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -62,10 +63,12 @@ def has_unscaled(scaler: GradScaler, optimizers: Sequence[Optimizer]) -> bool:
     return any(one is not None and one["found_inf_per_device"] for one in found)
 
 
-def stamp_of_scale(scaler: GradScaler) -> object:
-    """A value that changes whenever the scale is set; None before it is made. Reads nothing from the device."""
-    scale = scaler._scale
-    return None if scale is None or scale.is_inference() else (id(scale), version_of(scale))
+def stamp_of_scale(scaler: GradScaler, device: torch.device | None = None) -> object:
+    """A value that changes whenever the scale is set; makes the scale on `device` if there is none, and reads none."""
+    if scaler._scale is None:
+        scaler.scale(torch.zeros((), device=device))
+    scale: Any = scaler._scale
+    return None if scale.is_inference() else (id(scale), version_of(scale))
 
 
 def is_scaled_by(scaler: GradScaler, loss: Tensor) -> bool:

@@ -22,7 +22,7 @@ from .law import DistaccumError, Plan, Reduction, plural
 from .losses import Losses, Record
 from .norms import EPSILON, clip
 from .ranks import raise_if_lost
-from .scaling import forget, note_overflow, unscale
+from .scaling import forget, note_overflow, stamp_of_scale, unscale
 from .update import Update
 
 Item = TypeVar("Item")
@@ -77,6 +77,7 @@ class Window(Generic[Batch]):
         self._is_first = True  # no backward ended yet
         self._has_stepped = False  # the weights have moved
         self._tamper = Tamper(job)
+        self._stamp: object = None  # of the scale that all seeds have
         self._final: list[Sequence[nn.Parameter]] = []  # optimizers' groups that have a gradient after the loop
         self._started = time.perf_counter()
 
@@ -169,7 +170,7 @@ class Window(Generic[Batch]):
                 engine.begin(self.plan, self.parameters)
                 if job.scaler is not None:
                     forget(job.scaler, job.optimizers)  # a window that was dropped may have left marks
-                    self.losses.begin(job.scaler)
+                    self._stamp = stamp_of_scale(job.scaler, self.parameters[0].device)
             self._is_heard = True
             for hear in self._hooks.begin:
                 hear(self)
@@ -353,7 +354,7 @@ class Window(Generic[Batch]):
             return f"no {' and no '.join(self.counts)} in any micro-batch of any rank", None
         if not job.steps:
             return None, Record(self.losses, self.numbers, None if scaler is None else [], engine)
-        flags = None if scaler is None else unscale(scaler, job.optimizers, self.losses.scale_stamp)
+        flags = None if scaler is None else unscale(scaler, job.optimizers, self._stamp)
         stepped = [p for p in job.trained or self.parameters if p.grad is not None]
         norm = None if config.max_norm is None or "norm" in engine.owns else engine.norm(stepped)
         record = Record(self.losses, self.numbers, flags, engine)
