@@ -179,11 +179,10 @@ class DDPEngine(Engine):
         for wrapper in self._searching:
             # DDP starts with the first of its parameters that backward reaches, on each rank or the ranks part.
             # This reaches one, and gives it no gradient.
-            for parameter in self._covered[wrapper].values():
-                if parameter.requires_grad:
-                    roots.append(_Reach.apply(parameter))
-                    seeds.append(torch.zeros_like(roots[-1]))
-                    break
+            first = next((p for p in self._covered[wrapper].values() if p.requires_grad), None)
+            if first is not None:
+                roots.append(_Reach.apply(first))
+                seeds.append(torch.zeros_like(roots[-1]))
         self._armed = [w for w in self.wrappers if any(p.requires_grad for p in self._covered[w].values())]
         for wrapper in self._armed:
             wrapper.reducer.prepare_for_backward(roots if wrapper in self._searching else [])

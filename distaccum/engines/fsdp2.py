@@ -65,7 +65,10 @@ class FullyShardEngine(Engine):
         ranks = max(over, key=len)
         if len(over) > 1:
             _meshes().refuse_other_meshes(over, ranks)
-        group: Any = _group_of_mesh(over[ranks][0].mesh_info.mesh, ranks)
+        mesh = over[ranks][0].mesh_info.mesh
+        group: Any = mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD  # of its shards and replicas
+        if mesh.ndim > 1 and len(ranks) < dist.get_world_size():
+            group = own_group(group, ranks, backend=None)
         own = [p.sharded_param for p in self._every]
         if any(p.device_mesh.size() > len(ranks) for p in own if hasattr(p, "to_local")):
             group = _meshes().peers_of(own, group)
@@ -273,14 +276,3 @@ def _refuse_state(*_: object) -> None:
 def _meshes() -> Any:
     """Opens the door to tensor parallelism and experts, where DTensors show one of them."""
     return import_module("distaccum.meshes.sharing")
-
-
-def _group_of_mesh(mesh: Any, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """The process group of `ranks`, the shards and replicas of `mesh`."""
-    made: Any = dist.group.WORLD
-    if mesh.ndim == 1:
-        made = mesh.get_group()
-    elif list(ranks) != list(range(dist.get_world_size())):
-        made = own_group(made, ranks, backend=None)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
