@@ -216,7 +216,6 @@ class Reader:
     def __init__(self, loader: Any, position: Position | None, *, tells_state: bool) -> None:
         self._loader, self.tells_state = loader, tells_state
         self._iterator: Iterator[Any] | None = None
-        self._is_of_iterator = False  # the loader is its own
         self._drawn: list[Any] = []
         self._position = position  # before the first of these
         self._is_fresh = True
@@ -260,9 +259,8 @@ class Reader:
             return
         item, before = self._first
         now = _look_at(item)
-        if len(now) != len(before) or not all(
-            a[0] is b[0] and a[1:] == b[1:] for a, b in zip(now, before, strict=True)
-        ):
+        pairs = zip(now, before, strict=False)
+        if len(now) != len(before) or not all(a[0] is b[0] and a[1:] == b[1:] for a, b in pairs):
             raise DistaccumError(
                 "the loader wrote to a micro-batch that it had yielded before (to the same buffer, or the same dict), "
                 "and a window draws its micro-batches before it runs; expected memory of its own for each: yield "
@@ -293,23 +291,21 @@ class Reader:
     def leave(self) -> bool:
         """The caller left the loop: the loader may be used elsewhere. Returns whether items of an iterator are kept."""
         self._position = self.position()
+        is_iterator = self._iterator is self._loader
         self._loader = self._iterator = None
-        if not self._is_of_iterator:
+        if not is_iterator:
             self._drawn = []
-        return self._is_of_iterator and bool(self._drawn or self._error)
+        return is_iterator and bool(self._drawn or self._error)
 
     def resume(self, iterator: Any) -> None:
         self._loader, self._iterator = iterator, iter(iterator)
 
     def _open(self) -> Iterator[Any]:
-        skipped = 0
         if self._position is not None:
             self._loader.load_state_dict(self._position.state)
-            skipped = self._position.num_after
         iterator: Iterator[Any] = iter(self._loader)
         self._iterator = iterator
-        self._is_of_iterator = iterator is self._loader
-        for _ in range(skipped):
+        for _ in range(self._position.num_after if self._position is not None else 0):
             next(iterator, None)
         return iterator
 
