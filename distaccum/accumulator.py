@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from .cutting import Batch, Count, Names, count_samples
 from .engines import Sync
-from .extension import Extension, hooks_of, join_all
+from .extension import Extension, join_all
 from .feed import Batches, all_of, cut_up
 from .job import Job
 from .law import Reduction, Schedule, plural
@@ -115,8 +115,7 @@ class Accumulator:
         config = Config(*sizes, *by_name(reduction, count), max_norm, sync, on_nonfinite, batchnorm, mesh)
         self._config = config
         job = Job(config, model, optimizer, scheduler, scaler, accelerator)
-        self._extensions = join_all(extensions, job)
-        job.hooks = hooks_of(self._extensions)
+        join_all(extensions, job)
         self._planner = Planner(job)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -220,7 +219,7 @@ class Accumulator:
         from .runs.update import update
 
         columns = self._config.columns("update", length, whole)
-        return update(self._planner, self._extensions, batch, loss_fn, columns)
+        return update(self._planner, batch, loss_fn, columns)
 
     def contrast(
         self, batch: Batch, encode: Encode[Batch], loss_fn: PairsLoss, *, length: int | None = None, whole: Names = ()
@@ -245,7 +244,7 @@ class Accumulator:
         from .runs.contrast import contrast
 
         columns = self._config.columns("contrast", length, whole)
-        return contrast(self._planner, self._extensions, batch, encode, loss_fn, columns)
+        return contrast(self._planner, batch, encode, loss_fn, columns)
 
     def check(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Report:
         """A report on whether accumulation equals the big batch, by how much their gradients differ, and why.
@@ -283,7 +282,7 @@ class Accumulator:
         """
         from .runs.state import state_dict_of
 
-        return state_dict_of(self._planner, self._extensions)
+        return state_dict_of(self._planner)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes with the window that was at work when `state_dict()` was taken, or with the next.
@@ -300,4 +299,4 @@ class Accumulator:
         """
         from .runs.state import load_state
 
-        load_state(state, self._planner, self._extensions)
+        load_state(state, self._planner)

@@ -77,8 +77,8 @@ def hooks_of(extensions: Iterable[Extension]) -> Hooks:
     return Hooks(*map(overridden, Hooks._fields))
 
 
-def join_all(extensions: Sequence[Extension], job: Job) -> tuple[Extension, ...]:
-    """They have joined, or one raised."""
+def join_all(extensions: Sequence[Extension], job: Job) -> None:
+    """Lets them take part in the windows of `job`, or raises."""
     if not isinstance(extensions, list | tuple) or not all(isinstance(one, Extension) for one in extensions):
         raise TypeError(f"extensions={extensions!r}, expected a list of distaccum.Extension, as [NoiseScale()]")
     keys = [one.key for one in extensions if one.key]
@@ -91,4 +91,4 @@ def join_all(extensions: Sequence[Extension], job: Job) -> tuple[Extension, ...]
                 "skip yourself before window.step()"
             )
         one.join(job)
-    return tuple(extensions)
+    job.extensions, job.hooks = tuple(extensions), hooks_of(extensions)

@@ -87,7 +87,7 @@ class Job(Prepared):
         self.epochs: list[int] = []  # of the schedules, after their last step
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
-        self.hooks = Hooks()
+        self.extensions, self.hooks = tuple[Any, ...](), Hooks()
         self.random: Any = None  # of states: hears of each window's begin
         if is_there(room := "distaccum.runs.randomness"):
             self.random = import_module(room).RandomNumbers(self.models, self.once)

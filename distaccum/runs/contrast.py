@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..cutting import Batch, Columns
-from ..extension import Extension
 from ..feed import cut_up
 from ..job import Job, Manner
 from ..law import DistaccumError, in_short, ranks_where
@@ -35,18 +34,11 @@ TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-3}
 _GOLDEN = 0x9E3779B97F4A7C15  # spreads the windows' seeds
 
 
-def contrast(
-    planner: Planner,
-    extensions: Sequence[Extension],
-    batch: Any,
-    encode: Encode,
-    loss_fn: PairsLoss,
-    columns: Columns,
-) -> Update:
+def contrast(planner: Planner, batch: Any, encode: Encode, loss_fn: PairsLoss, columns: Columns) -> Update:
     """One update of a loss over all pairs of a batch."""
     job = planner.job
     refuse_closure(job.engine, "contrast")
-    taking_part = [one for one in extensions if one.in_contrast]
+    taking_part = [one for one in job.extensions if one.in_contrast]
     run = Contrast(job, encode, loss_fn).run
     update = retry(planner, taking_part, cut_up(batch, job, columns, in_order=True), Manner(is_sum=True), run)
     job.num_contrasts += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.amp import GradScaler
 
-from ..extension import KEYS, Extension
+from ..extension import KEYS
 from ..feed import Position
 from ..guard import OPEN, OVER, Stage
 from ..job import Job
@@ -26,20 +26,20 @@ Own = tuple[dict[str, Any] | None, Position | None]  # of a rank: its random num
 OF_STATE = "; give what state_dict() gave, of this version"
 
 
-def state_dict_of(planner: Planner, extensions: Sequence[Extension]) -> dict[str, Any]:
+def state_dict_of(planner: Planner) -> dict[str, Any]:
     job, peers = planner.job, planner.job.engine.peers
     return {
         "index": job.index,
         "skipped": job.skipped,
         "fit": fit_of(job).state(),
-        **{one.key: one.state() for one in extensions if one.key},
+        **{one.key: one.state() for one in job.extensions if one.key},
         "scaler": job.scaler.state_dict() if job.scaler else None,
         "ranks": _world_size(job),
         f"rank {peers.global_rank}": _pack_part(_part_of(planner)),
     }
 
 
-def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[Extension]) -> None:
+def load_state(state: Mapping[str, Any], planner: Planner) -> None:
     """Resumes from the state; everything is read before anything is set."""
     job = planner.job
     if planner.window is not None and planner.window.stage in OPEN:
@@ -61,7 +61,7 @@ def load_state(state: Mapping[str, Any], planner: Planner, extensions: Sequence[
     if job.scaler is not None:
         _refuse_broken_scaler(state["scaler"], job.scaler)
     own = _own_part(state, ranks, job)
-    for one in extensions:
+    for one in job.extensions:
         if one.key:
             one.load(state.get(one.key))
 

@@ -81,11 +81,11 @@ def refuse_closure(engine: Engine, call: str) -> None:
         )
 
 
-def update(planner: Planner, extensions: Sequence[Extension], batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
+def update(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Update:
     """One update of a batch that is cut."""
     refuse_closure(planner.job.engine, "update")
     draw = cut_up(batch, planner.job, columns)
-    return retry(planner, extensions, draw, LOOP, lambda window, _: run_all(window, loss_fn))
+    return retry(planner, planner.job.extensions, draw, LOOP, lambda window, _: run_all(window, loss_fn))
 
 
 def retry(
