@@ -134,8 +134,6 @@ class Accumulator:
         """The index of the next update, which is the number of windows that were stepped or skipped."""
         return self._planner.job.index
 
-    # Windows
-
     def windows(self, loader: Iterable[Batch], *, ahead: bool = True) -> Windows[Batch]:
         """One window after the other from a loader, until no rank has any micro-batch left; call it once per epoch.
 
@@ -191,8 +189,6 @@ class Accumulator:
             DistaccumError: As in `windows()`.
         """
         return self._planner.plan(lambda _: Batches(all_of(micro_batches)))
-
-    # The window, and all that can go wrong in it
 
     def update(self, batch: Batch, loss_fn: LossFn[Batch], *, length: int | None = None, whole: Names = ()) -> Update:
         """The record of one update: cuts `batch`, runs every micro-batch through `loss_fn`, and steps. Equivalent to::
@@ -265,8 +261,6 @@ class Accumulator:
         from .runs.check.report import check
 
         return check(self._planner, batch, loss_fn, self._config.columns("check", length, whole))
-
-    # State
 
     def state_dict(self) -> dict[str, Any]:
         """The state of this rank, to save: the index, the learned size, the scaler, the loader's place, each

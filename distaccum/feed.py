@@ -340,9 +340,6 @@ def _look_at(item: Any) -> list[Look]:
     return found
 
 
-# Counting
-
-
 def draw(job: Job, make: Make, index: int, manner: Manner = LOOP, *, ahead: bool = False) -> Draw:
     """Counts what `make` gives for update `index`; keeps an error until the other ranks have the report.
 

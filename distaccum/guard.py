@@ -118,9 +118,6 @@ def untouched_statistics(layers: Sequence[nn.Module]) -> Iterator[None]:
             buffer.copy_(value)
 
 
-# NaN and infinity are treated the same on all ranks
-
-
 class NonfiniteError(DistaccumError):
     """A window was given up, and nothing was stepped."""
 

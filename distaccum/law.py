@@ -141,9 +141,6 @@ def shorten(names: Sequence[str]) -> str:
 Schedule = int | Callable[[int], int]  # a ramp is called with the update's index
 
 
-# Plans
-
-
 class RankReport(NamedTuple):
     """A rank's part of a window. Travels as a row of floats (exact up to 2**53)."""
 

@@ -124,8 +124,6 @@ class Planner:
                 "LayerNorm, or accept it with batchnorm='ignore'",
             )
 
-    # Loops over loaders
-
     def windows(self, loader: Any, *, ahead: bool) -> Generator[Window]:
         job = self.job
         reader = self._reader_of(loader)

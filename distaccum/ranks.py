@@ -78,8 +78,6 @@ class Peers:
         """Lets losses of these ranks add up."""
         self._record_group, self._record_host = group, None if group is None else own_group(group)
 
-    # Plans
-
     def post(self, row: Sequence[float]) -> Callable[[], Rows]:
         """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates."""
         self._settle_standing()
@@ -120,8 +118,6 @@ class Peers:
         """For each rank of the group the values of those that share its samples, of all that take part in updates."""
         return [[value] for value in values]
 
-    # Small values
-
     def _send(self, row: Sequence[float], group: dist.ProcessGroup | None) -> Callable[[], Rows]:
         if group is None:
             return lambda: [list(row)]
@@ -149,8 +145,6 @@ class Peers:
         if group is None:
             return None
         return _Sent(dist.all_reduce(values, group=group, async_op=True), group)
-
-    # Failures
 
     def tell(self, error: Exception) -> None:
         """Logs an error of a loader, a count or `update()`, which this rank keeps until the others can hear of it."""
