@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -11,6 +11,7 @@ from .job import Hooks, Job
 from .update import Update
 from .window import Window
 
+EVENTS = "begin", "before_backward", "after_backward", "finishing", "numbers", "judge", "end"
 KEYS = frozenset({"index", "skipped", "fit", "scaler", "ranks"})  # of a state, beside extensions' and each rank's part
 
 
@@ -67,14 +68,12 @@ class Extension:
         """Takes up the `state` that `state()` returned, or None; raises before it changes anything."""
 
 
-def hooks_of(extensions: Iterable[Extension]) -> Hooks:
-    """The methods that they override."""
-    every = list(extensions)
-
-    def overridden(name: str) -> tuple[Any, ...]:
-        return tuple(getattr(one, name) for one in every if getattr(type(one), name) is not getattr(Extension, name))
-
-    return Hooks(*map(overridden, Hooks._fields))
+def hooks_of(extensions: Sequence[Extension]) -> Hooks:
+    """The methods that they override, looked up once."""
+    return {
+        name: [getattr(one, name) for one in extensions if getattr(type(one), name) is not getattr(Extension, name)]
+        for name in EVENTS
+    }
 
 
 def join_all(extensions: Sequence[Extension], job: Job) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from operator import is_ as is_same
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from torch import Tensor, nn
 from torch.optim import LBFGS
@@ -24,6 +24,7 @@ from .scaling import has_unscaled
 
 MOST_SKIPS = 50  # in a row
 Counts = tuple[float, ...]  # denominators of one micro-batch, by name
+Hooks = Mapping[str, Sequence[Callable[..., Any]]]  # methods of extensions, by event
 Seen = dict[tuple[Any, ...], bool]  # by the path in a batch, whether it was cut or whole
 
 
@@ -35,18 +36,6 @@ class Micro:
     counts: Counts
     number: int  # among all that were drawn, also those in which nothing counts
     pieces: Sequence[Counts] = ()  # of what it is run in, where a pipeline cuts it
-
-
-class Hooks(NamedTuple):
-    """By event, the methods of extensions that override it, looked up once; the first argument is the window."""
-
-    begin: tuple[Callable[[Any], None], ...] = ()
-    before_backward: tuple[Callable[[Any, bool], None], ...] = ()
-    after_backward: tuple[Callable[[Any], None], ...] = ()
-    finishing: tuple[Callable[[Any], None], ...] = ()
-    numbers: tuple[Callable[[Any], Tensor | None], ...] = ()
-    judge: tuple[Callable[[Any], str | None], ...] = ()
-    end: tuple[Callable[[Any, Any], None], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,7 +76,8 @@ class Job(Prepared):
         self.epochs: list[int] = []  # of the schedules, after their last step
         self.once = Once(self.engine.peers.rank)
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
-        self.extensions, self.hooks = tuple[Any, ...](), Hooks()
+        self.extensions: tuple[Any, ...] = ()
+        self.hooks: Hooks = {}
         self.random: Any = None  # of states: hears of each window's begin
         if is_there(room := "distaccum.runs.randomness"):
             self.random = import_module(room).RandomNumbers(self.models, self.once)

@@ -172,7 +172,7 @@ class Window(Generic[Batch]):
                     forget(job.scaler, job.optimizers)  # a window that was dropped may have left marks
                     self._stamp = stamp_of_scale(job.scaler, self.parameters[0].device)
             self._is_heard = True
-            for hear in self._hooks.begin:
+            for hear in self._hooks["begin"]:
                 hear(self)
         except BaseException:
             self.discard()
@@ -211,9 +211,9 @@ class Window(Generic[Batch]):
 
     def _run(self, may_reduce: bool, call: Callable[..., Outputs], *given: Any) -> Outputs:
         """Calls what runs backward."""
-        if self._hooks.before_backward:
+        if self._hooks["before_backward"]:
             sends = self._engine.will_reduce(may_reduce)
-            for hear in self._hooks.before_backward:
+            for hear in self._hooks["before_backward"]:
                 hear(self, sends)
         self.turn = FAILED
         try:
@@ -222,7 +222,7 @@ class Window(Generic[Batch]):
             if self._engine.lockstep or self._engine.will_reduce(may_reduce):
                 raise_if_lost(error)
             raise
-        for heard in self._hooks.after_backward:
+        for heard in self._hooks["after_backward"]:
             heard(self)
         self.turn, self._is_first = DONE, False
         self._tamper.look()
@@ -231,7 +231,7 @@ class Window(Generic[Batch]):
     def _finish(self) -> None:
         """Gradients become final."""
         engine, job = self._engine, self._job
-        for hear in self._hooks.finishing:
+        for hear in self._hooks["finishing"]:
             hear(self)
         try:
             engine.finish()
@@ -242,7 +242,7 @@ class Window(Generic[Batch]):
         looks = not job.steps and job.scaler is None and job.config.on_nonfinite == "raise"  # before the caller steps
         if looks and not look_at(engine, self.parameters)[0]:
             guard.judge(self, engine, "gradient", "raise")
-        for give in self._hooks.numbers:
+        for give in self._hooks["numbers"]:
             if (found := give(self)) is not None:
                 self.numbers[give.__self__.key] = found  # type: ignore[attr-defined]  # of a bound method
 
@@ -370,7 +370,7 @@ class Window(Generic[Batch]):
             if not finite:
                 reason = guard.judge(self, engine, "gradient", config.on_nonfinite)
         if reason is None:
-            reason = next((why for one in self._hooks.judge if (why := one(self)) is not None), None)
+            reason = next((why for one in self._hooks["judge"] if (why := one(self)) is not None), None)
         if reason is None:
             most = None if "clip" in engine.owns else config.max_norm
             if norm is not None and most is not None and read + EPSILON > most and not math.isinf(most):
@@ -413,7 +413,7 @@ class Window(Generic[Batch]):
     def _end(self, update: Update | None) -> None:
         """Tells all extensions, whatever one raises; twice is no harm."""
         is_heard, self._is_heard = self._is_heard, False
-        if is_heard and self._hooks.end:
+        if is_heard and self._hooks["end"]:
             with ExitStack() as stack:
-                for hear in reversed(self._hooks.end):
+                for hear in reversed(self._hooks["end"]):
                     stack.callback(hear, self, update)

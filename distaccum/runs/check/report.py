@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ...cutting import Columns
-from ...job import Hooks
+from ...extension import hooks_of
 from ...law import DistaccumError
 from ...norms import names_of
 from ...planner import Planner
@@ -97,7 +97,7 @@ def check(planner: Planner, batch: Any, loss_fn: LossFn, columns: Columns) -> Re
     trial = copy.copy(job)  # of the same models, whose windows have no extensions, judge nothing, and count apart
     trial.begin_anew()
     trial.random, trial.fit, trial.substitute = None, job.fit, job.substitute
-    trial.hooks, trial.config = Hooks(), replace(job.config, on_nonfinite="ignore")
+    trial.hooks, trial.config = hooks_of(()), replace(job.config, on_nonfinite="ignore")
     with warnings.catch_warnings(), kept(job.models, every if engine.stale(every) else ()) as before:
         warnings.simplefilter("ignore")
         try:
