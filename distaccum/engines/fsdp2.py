@@ -164,16 +164,12 @@ class FullyShardEngine(Engine):
             group.reduce_grads, group.all_reduce_grads = scatter, reduce
             group.reshard_after_backward = reshards and (reduce or self._policy != "gathered")
         seen: set[int] = set()
-        hooks: list[Any] = []
-        if scatter and not self._stands_in:
-            self._note_used()
-            leaves = [leaf for p in self._unused if (leaf := private.gathered_of(p)) is not None]
-            hooks = [leaf.register_post_accumulate_grad_hook(lambda leaf: seen.add(id(leaf))) for leaf in leaves]
-        try:
+        with ExitStack() as hooks:
+            if scatter and not self._stands_in:
+                self._note_used()
+                for leaf in [leaf for p in self._unused if (leaf := private.gathered_of(p)) is not None]:
+                    hooks.callback(leaf.register_post_accumulate_grad_hook(lambda one: seen.add(id(one))).remove)
             self.run_backward(tuple(losses), tuple(seeds))
-        finally:
-            for hook in hooks:
-                hook.remove()
         if seen:
             self._unused = [p for p in self._unused if id(private.gathered_of(p)) not in seen]
 
