@@ -151,14 +151,11 @@ class DDPEngine(Engine):
         before = [self._stamps(wrapper) for wrapper in self._unseen_graphs]
         self._armed, self._graph_is_torn = self._unseen_graphs, True
         self.run_backward(tuple(losses), tuple(seeds))
-        self._graph_is_torn, unseen = False, []
-        for wrapper, stamps in zip(self._unseen_graphs, before, strict=True):
-            if not self._has_reduced(wrapper, stamps):
-                unseen.append(wrapper)  # was not in this backward (of another part, or model)
-            else:
-                wrapper.require_backward_grad_sync = False
-            wrapper.require_forward_param_sync = False
-        self._armed, self._unseen_graphs = [], unseen
+        pairs = zip(self._unseen_graphs, before, strict=True)
+        unseen = [one for one, stamps in pairs if not self._has_reduced(one, stamps)]  # of another part, or model
+        for wrapper in self._unseen_graphs:
+            wrapper.require_backward_grad_sync, wrapper.require_forward_param_sync = wrapper in unseen, False
+        self._armed, self._unseen_graphs, self._graph_is_torn = [], unseen, False
 
     def with_earlier(self, losses: Sequence[Tensor], seeds: Sequence[Tensor]) -> Roots:
         if any(wrapper.static_graph for wrapper in self.wrappers):

@@ -76,13 +76,13 @@ def rebuild_buckets(wrapper: DistributedDataParallel, views: Sequence[nn.Paramet
     Gradients of `views` are done with and lie in the old buckets. Zeros of one element's memory stand in for them,
     which DDP copies into the new ones and replaces; so the old buckets go before.
     """
-    moved = [] if wrapper._has_rebuilt_buckets else [one for one in views if one.grad is not None]
-    zeros = [one.new_zeros(()).expand_as(one) for one in moved]
-    for one, zero in zip(moved, zeros, strict=True):
+    moved = () if wrapper._has_rebuilt_buckets else views
+    zeros = {one: one.new_zeros(()).expand_as(one) for one in moved if one.grad is not None}
+    for one, zero in zeros.items():
         one.grad = zero
     if wrapper.reducer._rebuild_buckets():
         wrapper._has_rebuilt_buckets = True
-    for one, zero in zip(moved, zeros, strict=True):
+    for one, zero in zeros.items():
         if one.grad is zero:
             one.grad = None
     return bool(wrapper._has_rebuilt_buckets)
