@@ -198,8 +198,7 @@ class Record:
         own = losses.sums()
         pieces = [own, *(one.to(own) for one in numbers.values())]
         if flags is not None:
-            found = [flag.to(own.device, own.dtype).reshape(1) for flag in flags]
-            pieces.append(torch.stack(found).sum(0) if found else own.new_zeros(1))
+            pieces.append(sum((flag.to(own).reshape(1) for flag in flags), own.new_zeros(1)))
         self._values = torch.cat(pieces) if len(pieces) > 1 else own
         self._losses, *others = torch.split(self._values, [len(one) for one in pieces])
         self.sums = dict(zip(numbers, others, strict=False))
