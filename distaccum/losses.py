@@ -89,15 +89,10 @@ class Losses:
         """Notes a loss for the record; returns it, ready for backward, and its seed: a fill, which nobody waits for."""
         if micro is None:
             share = 0.0
-        if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0):
+        if not (isinstance(loss, Tensor) and loss.requires_grad and loss.ndim == 0 and not loss.is_complex()):
             refuse_loss(loss)
         if type(loss) is not Tensor and hasattr(loss, "full_tensor"):
             loss = import_module("distaccum.meshes.sharing").whole_loss(loss, self._engine.peers.group)
-        if loss.dtype is not torch.float32:
-            if loss.is_complex():
-                refuse_loss(loss)
-            if loss.dtype in HALF:
-                self._look_at_rounding(loss.dtype, share)
         scaler = self._scaler
         if scaler is not None and is_scaled_by(scaler, loss):
             raise ValueError(
@@ -105,6 +100,7 @@ class Losses:
                 "the loss itself: window.backward(loss)"
             )
         if loss.dtype in HALF:
+            self._look_at_rounding(loss.dtype, share)
             loss = loss.float()
         if share and micro is not None:
             # The record has its own: what the caller does to the loss in place, also in a hook, is no part of it.
