@@ -34,8 +34,6 @@ class Stage(Enum):
 
 OPEN = Stage.RUNNING, Stage.COMPLETE, Stage.STEPPING  # it holds gradients
 OVER = Stage.STEPPED, Stage.LEFT
-
-
 DONE, WAITING, FAILED = range(3)  # the backward of the micro-batch at work, or of a part of it
 
 
@@ -153,12 +151,8 @@ def _origin(engine: Engine, losses: Losses, first: Sequence[tuple[int, float]]) 
     """The micro-batch, from the number of each rank's first with a loss that is not finite (-1: none), and the loss."""
     noun = "loss" if losses.of_pairs is None else "largest representation"
     # Ranks that share samples may hold different stages, and only one of them the losses.
-    by_rank = [max(shared) for shared in engine.peers.by_samples(first)]
-    places = [
-        f"the {noun} of micro-batch {number} on rank {rank} is {value}"
-        for rank, (number, value) in enumerate(by_rank)
-        if number >= 0
-    ]
+    by_rank = enumerate(map(max, engine.peers.by_samples(first)))
+    places = [f"the {noun} of micro-batch {n} on rank {rank} is {value}" for rank, (n, value) in by_rank if n >= 0]
     if not places and losses.of_pairs is not None and not _is_finite(losses.of_pairs[0]):
         places = [f"the loss over all pairs is {float(losses.of_pairs[0])}, of representations that are all finite"]
     return "; ".join(places) or "every loss is finite, so it came up in a backward or in the reduction"
