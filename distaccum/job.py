@@ -78,9 +78,8 @@ class Job(Prepared):
         self.batchnorms = [named for one in self.models for named in batchnorms(one)]
         self.extensions: tuple[Any, ...] = ()
         self.hooks: Hooks = {}
-        self.random: Any = None  # of states: hears of each window's begin
-        if is_there(room := "distaccum.runs.randomness"):
-            self.random = import_module(room).RandomNumbers(self.models, self.once)
+        room = "distaccum.runs.randomness"  # of states: hears of each window's begin
+        self.random: Any = import_module(room).RandomNumbers(self.models, self.once) if is_there(room) else None
         self._models_parameters = self.engine.parameters()
         self._every: list[nn.Parameter] = []  # the models' and the optimizers', each once
         self.trained: list[nn.Parameter] = []  # the optimizers', each once
