@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .cutting import Columns, Count, WouldWait, count_samples, cut_batch, cut_entries, refuse_to_wait, tensors_in
 from .job import LOOP, Counts, Job, Manner, Micro, Seen
-from .law import DistaccumError, RankReport, cut_evenly, steps_for, whole_number
+from .law import DistaccumError, RankReport, all_or_none, cut_evenly, steps_for, whole_number
 from .private import own_version_of
 from .ranks import Owed, Rows
 
@@ -38,6 +38,7 @@ class Batches:
 
 
 Make = Callable[[int], Batches]  # for the update of an index
+Pace = Callable[[int, int], None]  # draws a part of the next window, at a micro-step of so many
 
 
 def cut_up(batch: Any, job: Job, columns: Columns, parts: int = 1, *, in_order: bool = False) -> Make:
@@ -109,7 +110,7 @@ class Ahead:
 
     def __init__(self, job: Job, reader: Reader, *, ahead: bool, communicates: bool) -> None:
         self.reader, self._job, self._peers = reader, job, job.engine.peers
-        self.communicates = communicates  # drawing does, so that ranks wait for each other in the loader
+        self._communicates = communicates  # drawing does, so that ranks wait for each other in the loader
         self._reads_ahead = ahead and not communicates
         self._num = 0  # items of the loader in the next window
         self._is_due = False  # the next window is not reported yet, nor given up
@@ -118,8 +119,8 @@ class Ahead:
         self.window: object = None  # a reference to the last one
         self.at_start: Position | None = None  # the loader's, where it began
 
-    def draw(self, index: int) -> tuple[Draw, Callable[[], Rows]]:
-        """This rank's part of update `index`, and what waits for the reports of all ranks."""
+    def draw(self, index: int) -> tuple[Draw, Rows]:
+        """This rank's part of update `index`, and the reports of all ranks."""
         # The report was paid ahead and still fits; or it is due now; or all plan anew: some rank did not pay, the steps
         # have changed, or a window was left, or skipped, which leaves no stand-in although one was expected of it.
         owed, self._owed, self._is_due = self._owed, None, False
@@ -135,13 +136,13 @@ class Ahead:
         rows = None if owed is None else self._peers.settle(owed)
         lacks = self._job.substitute is None and found is not None and found.report.has_stand_in
         if found is None or rows is None or found.report.update != index or lacks:
-            found = draw(self._job, self._make, index)
-            wait = self._peers.post(found.report.to_row())
-        else:
-            wait = partial(list, rows)
+            found, rows = draw(self._job, self._make, index), None
         if found.error is not None:
             self.reader.drop(self._num)  # it is raised now
-        return found, wait
+            if self._communicates and not found.report.num_drawn:
+                # The others wait for this rank in the loader, where they cannot hear of an error.
+                all_or_none((), found.take_error(), "")
+        return found, self._peers.plan(found.report.to_row()) if rows is None else rows
 
     def accept(self, draw: Draw, *, ahead: bool) -> None:
         """A window was made of it, on all ranks; the next one may be drawn ahead."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any, Generic, final
 
 from .cutting import Batch
-from .feed import Ahead, Draw, Make, Position, Reader, draw, held, num_items
+from .feed import Ahead, Draw, Make, Pace, Position, Reader, draw, held, num_items
 from .guard import OPEN, OVER, Stage, refuse_copy
 from .job import LOOP, Job, Manner
 from .law import DistaccumError, Plan, RankReport, all_or_none, in_short, shorten
@@ -46,15 +46,12 @@ class Planner:
         """The window of the micro-batches that `make` gives for an update."""
         self._begin()
         found = draw(self.job, make, self.job.index, manner)
-        return self._window_of(found, self.job.engine.peers.post(found.report.to_row()), manner)
+        return self._window_of(found, self.job.engine.peers.plan(found.report.to_row()), manner)
 
     def _plan_from(self, feed: Ahead) -> Window:
         self._begin()
-        found, wait = feed.draw(self.job.index)
-        if feed.communicates and not found.report.num_drawn:
-            # The others wait for this rank in the loader, where they cannot hear of an error.
-            all_or_none((), found.take_error(), "")
-        window = self._window_of(found, wait, LOOP, feed.pace)
+        found, rows = feed.draw(self.job.index)
+        window = self._window_of(found, rows, LOOP, feed.pace)
         feed.accept(found, ahead=not window.plan.no_more_after and not window.plan.epoch_over)
         return window
 
@@ -63,11 +60,9 @@ class Planner:
         for one in self.job.adapters:
             one.begin()
 
-    def _window_of(
-        self, found: Draw, wait: Callable[[], Rows], manner: Manner, pace: Callable[[int, int], None] | None = None
-    ) -> Window:
+    def _window_of(self, found: Draw, rows: Rows, manner: Manner, pace: Pace | None = None) -> Window:
         """The window that follows from the rows of all ranks, if none has failed."""
-        job, engine, reports = self.job, self.job.engine, [RankReport.from_row(row) for row in wait()]
+        job, engine, reports = self.job, self.job.engine, [RankReport.from_row(row) for row in rows]
         if any(one.failed for one in reports):
             failed = engine.peers.gather_objects(found.error and in_short(found.error), everyone=True)
             why = "rank {ranks} could not plan this window ({why}); no gradient was touched"

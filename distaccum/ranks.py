@@ -78,10 +78,10 @@ class Peers:
         """Lets losses of these ranks add up."""
         self._record_group, self._record_host = group, None if group is None else own_group(group)
 
-    def post(self, row: Sequence[float]) -> Callable[[], Rows]:
-        """Starts to gather a plan's row; returns what waits for the rows of all ranks that take part in updates."""
+    def plan(self, row: Sequence[float]) -> Rows:
+        """Gathers a plan's row from all ranks that take part in updates."""
         self._settle_standing()
-        return self._send(row, self._plans)
+        return self._send(row, self._plans)()
 
     def owe(self, update: int, width: int) -> Owed:
         """Notes that every rank owes its row for the plan of `update`, which it may `pay` ahead of its time.

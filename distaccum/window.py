@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import guard
 from .cutting import Batch
 from .engines.base import look_at
-from .feed import Draw
+from .feed import Draw, Pace
 from .guard import DONE, FAILED, OVER, TAMPERED, WAITING, Stage, give_up
 from .job import MOST_SKIPS, Counts, Job, Manner, Micro, Tamper
 from .law import DistaccumError, Plan, Reduction, plural
@@ -52,9 +52,7 @@ class Window(Generic[Batch]):
             before, its share is 0, and it is counted nowhere. A plain module and DDP never need one.
     """
 
-    def __init__(
-        self, job: Job, plan: Plan, found: Draw, manner: Manner, pace: Callable[[int, int], None] | None
-    ) -> None:
+    def __init__(self, job: Job, plan: Plan, found: Draw, manner: Manner, pace: Pace | None) -> None:
         self.index, self.counts = job.index, dict(plan.counts)
         # For the library's own:
         self.plan, self.micros, self.substitute = plan, found.micros, found.substitute or job.substitute
