@@ -51,7 +51,7 @@ class Extension:
         return None
 
     def judge(self, window: Window) -> str | None:
-        """The reason not to step, the same on all ranks, or None; asked before clipping, if nothing else skips."""
+        """The reason not to step the `window`, the same on all ranks, or None; asked before clipping, if none skips."""
         return None
 
     def end(self, window: Window, update: Update | None) -> None:
