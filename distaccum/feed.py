@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ class Batches:
 
 
 Make = Callable[[int], Batches]  # for the update of an index
+Position = tuple[Any, int]  # of a loader: what its state_dict() gave, and the number of items that it yielded since
 Pace = Callable[[int, int], None]  # draws a part of the next window, at a micro-step of so many
 
 
@@ -75,13 +76,6 @@ def _warn_of_changes(job: Job, entries: Seen, total: int) -> None:
                 "contrast() and check()",
                 on_each_rank=True,
             )
-
-
-class Position(NamedTuple):
-    """Where a loader stands."""
-
-    state: Any  # what its state_dict() gave
-    num_after: int  # items that it yielded since then
 
 
 @dataclass
@@ -273,7 +267,7 @@ class Reader:
         before, used = self._position, min(num, len(self._drawn))
         del self._drawn[:used]
         if before is not None:
-            self._position = Position(before.state, before.num_after + used)
+            self._position = before[0], before[1] + used
         return before
 
     def drop(self, num: int) -> None:
@@ -287,7 +281,7 @@ class Reader:
         """Where the loader stands before the first item that was not used, or before its end, which is none yet."""
         if self._drawn or self._has_ended or self._iterator is None or not self.tells_state:
             return self._position
-        return Position(self._loader.state_dict(), 0)
+        return self._loader.state_dict(), 0
 
     def leave(self) -> bool:
         """The caller left the loop: the loader may be used elsewhere. Returns whether items of an iterator are kept."""
@@ -302,11 +296,12 @@ class Reader:
         self._loader, self._iterator = iterator, iter(iterator)
 
     def _open(self) -> Iterator[Any]:
+        state, skipped = self._position or (None, 0)
         if self._position is not None:
-            self._loader.load_state_dict(self._position.state)
+            self._loader.load_state_dict(state)
         iterator: Iterator[Any] = iter(self._loader)
         self._iterator = iterator
-        for _ in range(self._position.num_after if self._position is not None else 0):
+        for _ in range(skipped):
             next(iterator, None)
         return iterator
 

@@ -212,12 +212,9 @@ def _end() -> None:
             work.wait(PATIENCE)
 
 
-# The debt that stands on each group for plans, or on a Peers without a group.
-_OWED: weakref.WeakKeyDictionary[Any, Owed] = weakref.WeakKeyDictionary()
-
+_OWED: weakref.WeakKeyDictionary[Any, Owed] = weakref.WeakKeyDictionary()  # by group for plans, or Peers without one
 # By process group, so that no Accumulator makes one that another has made; each keeps sockets and threads.
-_OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[Any, ...], dist.ProcessGroup]]
-_OWN = weakref.WeakKeyDictionary()
+_OWN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, dist.ProcessGroup]] = weakref.WeakKeyDictionary()
 
 
 def own_group(

@@ -103,7 +103,7 @@ def _pack_part(own: Own) -> bytes:
     random, position = own
     box = io.BytesIO()
     try:
-        torch.save({"random": random, "loader": position and tuple(position)}, box)
+        torch.save({"random": random, "loader": position}, box)
         if position is not None:  # now, and not in the job that wants to go on with it
             torch.load(io.BytesIO(box.getvalue()), weights_only=True)
     except Exception as error:
@@ -129,7 +129,7 @@ def _unpack_part(packed: bytes) -> Own:
             f"the part of this rank in the state cannot be read ({type(error).__name__}): it is cut off, or of another "
             "program or version; take another checkpoint"
         ) from None
-    return random, None if loader is None else Position(*loader)
+    return random, loader
 
 
 def _own_part(state: Mapping[str, Any], saved: int, job: Job) -> Own:
