@@ -88,9 +88,8 @@ class Config:
 
     def refuse_to_group(self) -> None:
         """Raises where no number says how many micro-batches of a loader are a window."""
-        if self.by_cost is not None and self.most != "auto":
-            return  # each batch of the loader is cut
-        if self.steps is None and (self.batch_size is None or self.most == "auto"):
+        has_size = self.batch_size is not None or self.by_cost is not None  # which cuts each batch of the loader
+        if self.steps is None and (self.most == "auto" or not has_size):
             raise ValueError(
                 "windows() groups micro-batches and no number was given; pass steps=, or batch_size= and "
                 "micro_batch_size= as a number, to the Accumulator ('auto' is for update(), which cuts)"
