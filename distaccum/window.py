@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from importlib import import_module
 from typing import Any, Generic, TypeVar, final
 
@@ -411,7 +410,11 @@ class Window(Generic[Batch]):
     def _end(self, update: Update | None) -> None:
         """Tells all extensions, whatever one raises; twice is no harm."""
         is_heard, self._is_heard = self._is_heard, False
-        if is_heard and self._hooks["end"]:
-            with ExitStack() as stack:
-                for hear in reversed(self._hooks["end"]):
-                    stack.callback(hear, self, update)
+        errors: list[Exception] = []
+        for hear in self._hooks["end"] if is_heard else ():
+            try:
+                hear(self, update)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
