@@ -129,7 +129,8 @@ def test_wrong_option_prints_one_line(capsys, words):
 
 SENSELESS = {
     "plan --meta --batch-size 8": "--meta without --measure, expected what to make on the meta device; give --measure",
-    "plan --memory 0": "memory='0', expected a whole number of at least 1, such as 512",
+    "plan --memory 0": "memory='0', expected a whole number of at least 1,000,000, such as 80GB",
+    "plan --memory 80": "memory='80', expected a whole number of at least 1,000,000, such as 80GB",
     "plan --lr 0": "lr=0.0, expected a number above 0",
     "audit --updates 0 train.py": "--updates=0, expected a whole number of at least 1; leave it out to run the script",
     "audit --updates -3 train.py": "--updates=-3, expected a whole number of at least 1",

@@ -56,7 +56,6 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in locals().items() if name != "model"}
     of_name = MODELS.get(str(parameters).lower())
     given["parameters"] = parameters if of_name is None else of_name[0]
-    given["memory"] = memory if memory is None else str(memory).upper().removesuffix("B")  # 80GB: 80 G
     for name in AMOUNTS:
         if given[name] is not None or name in ("ranks", "nodes"):
             given[name] = amount(name, given[name])
@@ -99,7 +98,7 @@ def plan(
         "--parameters for the bytes": sizes is None,
         "--memory, such as 80GB, for what fits": given["memory"] is None,
         "--measure MODULE:FACTORY for the activations": sizes is not None and sizes.activations is None,
-        "--base-batch-size for the learning rate": base is None,
+        "--batch-size and --base-batch-size for the learning rate": rate is None,
     }
     missing = tuple(text for text, is_missing in wanted.items() if is_missing)
     return Forecast(given, steps, windows, split, rows, rate, missing)
@@ -114,15 +113,15 @@ def amount(name: str, value: object) -> int:
     >>> amount("parameters", "11.7M"), amount("parameters", "7e9"), amount("samples", "1_281_167")
     (11700000, 7000000000, 1281167)
     """
-    text = str(value).strip()
-    times = SUFFIXES.get(text[-1:].upper(), 1)
+    text = str(value).strip().upper()
+    least, such = (10**6, "80GB") if name == "memory" else (1, "512, 7e9, 7b, 350M or 11.7M")
+    text = text.removesuffix("B") if name == "memory" else text  # 80GB: 80 G
+    times = SUFFIXES.get(text[-1:], 1)
     try:
         number = Decimal(text[:-1] if times > 1 else text) * times
-        if number >= 1 and number == int(number):
+        if number >= least and number == int(number):
             return int(number)
     except ArithmeticError:  # it is no number
         pass
     models = f"; or one of {', '.join(MODELS)}" if name == "parameters" else ""
-    raise ValueError(
-        f"{name}={value!r}, expected a whole number of at least 1, such as 512, 7e9, 7b, 350M or 11.7M{models}"
-    )
+    raise ValueError(f"{name}={value!r}, expected a whole number of at least {least:,}, such as {such}{models}")
