@@ -29,7 +29,7 @@ KNOWN: dict[str, tuple[Reduction, Count]] = {
     "count=count_tokens('labels')": ("mean", count_tokens("labels")),
     "count=count_tokens('labels', shift=True)": ("mean", count_tokens("labels", shift=True)),
     "count=count_tokens('labels', ignore_index=255)": ("mean", count_tokens("labels", ignore_index=255)),
-    "reduction='sum_to_mean', count=count_samples": ("sum_to_mean", count_samples),
+    "reduction='sum_to_mean'": ("sum_to_mean", count_samples),  # a sum fits any count
 }
 
 
@@ -87,9 +87,12 @@ class Questions:
                 raise ValueError(self._unseen(str(error))) from error.__cause__
 
     def _ask(self, micro_batches: Sequence[Any], number: int) -> None:
-        uses = [] if self.count is not None else self._of_all(lambda: map(self._use, micro_batches[:1]))
+        is_told = self.count is None or self.is_overridden
+        uses = self._of_all(lambda: map(self._use, micro_batches[:1])) if is_told else []
         if self.reduction == "mean" and {*uses} == {"mean"}:
             self.is_open = False
+            if self.count is not None and (off := self._off(micro_batches, self.items)):
+                self._object(self._wrong(f"divided by the number of items, {off}", "count=None"))
         elif self.is_overridden and not any(uses):
             self.is_open = False
             if self.count is None:
@@ -98,12 +101,13 @@ class Questions:
                     "cannot be asked whether it is a mean over them: terms with other denominators (as of DPO with "
                     "several loss types) are not exact; count=count_samples says that it is such a mean"
                 )
-        elif "mixed" in uses:
+        elif "mixed" in uses and self.count is None:
             self._object(self._wrong("divided by the number of items in one term, and in another not"))
         elif found := self._compared(micro_batches):
-            if wrong := next((one for one in found if isinstance(one, str)), None):
-                self._object(wrong)
-            self.is_open = self.is_open and not any(found)
+            self.is_open = not any(found)
+            wrong = next((one for one in found if isinstance(one, tuple)), None)
+            if wrong and self._is_sure(micro_batches, wrong[1]):
+                self._object(self._wrong(*wrong))
         elif number > 1:  # else each count is right
             raise _UnseenError("its micro-batches of one row cannot be put together")
 
@@ -121,7 +125,27 @@ class Questions:
             return "mean"
         return "mixed" if min(abs(2 * twice - once), abs(2 * (once - twice))) > room else "other"
 
-    def _compared(self, micro_batches: Sequence[Any]) -> list[str | bool]:
+    def _is_sure(self, micro_batches: Sequence[Any], fitting: str) -> bool:
+        """Tells whether a wrong answer for two rows is one for micro-batches: with a count of one's own, rows of a
+        `compute_loss` may belong together, or share a number that is counted.
+        """
+        if self.count is None or not self.is_overridden:
+            return True
+        reduction, count = KNOWN.get(fitting, (self.reduction, self.weight))
+        return reduction != self.reduction or bool(self._off(micro_batches, count))
+
+    def _off(self, micro_batches: Sequence[Any], wanted: Count) -> str:
+        """Says where the weights of micro-batches, on all ranks, are in no proportion to the wanted count; "": nowhere.
+
+        Parts of micro-batches play no part in it.
+        """
+        pairs = self._of_all(lambda: ((float(self.weight(one)), float(wanted(one))) for one in micro_batches))
+        most, its = max(pairs)
+        off = ((weight, n) for weight, n in pairs if abs(most * n - weight * its) > SAME * most * max(n, its))
+        texts = (f"{its:g} and {n:g} in micro-batches where count= gives {most:g} and {weight:g}" for weight, n in off)
+        return next(texts, "")
+
+    def _compared(self, micro_batches: Sequence[Any]) -> list[tuple[str, str] | bool]:
         """Compares two rows that are put together with each: neighbours among the first rows of all ranks.
 
         Rows of one micro-batch may be alike where those of two are not, as where they are sorted by length; and those
@@ -134,8 +158,10 @@ class Questions:
                 pairs.append((join_batches([_padded(one, other), _padded(other, one)], [1, 1]), one, other))
         return self._of_all(lambda: (self._compare(*pair) for pair in pairs))  # on all ranks, which meet in losses
 
-    def _compare(self, whole: Any, *parts: Any) -> str | bool:
-        """Returns why the loss of the whole is not what its parts make of it, or whether a count of samples differs."""
+    def _compare(self, whole: Any, *parts: Any) -> tuple[str, str] | bool:
+        """Returns how the loss of the whole is not what its parts make of it, with what fits, or whether a count of
+        samples differs.
+        """
         wanted, *losses = (self._loss(one, self.number(one)) for one in (whole, *parts))
         room = min(0.01, 200 * self.precision) * abs(wanted) or 1.0  # for rounding, in batches of other shapes
 
@@ -155,7 +181,7 @@ class Questions:
         known = (name for name, how in KNOWN.items() if (has_labels or how[1] is count_samples) and error(*how) <= 1)
         first, second = losses
         seen = f"{wanted:.8g} of a micro-batch, {first:.8g} and {second:.8g} of its parts with counts {weights}"
-        return self._wrong(seen, next(known, ""))
+        return seen, next(known, "")
 
     def _loss(self, micro_batch: Any, number: Any) -> float:
         loss = self.loss(micro_batch, number)
@@ -187,14 +213,21 @@ class Questions:
             warn(message)
 
     def _wrong(self, seen: str, fitting: str = "") -> str:
-        weight = "what count= counts" if self.count is not None else "the labels that the Trainer counts, or samples,"
-        what = f"a mean over {weight}" if self.reduction == "mean" else "a sum over its rows"
+        weight = "what count= counts" if self.count is not None else "the labels that the Trainer counts, or samples"
+        what = (
+            f"a mean over {weight}{',' * (self.count is None)}" if self.reduction == "mean" else "a sum over its rows"
+        )
         cure = f"{fitting} fits here"
         if not fitting:
             cure = (
-                "no count of samples or labels fits here, nor does a sum, so it takes a count of your own, or none is "
-                "right (a loss over pairs, terms with several denominators), and any count takes it for a mean"
+                "no count of samples or labels fits here, nor does a sum; where it divides by something else, as a sum "
+                "of weights, count= must count that; a loss over pairs, or terms with several denominators, is exact "
+                "with no count, but one that you give is believed"
             )
+        elif fitting.startswith("reduction="):
+            cure += f", and makes it a mean over {weight}"
+        elif self.reduction != "mean":
+            cure = f"reduction='mean', {cure}"
         return (
             f"the loss of {self.name} is not {what} as AccumulatingTrainer takes it: it is {seen}; give count= what it "
             f"is a mean over, and reduction='sum_to_mean' where it is a sum: {cure}"

@@ -9,6 +9,7 @@ The Trainer's loop calls three methods that are ours here, in this order for eac
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, final
@@ -36,6 +37,11 @@ from ..wrappers.private.accelerate import leave_out_step, note_step
 from .questions import Questions
 
 IGNORED = -100
+ELSEWHERE = {  # options of an Accumulator that the Trainer's arguments have
+    "steps": "gradient_accumulation_steps",
+    "micro_batch_size": "per_device_train_batch_size",
+    "max_norm": "max_grad_norm",
+}
 OLDEST = "5.4"  # whose loop takes its length from set_initial_training_values
 
 
@@ -65,7 +71,19 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
                 f"transformers {transformers.__version__}, expected {OLDEST} or newer, whose Trainer can be given "
                 "windows; upgrade it, or write the loop with an Accumulator"
             )
-        super().__init__(*args, **kwargs)
+        if count is not None and not callable(count):
+            raise TypeError(
+                f"count={count!r}, expected a callable: micro-batch -> number, such as count_samples or "
+                "count_tokens('labels', shift=True); leave it out to count what the Trainer counts"
+            )
+        try:
+            super().__init__(*args, **kwargs)
+        except TypeError as error:
+            named = (name for name in ELSEWHERE if f"unexpected keyword argument '{name}'" in str(error))
+            if (name := next(named, None)) is None or name not in kwargs:
+                raise
+            theirs = f"TrainingArguments({ELSEWHERE[name]}={kwargs[name]!r})"
+            raise TypeError(f"AccumulatingTrainer got {name}={kwargs[name]!r}, expected {theirs}") from error
         self.update: Update | None = None
         self._own_count, self._reduction = count, reduction
         self._wrapped: nn.Module | None = None  # what these are made for:
@@ -188,8 +206,9 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         is_overridden = type(self).compute_loss is not Trainer.compute_loss
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         dtypes |= {torch.bfloat16} if self.args.bf16 or self.args.fp16 or self.args.tf32 else set()
+        loss = type(self._bare_model()).__name__ if self.compute_loss_func is None else "compute_loss_func"
         self._questions = Questions(
-            name=f"{type(self).__name__}.compute_loss" if is_overridden else type(self._bare_model()).__name__,
+            name=f"{type(self).__name__}.compute_loss" if is_overridden else loss,
             loss=self._loss_in_eval,
             precision=max(torch.finfo(dtype).eps for dtype in dtypes),
             items=self._items,
@@ -225,7 +244,9 @@ class AccumulatingTrainer(Trainer):  # type: ignore[misc]  # has no types
         return micro_batch["labels"][..., 1:].ne(IGNORED).sum()
 
     def _loss_in_eval(self, micro_batch: Any, number: Any) -> Tensor:
-        with kept([self.model_wrapped]):
+        # TRL's compute_loss notes metrics in dicts of the trainer, which the next evaluation would log.
+        mine = ((name, own) for name, own in vars(self).items() if name.endswith("metrics") and isinstance(own, dict))
+        with kept([self.model_wrapped]), replaced(self, **{name: copy.deepcopy(own) for name, own in mine}):
             self.model_wrapped.eval()
             return self._loss_of({**micro_batch}, number)
 

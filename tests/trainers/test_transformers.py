@@ -1,6 +1,7 @@
 """transformers' Trainer with windows: against one big batch in float64, and beside the Trainer where that is exact."""
 
 import math
+import re
 import tempfile
 import warnings
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from distaccum import count_samples
+from distaccum import count_samples, count_tokens
 from tests.support.counting import Counting
 from tests.support.ranks import on_ranks
 from tests.support.windows import error, gradient, weights
@@ -375,6 +376,93 @@ def test_loss_of_ones_own_with_labels_that_is_no_mean_over_them_is_refused():
 
     with pytest.raises(ValueError, match=r"compute_loss is not a mean.*count=count_samples fits here"):
         fit(with_loss(mean_of_rows), make_net(), make_rows([3, 5, 2, 7]), per_device_train_batch_size=2)
+
+
+def test_sum_of_ones_own_is_refused_with_the_reduction_that_makes_it_exact():
+    # Its parts fit any count, so the refusal names none.
+    own = with_loss(lambda model, inputs: model(**inputs, num_items_in_batch=1)["loss"])
+    rows = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in make_rows(LENGTHS["short-tail"])]
+    with pytest.raises(ValueError, match=r": reduction='sum_to_mean' fits here, and makes it a mean over the labels"):
+        fit(own, make_net(), rows)
+    seen, _ = fit(own, make_net(), rows, reduction="sum_to_mean")
+    assert worst(seen, Expected(make_net(), windows_of([rows])).weights) <= 1e-10
+    with pytest.raises(ValueError, match="the loss of compute_loss_func is not a mean"):
+        fit(kinds()[1], make_net(), rows, compute_loss_func=lambda outputs, labels, **_: outputs["logits"].sum())
+
+
+def heard(own: Any, collator: Any = collate, **options: Any) -> str:
+    """The warnings of this library in one update of two micro-batches of two rows, of 10 and 6 labels."""
+    rows = [{**row, "attention_mask": torch.ones_like(row["labels"])} for row in make_rows([7, 3, 5, 1])]
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 1}
+    with accelerators(), tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer(own, make_net(), rows, folder, collator, **{**sizes, **options}).train()
+    return " ".join(str(one.message) for one in caught if "the loss of" in str(one.message))
+
+
+def test_wrong_count_for_a_compute_loss_is_warned_of():
+    class Divides(kinds()[1]):  # type: ignore[misc]  # as TRL's SFTTrainer
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
+            return model(**inputs, num_items_in_batch=num_items_in_batch)["loss"]
+
+    averages = with_loss(lambda model, inputs: model(**inputs)["loss"])
+    adds = with_loss(lambda model, inputs: model(**inputs, num_items_in_batch=1)["loss"])
+    right = count_tokens("labels")
+    divides = "compute_loss is not a mean over what count= counts.*10 and 6 in micro-batches where count= gives 2 and 2"
+    assert re.search(f"{divides}.*: count=None fits here", heard(Divides, count=count_samples))
+    assert "count=count_tokens('labels') fits here" in heard(averages, count=count_samples)
+    assert "reduction='sum_to_mean' fits here, and makes it a mean over what count= counts" in heard(adds, count=right)
+    assert heard(Divides, count=right) == heard(averages, count=right) == ""
+    assert heard(adds, count=count_samples, reduction="sum_to_mean") == ""
+
+
+def test_count_that_parts_of_a_micro_batch_cannot_tell_is_believed():
+    def with_total(rows: list[Row]) -> Row:
+        batch = collate(rows)
+        return {**batch, "total": batch["labels"].ne(IGNORED).sum()}
+
+    def of_pairs(model: Any, inputs: Any) -> Tensor:
+        rows = zip(inputs["input_ids"].split(1), inputs["labels"].split(1), strict=True)
+        scores = torch.stack([model(*row)["loss"] for row in rows])
+        half = len(scores) // 2
+        return (scores[:half] - scores[half:]).square().mean()
+
+    averages = with_loss(lambda model, inputs: model(inputs["input_ids"], inputs["labels"])["loss"])
+    assert heard(averages, with_total, count=lambda batch: batch["total"]) == ""
+    assert heard(with_loss(of_pairs), count=lambda batch: len(batch["labels"]) // 2) == ""
+
+
+def test_questions_leave_no_metrics_in_the_next_evaluation():
+    class Notes(kinds()[1]):  # type: ignore[misc]  # as TRL's trainers
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._metrics: dict[str, list[float]] = {"train": [], "eval": []}
+
+        def compute_loss(self, model: Any, inputs: Any, *_: Any, num_items_in_batch: Any = None) -> Any:
+            loss = model(**inputs, num_items_in_batch=num_items_in_batch)["loss"]
+            self._metrics["train" if model.training else "eval"].append(loss.item())
+            return loss
+
+    with accelerators(), tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(Notes, make_net(), make_rows([3, 5]), folder, max_steps=1)
+        trainer.train()
+    assert [len(trainer._metrics[mode]) for mode in ("train", "eval")] == [2, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"steps": 8}, r"got steps=8, expected TrainingArguments\(gradient_accumulation_steps=8\)"),
+        ({"max_norm": 1.0}, r"got max_norm=1.0, expected TrainingArguments\(max_grad_norm=1.0\)"),
+        ({"count": "tokens"}, "count='tokens', expected a callable: micro-batch -> number"),
+    ],
+    ids=["steps", "max_norm", "count"],
+)
+def test_options_of_an_accumulator_are_refused_with_their_place(options, words, tmp_path):
+    from transformers import TrainingArguments
+
+    with accelerators(), pytest.raises(TypeError, match=words):
+        kinds()[1](make_net(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), **options)
 
 
 class Drawing(Net):
