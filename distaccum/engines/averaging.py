@@ -27,7 +27,7 @@ def average(
 
     Costs one reduction per bucket, and one small collective on the host for the kinds of gradients that ranks have.
     Those that no rank has stay None, and zeros that stand for none (`is_zeroed`) become it. `copies_of` gives the group
-    with copies of this rank's part of a parameter, by default all ranks; None: backward has summed it over all.
+    that has this rank's part of a parameter too, by default all ranks; over the rest (None: all) backward has summed.
     """
     if not parameters:
         return
