@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from functools import partial
+from functools import partial, wraps
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -224,6 +224,52 @@ def test_criterion_is_heard_where_a_script_held_it_before():
             (held(model(torch.ones(size, 4)), torch.arange(size)) / 2).backward()
         sgd.step()
     assert [one.kind for one in report.findings] == ["weights"]
+
+
+def trained(loss_of):
+    """The report of an update of micro-batches of 2 and 3 samples."""
+    model = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distaccum.audit(model) as report:
+        for size in (2, 3):
+            loss_of(model(torch.ones(size, 4)), torch.arange(size)).backward()
+        sgd.step()
+    return report
+
+
+def test_criterion_of_another_library_is_not_seen_and_the_verdict_says_so(monkeypatch):
+    heard, others = cross_entropy, partial(cross_entropy)
+    another = wraps(heard)(lambda scores, y: others(scores, y) + 0)
+    for one in (others, another):
+        monkeypatch.setattr(nn.functional, "cross_entropy", one)
+        report = trained(lambda scores, y: nn.functional.cross_entropy(scores, y) / 2)
+        assert nn.functional.cross_entropy is one and report.status == 0 and report.judged["weights"] == 0
+        assert "not seen: cross_entropy, in whose place another library has put its own" in report.notes
+        assert str(report).startswith("audit: nothing wrong was seen in 1 updates: receipts of 1 updates")
+        assert "weights were not judged" in str(report) and "right" not in str(report)
+
+
+class ChunkedLogProbFunction(torch.autograd.Function):
+    """As TRL's trainers take it from hidden states."""
+
+    @staticmethod
+    def forward(context, scores, y):
+        context.save_for_backward(scores.softmax(1), y)
+        return scores.log_softmax(1).gather(1, y[:, None])[:, 0]
+
+    @staticmethod
+    def backward(context, seed):
+        shares, y = context.saved_tensors
+        return seed[:, None] * (nn.functional.one_hot(y, 3) - shares), None
+
+
+def test_weights_of_a_fused_criterion_are_seen_where_its_loss_is_a_sum():
+    taken = ChunkedLogProbFunction.apply
+    wrong = trained(lambda scores, y: -taken(scores, y).sum() / len(y) / 2)
+    assert [one.kind for one in wrong.findings] == ["weights"] and "1.5 to 1" in wrong.findings[0].text
+    assert "weights in 1 criterions" in str(trained(lambda scores, y: -taken(scores, y).sum() / 5))
+    policy = trained(lambda scores, y: -(taken(scores, y) * len(y)).exp().mean())
+    assert policy.status == 0 and "weights were not judged" in str(policy)
 
 
 def test_audit_puts_everything_back():

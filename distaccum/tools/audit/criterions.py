@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy")  # of which some targets count for nothing
+BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy", "log_prob")  # of which some targets count for nothing
 _BY_ROW = """ctc_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
 multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"""
 _BY_ELEMENT = """mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy kl_div gaussian_nll_loss
@@ -22,20 +22,23 @@ See = Callable[[str, dict[str, Any], Tensor], object]
 
 
 @contextmanager
-def hearing(see: See) -> Iterator[None]:
+def hearing(see: See) -> Iterator[list[str]]:
     """In the block, `see` gets the name, the arguments and the loss of each call, outside of what compiles.
 
-    The code of each function is replaced, not its name: a script may hold it anywhere already.
+    The code of each function is replaced, not its name: a script may hold it anywhere already. Yields the names of
+    those that are not heard, since another library has put its own in their place.
     """
-    every = (getattr(functional, name, None) for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split()))
-    before = [(one, one.__code__, one.__kwdefaults__) for one in every if one is not None]
+    names = [name for name in (*BY_CLASS, *f"{_BY_ROW} {_BY_ELEMENT}".split()) if hasattr(functional, name)]
+    every = {name: getattr(functional, name) for name in names}
+    own = [one for one in every.values() if getattr(one, "__globals__", None) is vars(functional)]
+    before = [(one, one.__code__, one.__kwdefaults__) for one in own]
     for one, code, more in before:
         original: Any = FunctionType(code, one.__globals__, one.__name__, one.__defaults__)
         original.__kwdefaults__ = more
         one.__wrapped__ = original  # for its signature and source
         one.__code__, one.__kwdefaults__ = _in_its_place.__code__, {"call": _heard_by(see, original)}
     try:
-        yield
+        yield [name for name, one in every.items() if one not in own]
     finally:
         for one, code, more in before:
             vars(one).pop("__wrapped__", None)

@@ -15,6 +15,7 @@ from .receipts import Fault, Reckoning, same_on_all
 from .weights import Key, Updates, among_updates, terms_of, within_updates, without_backward
 
 Seen = Sequence[dict[str, Any]]  # by rank
+Verdict = tuple[list[Fault], list[str], dict[str, int]]
 ONE = torch.ones(1)
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
 EVENTS = {
@@ -25,15 +26,15 @@ EVENTS = {
 }
 
 
-def verdict(seen: Seen) -> tuple[list[Fault], list[str], str]:
-    """Faults, notes, and what was looked at."""
+def verdict(seen: Seen) -> Verdict:
+    """Faults, notes, and how much was judged."""
     judged = [_judge([one]) for one in seen] if _share_nothing(seen) else [_judge(seen)]
     faults = {(one.kind, one.where): one for found, _, _ in reversed(judged) for one in reversed(found)}
     notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
     return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
 
 
-def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
+def _judge(seen: Seen) -> Verdict:
     by_key: dict[Key, list[dict[str, Any]]] = defaultdict(list)
     for one in seen:
         for update in one["updates"]:
@@ -86,10 +87,9 @@ def _judge(seen: Seen) -> tuple[list[Fault], list[str], str]:
     faults += apart or []
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
         faults = [one for one in faults if one.kind != "window"]
-    about = f"weights in {len(terms)} criterions, receipts of {compared} updates, order of calls"
     if not compared:
         notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
-    return faults, notes, about
+    return faults, notes, {"weights": len(terms), "receipts": compared}
 
 
 def _share_nothing(seen: Seen) -> bool:

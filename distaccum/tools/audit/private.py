@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from ...engines import base
 from ...engines.private import fsdp2
 
 LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook tells when a loader is waited for
+FUSED = "ChunkedLogProbFunctionBackward"  # TRL's, which no function of torch's gives
+SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy")  # on the way from it to a loss
 # Our windows call the engine itself, to save the checks of torch.autograd.backward.
 BACKWARDS = ((torch.autograd, "backward"), (base, "run_backward"))
 
@@ -27,14 +29,21 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]
                 yield from ((p.sharded_param, fsdp2.gathered_of(p)) for p in group.fsdp_params)
 
 
-def note_divisors(roots: Any, most: int = 24) -> None:
-    """Tells each criterion's call near `roots` by which numbers the graph divides, or multiplies ("mul")."""
+def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24) -> None:
+    """Tells each criterion's call near `roots` by which numbers the graph divides, or multiplies ("mul").
+
+    `hear` gets the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
+    """
     nodes = [getattr(one, "grad_fn", None) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
-    todo: list[tuple[Any, list[Any]]] = [(node, []) for node in nodes if node is not None]
-    for node, path in todo:
+    todo: list[tuple[Any, list[Any], bool]] = [(node, [], True) for node in nodes if node is not None]
+    for node, path, is_sum in todo:
         if (term := node.metadata.get("distaccum")) is not None:
             term["divisors"] = path
+        elif (name := node.name().removesuffix("Backward0")) == FUSED and is_sum:
+            hear(node, path)
         elif len(todo) < most:
-            if (name := node.name()) in ("DivBackward0", "MulBackward0"):  # `_saved` is so spelt in torch's notes
-                path = [*path, (name[:3].lower(), node._saved_other)]
-            todo += [(following, path) for following, _ in node.next_functions if following is not None]
+            is_sum &= name in SUMS
+            if name in ("Div", "Mul"):  # `_saved` is so spelt in torch's notes
+                path = [*path, (name.lower(), node._saved_other)]
+                is_sum &= not getattr(node._saved_other, "ndim", 0)
+            todo += [(following, path, is_sum) for following, _ in node.next_functions if following is not None]

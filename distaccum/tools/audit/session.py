@@ -32,7 +32,7 @@ class Audit:
         notes (list[str]): What is no mistake, and what was not seen.
         updates (int): Updates that were seen.
         ranks (int): Ranks that told what they saw.
-        about (str): What was looked at.
+        judged (dict[str, int]): How many criterions' weights were judged, and the receipts of how many updates.
         status (int): 0 right, 1 something is wrong, 2 nothing could be judged.
     """
 
@@ -41,7 +41,7 @@ class Audit:
     updates: int = 0
     ranks: int = 1
     status: int = 2
-    about: str = ""
+    judged: dict[str, int] = field(default_factory=dict)
     rank: int = field(default=0, repr=False)
     seen: list[dict[str, Any]] = field(default_factory=list, repr=False)
 
@@ -50,13 +50,21 @@ class Audit:
         if self.status:
             raise AssertionError(str(self))
 
+    @property
+    def about(self) -> str:
+        """Names what was looked at."""
+        texts = {"weights": "weights in {} criterions", "receipts": "receipts of {} updates"}
+        return ", ".join([*(texts[what].format(num) for what, num in self.judged.items() if num), "order of calls"])
+
     def as_dict(self) -> dict[str, Any]:
-        numbers = {"status": self.status, "updates": self.updates, "ranks": self.ranks, "notes": self.notes}
-        return {**numbers, "findings": [one._asdict() for one in self.findings]}
+        names = ("status", "updates", "ranks", "judged", "notes")
+        return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
         about = f"{self.updates} updates of {self.ranks} ranks" if self.ranks > 1 else f"{self.updates} updates"
         lines = [f"audit: right in all that was seen of {about}: {self.about}"]
+        if missing := [what for what, num in self.judged.items() if not num]:
+            lines = [f"audit: nothing wrong was seen in {about}: {self.about}; {' and '.join(missing)} were not judged"]
         if self.status == 2:
             lines = ["audit: nothing could be judged: no optimizer stepped what a backward gave"]
         elif num := len(self.findings):
@@ -77,18 +85,20 @@ class Audit:
 
     def _judge(self, watch: Watch, mine: dict[str, Any]) -> None:
         self.ranks, self.updates = len(self.seen), max(len(one["updates"]) for one in self.seen)
-        self.findings, self.notes, self.about = quietly(verdict)(self.seen) or ([], [], "nothing")
+        self.findings, self.notes, self.judged = quietly(verdict)(self.seen) or ([], [], {})
         self.notes += [f"not seen: the audit itself failed, {one}" for one in failures]
         if lost := mine["world"] - self.ranks:
             self.notes.append(f"not seen: {lost} of {mine['world']} ranks, which did not tell what they saw (--folder)")
         if watch.norms and any(len(update["backwards"]) > 1 for update in mine["updates"]):
             self.notes.append(f"{min(watch.norms)} normalises by each micro-batch: no window equals one big batch")
+        if watch.unheard:
+            self.notes.append(f"not seen: {', '.join(watch.unheard)}, in whose place another library has put its own")
         self.notes += [f"{line}: trains a model in eval mode, without its dropout" for line in watch.undropped]
         for line, (length, total) in mine["padded"].items():
             self.notes.append(
                 f"{line}: DistributedSampler repeats {total - length} of {length} samples to pad each epoch"
             )
-        self.status = int(bool(self.findings)) if self.about != "nothing" and self.updates else 2
+        self.status = int(bool(self.findings)) if self.judged and self.updates else 2
 
     def plot(self, path: str) -> None:
         """Draws the weight of a token in each micro-batch, by update."""

@@ -70,6 +70,7 @@ class Watch:
         self.updates: list[dict[str, Any]] = []
         self.found: dict[tuple[str, str], dict[str, int]] = {}  # by kind and line
         self.padded: dict[str, tuple[int, int]] = {}  # by line
+        self.unheard: list[str] = []  # criterions
         self.trained: dict[int, Trained] = {}  # by the optimizer's id
         self._touches: dict[str, set[frozenset[int]]] = {}  # sets of optimizers, by the line of a backward
         self.norms: dict[str, None] = {}  # batch normalisation that trains
@@ -89,7 +90,7 @@ class Watch:
                 self.ledger.place(parameter)
 
     def start(self) -> None:
-        self._stack.enter_context(hearing(self._see))
+        self.unheard = self._stack.enter_context(hearing(self._see))
         clips = (
             (owner, f"clip_grad_{kind}_") for owner in (nn.utils, nn.utils.clip_grad) for kind in ("norm", "value")
         )
@@ -128,15 +129,18 @@ class Watch:
 
     @quietly
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
-        (line, inner), (count, rows) = where(), count_of(name, given)
-        term = {"site": [line, name, inner], "reduction": reduction_of(given), "count": count, "rows": rows}
-        term |= {"divisors": None, "unit": torch.finfo(loss.dtype).eps, "seed": None, "low": None}
-        term["print"] = print_of(given.get("target", given.get("targets")))
+        count, rows = count_of(name, given)
+        targets = print_of(given.get("target", given.get("targets")))
+        term = _term(name, loss.dtype, reduction=reduction_of(given), count=count, rows=rows, print=targets)
         self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
 
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
+
+    def _see_fused(self, node: Any, divisors: Any) -> None:
+        term = _term("log_prob", torch.float32, divisors=divisors)
+        node.register_prehook(lambda seeds: self._take(term, seeds[0]))
 
     @quietly
     @torch.no_grad()
@@ -164,9 +168,10 @@ class Watch:
         if num < FIRST or (num % EVERY == 0 and num < FIRST * EVERY) or num % EVERY**2 == 0:
             self.ledger.receiving = made.received = {}
             self.ledger.arm()
-            quietly(private.note_divisors)(args[0] if args else options.get("tensors"))
         else:
             self.ledger.disarm()
+        if made.received is not None or not self._heard:
+            quietly(private.note_divisors)(args[0] if args else options.get("tensors"), self._see_fused)
         quietly(self._note_modes)(made.line, num)
         self._current = made
         try:
@@ -351,6 +356,13 @@ class Watch:
             "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
             "bytes": [one.numel() * one.element_size() for one in ledger.parameters],
         }
+
+
+def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
+    """Returns a criterion's call, without the seed that flows into it."""
+    line, inner = where()
+    term = {"site": [line, name, inner], "reduction": "none", "count": None, "rows": 1, "print": None}
+    return {**term, "divisors": None, "unit": torch.finfo(dtype).eps, "seed": None, "low": None, **known}
 
 
 @torch.no_grad()
