@@ -28,7 +28,7 @@ RIGHT = {
     "compiled": 1,
     "ddp_tokens": 2,
     **dict.fromkeys(("ddp_samples", "ddp_samples compresses", "ddp_samples averages"), 2),
-    "ddp_by_hand": 2,
+    **dict.fromkeys(("ddp_by_hand", "ddp_by_hand alone"), 2),
     "fsdp2_tokens": 2,
     "accelerated": 2,
     "windows plain": 1,

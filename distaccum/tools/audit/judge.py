@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...law import shorten
 from .receipts import Fault, Reckoning, same_on_all
-from .weights import Key, Updates, among_updates, terms_of, within_updates, without_backward
+from .weights import Key, Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Verdict = tuple[list[Fault], list[str], dict[str, int]]
@@ -28,7 +28,14 @@ EVENTS = {
 
 def verdict(seen: Seen) -> Verdict:
     """Faults, notes, and how much was judged."""
-    judged = [_judge([one]) for one in seen] if _share_nothing(seen) else [_judge(seen)]
+    return _each(seen) if _share_nothing(seen) else _together([_judge(seen)])
+
+
+def _each(seen: Seen) -> Verdict:
+    return _together([_judge([one]) for one in seen])
+
+
+def _together(judged: Sequence[Verdict]) -> Verdict:
     faults = {(one.kind, one.where): one for found, _, _ in reversed(judged) for one in reversed(found)}
     notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
     return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
@@ -48,6 +55,7 @@ def _judge(seen: Seen) -> Verdict:
     kept: set[int] = set()  # optimizers whose script keeps gradients elsewhere when it clears them
     own: set[int] = set()  # optimizers whose script does more with gradients than to add them up
     moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # SAM's
+    alone: dict[Key, Sequence[float]] = {}  # updates in which nothing was reduced
     before: dict[int, Tensor] = {}
     compared = 0
     for (place, index), ranks in updates.items():
@@ -71,6 +79,7 @@ def _judge(seen: Seen) -> Verdict:
         compared += factor is not None or bool(found)
         shared[place, index] = receipts.shared
         tasks |= {(place, index)} if receipts.is_tasks else set()
+        alone |= {(place, index): receipts.alone} if receipts.alone else {}
         if factor is not None:
             factors[place, index] = factor
     known = ((place, one) for place, found in reckoned.items() for one in found if place not in moved)
@@ -79,10 +88,18 @@ def _judge(seen: Seen) -> Verdict:
     updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
     updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
     terms = terms_of(updates, notes)
+    apart = _apart(seen, updates, notes)
+    if alone and len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(terms, alone):
+        found, more, judged = _each(seen)
+        text = (
+            "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
+        )
+        note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {text}"
+        return found, [note, *more], judged
     faults += within_updates(terms, len(seen)) + among_updates(terms, updates, factors, shared, tasks)
     faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates)
-    if (apart := _apart(seen, updates, notes)) is None:
+    if apart is None:
         faults = [one for one in faults if one.kind != "not reduced"]
     faults += apart or []
     if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one

@@ -83,6 +83,11 @@ class Ledger:
         parts = ((place, one) for place, one in enumerate(self.parameters) if hasattr(one, "to_local"))
         return {place: 1 if (block := block_of(one)) is None else block.num_copies for place, one in parts}
 
+    def is_wrapped(self) -> bool:
+        """True where a module is data-parallel, by DDP, FSDP1 or FSDP2."""
+        modules = (module for root in self.roots() for module in root.modules())
+        return bool(self.sharded()) or any(type(one).__name__.endswith("DataParallel") for one in modules)
+
     # Receipts
 
     @quietly

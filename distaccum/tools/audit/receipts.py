@@ -39,6 +39,7 @@ class Reckoning:
         self.where = first["backwards"][-1]["line"] if first["backwards"] else self.line
         self.is_own = False  # the script does something else with gradients than to add them up
         self.shared, self.ranks = "", [one["rank"] for one in seen]
+        self.alone: list[float] = []  # by rank, the factor between its gradient and what it gave, where none is reduced
         reached = [one[one.any(-1)] for one in (update["received"].any(-1) for update in updates)]
         drawn = {backward["drawn"] for one in updates for backward in one["backwards"]}
         # Backwards of one micro-batch that reach different parameters
@@ -69,6 +70,9 @@ class Reckoning:
             text = f"{self._named(alone)}: in update {self.index} each rank has its own gradient; it was not reduced"
             hand = "run forward and backward of a window's last micro-batch within DDP, and outside of no_sync()"
             faults.append(Fault("not reduced", self.where, text, hand))
+            if not (judged & ~gone & ~alone).any():
+                ratios = (self.closed * self.own).sum(-1) / self.own.square().sum(-1).clamp(min=1e-300)
+                self.alone = ratios[:, alone].median(-1).values.tolist()
             judged &= ~alone
         judged &= ~gone
         if not judged.any():

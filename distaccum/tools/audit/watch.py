@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -99,6 +100,7 @@ class Watch:
             (Optimizer, "zero_grad", self._clear),
             (nn.Module, "zero_grad", self._clear),
             (nn.Module, "named_parameters", self.ledger.add_root),
+            (DistributedDataParallel, "__init__", self.ledger.add_root),
             (DistributedSampler, "__iter__", self._pad),
             (torch.amp.GradScaler, "scale", self._scale),
             (torch.amp.GradScaler, "unscale_", self._unscale),
@@ -352,6 +354,7 @@ class Watch:
             "padded": self.padded,
             "names": {place: ledger.names.get(place, f"parameter {place}") for place in range(len(ledger.parameters))},
             "sharded": ledger.sharded(),
+            "wrapped": ledger.is_wrapped(),
             "coarse": sorted(ledger.coarse),
             "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
             "bytes": [one.numel() * one.element_size() for one in ledger.parameters],

@@ -81,6 +81,15 @@ def _ends(values: Any) -> tuple[float, float]:
     return (min(found), max(found)) if found else (0.0, 0.0)
 
 
+def is_one_mean(terms: Terms, factors: Mapping[Key, Sequence[float]]) -> bool:
+    """True where samples of all ranks weigh as one mean together, by each rank's factor of an update."""
+    sums: dict[Key, float] = defaultdict(float)
+    for (place, *_), by_update in terms.items():
+        for index in by_update.keys() & {index for one, index in factors if one == place}:
+            sums[place, index] += sum(one["total"] * factors[place, index][one["rank"]] for one in by_update[index])
+    return bool(sums) and all(_is(one, 1.0) for one in sums.values())
+
+
 def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
     """Losses that no backward follows, and that are yet counted in the divisor of those that one does."""
     faults = []
