@@ -36,9 +36,11 @@ def _each(seen: Seen) -> Verdict:
 
 
 def _together(judged: Sequence[Verdict]) -> Verdict:
-    faults = {(one.kind, one.where): one for found, _, _ in reversed(judged) for one in reversed(found)}
+    every = [one for found, _, _ in judged for one in found]
+    for told in ("where", "text"):  # of several that are alike the first
+        every = [*{(one.kind, getattr(one, told)): one for one in reversed(every)}.values()][::-1]
     notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
-    return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
+    return sorted(every, key=lambda one: one.where), list(notes), judged[-1][2]
 
 
 def _judge(seen: Seen) -> Verdict:
@@ -96,7 +98,7 @@ def _judge(seen: Seen) -> Verdict:
         )
         note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {text}"
         return found, [note, *more], judged
-    faults += within_updates(terms, len(seen)) + among_updates(terms, updates, factors, shared, tasks)
+    faults += within_updates(terms, len(seen)) + among_updates(terms, updates, factors, shared, tasks, notes)
     faults += without_backward(terms, updates)
     faults += _traffic(seen, updates, notes) + _events(seen, updates)
     if apart is None:

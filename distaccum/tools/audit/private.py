@@ -15,7 +15,8 @@ from ...engines.private import fsdp2
 
 LOADER = getattr(dataloader, "_BaseDataLoaderIter", None)  # no hook tells when a loader is waited for
 FUSED = "ChunkedLogProbFunctionBackward"  # TRL's, which no function of torch's gives
-SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy")  # on the way from it to a loss
+SINK = "_DDPSinkBackward"  # through which DDP hands on all outputs of a model
+SUMS = ("Div", "Mul", "Sum", "Neg", "View", "MaskedFill", "MaskedScatter", "ToCopy", SINK)  # from it to a loss
 # Our windows call the engine itself, to save the checks of torch.autograd.backward.
 BACKWARDS = ((torch.autograd, "backward"), (base, "run_backward"))
 
@@ -34,16 +35,18 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24
 
     `hear` gets the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
     """
-    nodes = [getattr(one, "grad_fn", None) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
-    todo: list[tuple[Any, list[Any], bool]] = [(node, [], True) for node in nodes if node is not None]
-    for node, path, is_sum in todo:
+    edges = [(getattr(one, "grad_fn", None), 0) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
+    todo: list[tuple[Any, list[Any], bool]] = [(edge, [], True) for edge in edges]
+    for (node, place), path, is_sum in (one for one in todo if one[0][0] is not None):
+        name = node.name().removesuffix("Backward0")
         if (term := node.metadata.get("distaccum")) is not None:
             term["divisors"] = path
-        elif (name := node.name().removesuffix("Backward0")) == FUSED and is_sum:
+        elif name == FUSED and is_sum:
             hear(node, path)
         elif len(todo) < most:
             is_sum &= name in SUMS
             if name in ("Div", "Mul"):  # `_saved` is so spelt in torch's notes
                 path = [*path, (name.lower(), node._saved_other)]
                 is_sum &= not getattr(node._saved_other, "ndim", 0)
-            todo += [(following, path, is_sum) for following, _ in node.next_functions if following is not None]
+            edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
+            todo += [(edge, path, is_sum) for edge in edges]

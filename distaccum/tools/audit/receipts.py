@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
+from ...extensions.receipt import NUM, explain
 from ...law import shorten
 
 FINE, COARSE = 1e-3, 5e-2  # relative; of gradients in half precision
@@ -45,6 +46,7 @@ class Reckoning:
         # Backwards of one micro-batch that reach different parameters
         self.is_tasks = len(drawn) == 1 and any(bool((one != one[:1]).any()) for one in reached)
         self.names = [about["names"][place] for place in first["places"]]
+        self.equations = torch.tensor([min(NUM, about["numels"][place]) for place in first["places"]])
         sharded = torch.tensor([place in about["sharded"] for place in first["places"]])
         copies = torch.tensor([about["sharded"].get(place, 1) for place in first["places"]])
         bounds = [COARSE if place in about["coarse"] else FINE for place in first["places"]]
@@ -117,24 +119,32 @@ class Reckoning:
         owners = [rank for rank, one in enumerate(self.received) for _ in one]
         if self.before is not None:
             columns.append(self.before[0][wrong].flatten())
-        basis, found = torch.stack(columns, dim=1), []
         bound, hand = float(self.bound[wrong].max()), "keep each gradient from its backward to the step"
+        names, basis, num = self._named(wrong), torch.stack(columns, dim=1), int(self.equations[wrong].sum())
+        if num <= len(columns):  # whatever it is, they make it up: is one part lost, or there twice?
+            steps = [step for one in self.received for step in range(len(one))]
+            parts = [one * (factor or 0.0) / len(self.own) for one in columns]
+            given = {(self.ranks[rank], step): one for rank, step, one in zip(owners, steps, parts, strict=False)}
+            said = explain(given, self.closed[0][wrong].flatten(), None, self.index, bound) if num >= NUM else ""
+            text = f"{names}: {said} in update {self.index}"
+            return [Fault("lost", self.where, text, hand)] if "is lost" in said or "counts twice" in said else []
+        found, whole = [], basis[:, : len(owners)].sum(1)[None]
         for rank, target in enumerate(one[wrong].flatten() for one in self.closed):
             fit = torch.linalg.lstsq(basis, target, driver="gelsd").solution
             off = float((basis @ fit - target).norm() / target.norm())
-            if len(basis) <= len(columns) or off > bound:
+            if off > bound:
                 return []
             largest = float(fit[: len(owners)].abs().max())
-            noise = off * float(target.norm()) / (len(basis) - len(columns)) ** 0.5
+            noise = off * float(target.norm()) / (num - len(columns)) ** 0.5
             unsure = noise * float(torch.linalg.pinv(basis).norm(dim=1).max()) / largest  # of a reduction that rounds
             shares = fit[: len(owners)] / largest
             mine = shares[torch.tensor(owners) == rank]
             shown = ", ".join(f"{float(one):.3g}" if abs(one) > bound else "0" for one in mine)
-            lost, names = int((mine.abs() < bound).sum()), self._named(wrong)
+            lost, is_even = int((mine.abs() < bound).sum()), float(_rest(target[None, None], whole)) < 10 * off
             if self.before is not None and abs(fit[-1]) > 10 * bound:
                 text = f"{names}: the gradient in update {self.index} still holds that of the update before"
                 found.append(Fault("stale", self.line, text, "clear gradients after each step"))
-            elif float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
+            elif not is_even and float(shares.max() - shares.min()) > max(2 * bound, 8 * unsure):
                 what = f"{lost} of {len(mine)} backwards are lost" if lost else "backwards count differently"
                 text = f"{names}: {what} in update {self.index} on rank {self.ranks[rank]} (their weights: {shown})"
                 found.append(Fault("lost" if lost else "uneven", self.where, text, hand))

@@ -141,7 +141,7 @@ class Watch:
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
-        term = _term("log_prob", torch.float32, divisors=divisors)
+        node.metadata["distaccum"] = term = _term("log_prob", torch.float32, divisors=divisors)
         node.register_prehook(lambda seeds: self._take(term, seeds[0]))
 
     @quietly
@@ -357,6 +357,7 @@ class Watch:
             "wrapped": ledger.is_wrapped(),
             "coarse": sorted(ledger.coarse),
             "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
+            "numels": [one.numel() for one in ledger.parameters],
             "bytes": [one.numel() * one.element_size() for one in ledger.parameters],
         }
 

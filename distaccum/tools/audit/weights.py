@@ -112,7 +112,12 @@ def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
 
 
 def among_updates(
-    terms: Terms, updates: Updates, factors: Mapping[Key, float], shared: Mapping[Key, str], tasks: Container[Key]
+    terms: Terms,
+    updates: Updates,
+    factors: Mapping[Key, float],
+    shared: Mapping[Key, str],
+    tasks: Container[Key],
+    notes: list[str],
 ) -> list[Fault]:
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
     faults, ranks = [], len(next(iter(updates.values()), ()))
@@ -142,7 +147,10 @@ def among_updates(
                 text = f"nothing divides this sum: updates weigh {low:.4g} to {high:.4g}, as their tokens do"
                 faults.append(Fault("divisor", line, text, "divide by the window's number of tokens on all ranks"))
         if not all(_is(totals[index], level) for index in usual):
-            continue  # by a factor of the script's own, which it changes
+            if not is_sum:
+                low, high = _ends(totals.values())
+                notes.append(f"{line}: updates weigh {low:.3g} to {high:.3g}, by a factor that the script changes")
+            continue
         skipped = {i for i in totals if any(one["unused"].get((line, name, inner)) for one in updates[place, i])}
         skipped |= {i for i in totals if steps[i] < common == _num_drawn(updates, place, i)}
         if not (is_sum and _is(low, high)):  # else divided by a constant
