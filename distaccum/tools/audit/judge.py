@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from ...law import shorten
-from .receipts import Fault, Reckoning, same_on_all
-from .weights import Key, Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
+from .receipts import Fault, Key, Reckoned, Reckoning, same_on_all
+from .weights import Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Verdict = tuple[list[Fault], list[str], dict[str, int]]
@@ -49,66 +49,62 @@ def _judge(seen: Seen) -> Verdict:
         for update in one["updates"]:
             by_key[update["optimizer"], update["index"]].append(update)
     updates = {key: ranks for key, ranks in by_key.items() if len(ranks) == len(seen)}
-    notes = [_pace(seen)] if any(one["updates"] for one in seen) else []
-    reckoned: dict[int, list[Fault]] = {}
-    factors: dict[Key, float] = {}
-    shared: dict[Key, str] = {}
-    tasks: set[Key] = set()
-    kept: set[int] = set()  # optimizers whose script keeps gradients elsewhere when it clears them
-    own: set[int] = set()  # optimizers whose script does more with gradients than to add them up
+    found = _reckon(seen, updates)
     moved = {place for (place, _), ranks in updates.items() if any(one.get("moved") for one in ranks)}  # SAM's
-    alone: dict[Key, Sequence[float]] = {}  # updates in which nothing was reduced
-    before: dict[int, Tensor] = {}
-    compared = 0
+    known = ((place, one) for place, every in found.faults.items() for one in every if place not in moved)
+    faults = [one for place, one in known if place not in found.own or one.kind not in ("uneven", "stale")]
+    faults += _cleared(seen, found.kept | found.own | moved)
+    notes = [_pace(seen)] * any(one["updates"] for one in seen) + found.notes
+    updates = {key: [_used(one, key[0] in found.kept) for one in ranks] for key, ranks in updates.items()}
+    updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
+    terms = terms_of(updates, notes)
+    apart, are_alone = _apart(seen, updates, notes), 0 < len(found.alone) == found.compared
+    if are_alone and not any(one["wrapped"] for one in seen) and not is_one_mean(terms, found.alone):
+        each, more, judged = _each(seen)
+        text = (
+            "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
+        )
+        note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {text}"
+        return each, [note, *more], judged
+    faults += within_updates(terms, len(seen)) + among_updates(terms, updates, found, notes)
+    faults += without_backward(terms, updates)
+    faults += _traffic(seen, updates, notes) + _events(seen, updates) + (apart or [])
+    if apart is None:
+        faults = [one for one in faults if one.kind != "not reduced"]
+    if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
+        faults = [one for one in faults if one.kind != "window"]
+    if not found.compared:
+        notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
+    return faults, notes, {"weights": len(terms), "receipts": found.compared}
+
+
+def _reckon(seen: Seen, updates: Updates) -> Reckoned:
+    found, before = Reckoned(), dict[int, Tensor]()
     for (place, index), ranks in updates.items():
         places = [one.get("places") for one in ranks]
         if not places[0] or any(one != places[0] for one in places):
             continue
         used = [_used(one, has_cleared=False) for one in ranks]
         receipts = Reckoning(seen, used, before.get(place))
-        factor, found, more = receipts.judge()
-        if (factor is None or found or more) and any(
+        factor, faults, notes = receipts.judge()
+        if (factor is None or faults or notes) and any(
             backward["cleared"] for one in ranks for backward in one["backwards"]
         ):
             every = Reckoning(seen, ranks, before.get(place))
             again = every.judge()
             if again[0] is not None or any(fault.kind == "lost" for fault in again[1]):
-                kept.add(place)
-                (factor, found, more), receipts = again, every
-        reckoned.setdefault(place, []).extend(found)
-        own |= {place} if receipts.is_own else set()
-        notes, before[place] = notes + more, receipts.closed
-        compared += factor is not None or bool(found)
-        shared[place, index] = receipts.shared
-        tasks |= {(place, index)} if receipts.is_tasks else set()
-        alone |= {(place, index): receipts.alone} if receipts.alone else {}
-        if factor is not None:
-            factors[place, index] = factor
-    known = ((place, one) for place, found in reckoned.items() for one in found if place not in moved)
-    faults = [one for place, one in known if place not in own or one.kind not in ("uneven", "stale")]
-    faults += _cleared(seen, kept | own | moved)
-    updates = {key: [_used(one, key[0] in kept) for one in ranks] for key, ranks in updates.items()}
-    updates = {key: ranks for key, ranks in updates.items() if all(one["backwards"] for one in ranks)}
-    terms = terms_of(updates, notes)
-    apart = _apart(seen, updates, notes)
-    if alone and len(alone) == compared and not any(one["wrapped"] for one in seen) and not is_one_mean(terms, alone):
-        found, more, judged = _each(seen)
-        text = (
-            "ranks never reduce, as independent runs or local SGD do; reduce each gradient if they are to train as one"
-        )
-        note = notes[-1] if apart is None else f"{next(iter(updates.values()))[0]['line']}: {text}"
-        return found, [note, *more], judged
-    faults += within_updates(terms, len(seen)) + among_updates(terms, updates, factors, shared, tasks, notes)
-    faults += without_backward(terms, updates)
-    faults += _traffic(seen, updates, notes) + _events(seen, updates)
-    if apart is None:
-        faults = [one for one in faults if one.kind != "not reduced"]
-    faults += apart or []
-    if any(one.kind == "cleared" for one in faults):  # what is left of a window is no short one
-        faults = [one for one in faults if one.kind != "window"]
-    if not compared:
-        notes.append("not seen: receipts, since what autograd gives, or what is stepped, has no parameter's shape")
-    return faults, notes, {"weights": len(terms), "receipts": compared}
+                found.kept.add(place)
+                (factor, faults, notes), receipts = again, every
+        found.faults[place] += faults
+        found.notes += notes
+        found.own |= {place} if receipts.is_own else set()
+        before[place] = receipts.closed
+        found.compared += factor is not None or bool(faults)
+        found.shared[place, index] = receipts.shared
+        found.tasks |= {(place, index)} if receipts.is_tasks else set()
+        found.alone |= {(place, index): receipts.alone} if receipts.alone else {}
+        found.factors |= {} if factor is None else {(place, index): factor}
+    return found
 
 
 def _share_nothing(seen: Seen) -> bool:

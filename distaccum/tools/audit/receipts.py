@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, final
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 from ...extensions.receipt import NUM, explain
 from ...law import shorten
 
+Key = tuple[int, int]  # an optimizer and its update
 FINE, COARSE = 1e-3, 5e-2  # relative; of gradients in half precision
 WINDOW = "for window in Accumulator(model, optimizer, steps=...).windows(loader): window.backward(loss), window.step()"
 
@@ -23,6 +26,21 @@ class Fault(NamedTuple):
     text: str
     by_hand: str
     window: str = WINDOW
+
+
+@dataclass
+class Reckoned:
+    """Results over all updates, by optimizer and often by update."""
+
+    faults: dict[int, list[Fault]] = field(default_factory=lambda: defaultdict(list))
+    notes: list[str] = field(default_factory=list)
+    factors: dict[Key, float] = field(default_factory=dict)  # between gradients and averages over ranks
+    shared: dict[Key, str] = field(default_factory=dict)  # parameters that each backward gives the same
+    tasks: set[Key] = field(default_factory=set)
+    alone: dict[Key, Sequence[float]] = field(default_factory=dict)  # in which nothing was reduced
+    kept: set[int] = field(default_factory=set)  # whose script keeps gradients elsewhere when it clears them
+    own: set[int] = field(default_factory=set)  # whose script does more with gradients than to add them up
+    compared: int = 0
 
 
 @final

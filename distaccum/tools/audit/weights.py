@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .criterions import BY_CLASS
-from .receipts import Fault
+from .receipts import Fault, Key, Reckoned
 
 MEANS = ("mean", "batchmean")
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
-Key = tuple[int, int]  # an optimizer and its update
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
 Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, by update
 
@@ -111,16 +110,9 @@ def without_backward(terms: Terms, updates: Updates) -> list[Fault]:
     return faults
 
 
-def among_updates(
-    terms: Terms,
-    updates: Updates,
-    factors: Mapping[Key, float],
-    shared: Mapping[Key, str],
-    tasks: Container[Key],
-    notes: list[str],
-) -> list[Fault]:
+def among_updates(terms: Terms, updates: Updates, found: Reckoned, notes: list[str]) -> list[Fault]:
     """Updates must weigh as much as each other, and the usual one as much as a mean."""
-    faults, ranks = [], len(next(iter(updates.values()), ()))
+    faults, ranks, factors = [], len(next(iter(updates.values()), ())), found.factors
     sums: dict[Key, float] = defaultdict(float)
     for (place, *_), by_update in terms.items():
         for index, every in by_update.items():
@@ -141,11 +133,8 @@ def among_updates(
             continue
         is_sum, (low, high) = every[0]["reduction"] not in MEANS, _ends(one["each"] for one in every)
         if factor is not None and is_sum and common > 1 and _is(low * factor, 1.0) and _is(high * factor, 1.0):
+            faults += _undivided(line, [*totals.values()])
             low, high = _ends(totals.values())
-            alike = max(sum(_is(one, other) for one in totals.values()) for other in totals.values())
-            if 2 * alike <= len(totals):  # else one that is meant, and a short last micro-batch
-                text = f"nothing divides this sum: updates weigh {low:.4g} to {high:.4g}, as their tokens do"
-                faults.append(Fault("divisor", line, text, "divide by the window's number of tokens on all ranks"))
         if not all(_is(totals[index], level) for index in usual):
             if not is_sum:
                 low, high = _ends(totals.values())
@@ -158,10 +147,10 @@ def among_updates(
             faults += _short(line, steps, common, relative)
         paths = [one["divisors"] for one in every if one["divisors"] is not None]
         whole = all(_is(sums[place, index] * factors.get((place, index), 1.0), 1.0) for index in usual)
-        if factor is None or not paths or whole or any((place, index) in tasks for index in usual):
+        if factor is None or not paths or whole or any((place, index) in found.tasks for index in usual):
             continue  # terms that are one mean together, or tasks of the same samples
         if sum(_is_same(by_update[index]) for index in usual) * 2 > len(usual):  # pairs, or tasks of the same samples
-            names = shared.get((place, usual[0]), "")
+            names = found.shared.get((place, usual[0]), "")
             if names and all(one["print"] == every[0]["print"] for one in by_update[usual[0]]):
                 text = f"{names} gets the same gradient from each of {common} backwards of the same samples"
                 hand = f"divide its gradient by {common} before the step"
@@ -173,10 +162,17 @@ def among_updates(
             continue  # no different samples, as far as targets tell: all are real, then all are fake
         alike = sum(key[0] == place and usual[0] in others for key, others in terms.items()) * level
         is_part = not _is(sums[place, usual[0]] * factors.get((place, usual[0]), factor), alike)
-        if found := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part):
-            text = f"{found[0]}: the gradient is {level:.4g} times that of the mean"
-            faults.append(Fault("divisor", line, text, found[1]))
+        if why := _why(level, factor, common, ranks, "mean" if not is_sum else name, paths[0], is_part):
+            text = f"{why[0]}: the gradient is {level:.4g} times that of the mean"
+            faults.append(Fault("divisor", line, text, why[1]))
     return faults
+
+
+def _undivided(line: str, totals: Sequence[float]) -> list[Fault]:
+    if 2 * max(sum(_is(one, other) for one in totals) for other in totals) > len(totals):
+        return []  # one that is meant, and a short last micro-batch
+    text = f"nothing divides this sum: updates weigh {min(totals):.4g} to {max(totals):.4g}, as their tokens do"
+    return [Fault("divisor", line, text, "divide by the window's number of tokens on all ranks")]
 
 
 def _short(line: str, steps: Mapping[int, int], common: int, weights: Mapping[int, float]) -> list[Fault]:
