@@ -48,23 +48,32 @@ def project(gradient: Any, whole: Sequence[int] | None = None, starts: Sequence[
     Of a block of a gradient, `whole` is the shape of all, and `starts` are where it begins along each dimension. In
     float64, a piece at a time: neither autocast nor a setting of matrix products makes it less precise.
     """
-    whole, kind = whole or gradient.shape, gradient.device
-    starts = starts or [0] * len(whole)
+    whole = tuple(whole or gradient.shape)
+    starts = tuple(starts) or (0,) * len(whole)
     if len(whole) < 2:  # a vector is a column
-        gradient, whole, starts = gradient.reshape(-1, 1), [math.prod(whole), 1], [sum(starts), 0]
-    here: list[Any] = [slice(start, start + num) for start, num in zip(starts, gradient.shape, strict=True)]
+        gradient, whole, starts = gradient.reshape(-1, 1), (math.prod(whole), 1), (sum(starts), 0)
+    columns, rows = _sides(whole, starts, tuple(gradient.shape), gradient.device)
     if gradient.is_sparse:
         gradient = gradient.coalesce()
-        (here[0],), gradient = gradient.indices(), gradient.values()
-    left = directions(whole[0], 0, kind)[here[0]]
-    right = directions(math.prod(whole[1:]), 1, kind).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
+        columns, gradient = columns[:, gradient.indices()[0]], gradient.values()
     matrix = gradient.flatten(1)
     num = max(1, PIECE // max(1, matrix.shape[1]))
     # A factor of its own for each: of a gradient of low rank, one for all might see nothing but its rounding.
-    along = torch.zeros(NUM, matrix.shape[1], dtype=right.dtype, device=kind)
+    along = torch.zeros(rows.shape, dtype=rows.dtype, device=rows.device)
     for i in range(0, len(matrix), num):
-        along.addmm_(left[i : i + num].T, widest(matrix[i : i + num]))
-    return (along * right.T).sum(1)
+        along.addmm_(columns[:, i : i + num], widest(matrix[i : i + num]))
+    return (along * rows).sum(1)
+
+
+@lru_cache(maxsize=512)
+def _sides(
+    whole: tuple[int, ...], starts: tuple[int, ...], shape: tuple[int, ...], device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """The columns and the rows of all r, along a block."""
+    here = [slice(start, start + num) for start, num in zip(starts, shape, strict=True)]
+    columns = directions(whole[0], 0, device)[here[0]]
+    rows = directions(math.prod(whole[1:]), 1, device).view(*whole[1:], NUM)[tuple(here[1:])].reshape(-1, NUM)
+    return columns.T, rows.T
 
 
 class Block(NamedTuple):

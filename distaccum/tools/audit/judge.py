@@ -36,11 +36,10 @@ def _each(seen: Seen) -> Verdict:
 
 
 def _together(judged: Sequence[Verdict]) -> Verdict:
-    every = [one for found, _, _ in judged for one in found]
-    for told in ("where", "text"):  # of several that are alike the first
-        every = [*{(one.kind, getattr(one, told)): one for one in reversed(every)}.values()][::-1]
+    every = [one for found, _, _ in reversed(judged) for one in reversed(found)]
+    faults = {(one.kind, one.text if one.kind == "shared" else one.where): one for one in every}
     notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
-    return sorted(every, key=lambda one: one.where), list(notes), judged[-1][2]
+    return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
 
 
 def _judge(seen: Seen) -> Verdict:
