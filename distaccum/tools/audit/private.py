@@ -36,8 +36,8 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24
     `hear` gets the node of a FUSED criterion, and these numbers, where the loss is a sum of what it gives.
     """
     edges = [(getattr(one, "grad_fn", None), 0) for one in ([roots] if isinstance(roots, Tensor) else roots or ())]
-    todo: list[tuple[Any, list[Any], bool]] = [(edge, [], True) for edge in edges]
-    for (node, place), path, is_sum in (one for one in todo if one[0][0] is not None):
+    todo: list[tuple[Any, list[Any], bool]] = [(edge, [], True) for edge in edges if edge[0] is not None]
+    for (node, place), path, is_sum in todo:
         name = node.name().removesuffix("Backward0")
         if (term := node.metadata.get("distaccum")) is not None:
             term["divisors"] = path
@@ -49,4 +49,4 @@ def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24
                 path = [*path, (name.lower(), node._saved_other)]
                 is_sum &= not getattr(node._saved_other, "ndim", 0)
             edges = node.next_functions[place : place + 1] if name == SINK else node.next_functions
-            todo += [(edge, path, is_sum) for edge in edges]
+            todo += [(edge, path, is_sum) for edge in edges if edge[0] is not None]
