@@ -245,7 +245,7 @@ def test_criterion_of_another_library_is_not_seen_and_the_verdict_says_so(monkey
         report = trained(lambda scores, y: nn.functional.cross_entropy(scores, y) / 2)
         assert nn.functional.cross_entropy is one and report.status == 0 and report.judged["weights"] == 0
         assert "not seen: cross_entropy, in whose place another library has put its own" in report.notes
-        assert str(report).startswith("audit: nothing wrong was seen in 1 updates: receipts of 1 updates")
+        assert str(report).startswith("audit: nothing wrong was seen in 1 update: receipts of 1 update")
         assert "weights were not judged" in str(report) and "right" not in str(report)
 
 
@@ -267,7 +267,7 @@ def test_weights_of_a_fused_criterion_are_seen_where_its_loss_is_a_sum():
     taken = ChunkedLogProbFunction.apply
     wrong = trained(lambda scores, y: -taken(scores, y).sum() / len(y) / 2)
     assert [one.kind for one in wrong.findings] == ["weights"] and "1.5 to 1" in wrong.findings[0].text
-    assert "weights in 1 criterions" in str(trained(lambda scores, y: -taken(scores, y).sum() / 5))
+    assert "weights in 1 criterion" in str(trained(lambda scores, y: -taken(scores, y).sum() / 5))
     policy = trained(lambda scores, y: -(taken(scores, y) * len(y)).exp().mean())
     assert policy.status == 0 and "weights were not judged" in str(policy)
 

@@ -15,7 +15,10 @@ from ...law import shorten
 
 Key = tuple[int, int]  # an optimizer and its update
 FINE, COARSE = 1e-3, 5e-2  # relative; of gradients in half precision
-WINDOW = "for window in Accumulator(model, optimizer, steps=...).windows(loader): window.backward(loss), window.step()"
+WINDOW = (
+    "for window in Accumulator(model, optimizer, steps=...).windows(loader): in its loop window.backward(loss), after "
+    "it window.step()"
+)
 
 
 class Fault(NamedTuple):

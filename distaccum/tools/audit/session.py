@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ...law import plural
 from ..terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
@@ -53,15 +54,16 @@ class Audit:
     @property
     def about(self) -> str:
         """Names what was looked at."""
-        texts = {"weights": "weights in {} criterions", "receipts": "receipts of {} updates"}
-        return ", ".join([*(texts[what].format(num) for what, num in self.judged.items() if num), "order of calls"])
+        texts = {"weights": ("weights in", "criterion"), "receipts": ("receipts of", "update")}
+        seen = [f"{texts[what][0]} {plural(num, texts[what][1])}" for what, num in self.judged.items() if num]
+        return ", ".join([*seen, "order of calls"])
 
     def as_dict(self) -> dict[str, Any]:
         names = ("status", "updates", "ranks", "judged", "notes")
         return {name: getattr(self, name) for name in names} | {"findings": [one._asdict() for one in self.findings]}
 
     def __str__(self) -> str:
-        about = f"{self.updates} updates of {self.ranks} ranks" if self.ranks > 1 else f"{self.updates} updates"
+        about = plural(self.updates, "update") + (f" of {self.ranks} ranks" if self.ranks > 1 else "")
         lines = [f"audit: right in all that was seen of {about}: {self.about}"]
         if missing := [what for what, num in self.judged.items() if not num]:
             lines = [f"audit: nothing wrong was seen in {about}: {self.about}; {' and '.join(missing)} were not judged"]

@@ -221,7 +221,8 @@ def _why(
     by_steps = sum(_is(value, steps) for value in plain)
     if steps > 1 and _is(level, steps) and not path:
         return f"nothing divides by the {steps} micro-batches", f"loss / {steps}"
-    if steps > 1 and _is(level * steps, 1.0) and by_steps > (what == "mean"):
+    divided = by_steps > (what == "mean") or (steps > 2 and by_steps == len(path))  # of two it may be a coefficient
+    if steps > 1 and _is(level * steps, 1.0) and divided:
         if what != "mean":
             return f"the {steps} micro-batches divide what their tokens divide already", "leave one division out"
         return f"the {steps} micro-batches divide twice", "divide once: here, or in the library that does so too"
