@@ -127,10 +127,11 @@ def rebuilt(item: Any, change: Callable[[Any, Any], Any]) -> Any:
     return remade({key: change(child, key) for key, child in entries.items()})
 
 
-def tensors_in(item: Any) -> list[Tensor]:
+def tensors_in(item: Any, where: str = "") -> list[tuple[str, Tensor]]:
+    """The tensors, each with its key, field or position."""
     if isinstance(item, Tensor):
-        return [item]
-    return [found for child in entries_of(item).values() for found in tensors_in(child)]
+        return [(where, item)]
+    return [found for key, child in entries_of(item).items() for found in tensors_in(child, repr(key))]
 
 
 class WouldWait(Exception):  # noqa: N818  # it never leaves this library
@@ -139,7 +140,7 @@ class WouldWait(Exception):  # noqa: N818  # it never leaves this library
 
 def refuse_to_wait(values: Any) -> None:
     """Raises WouldWait where a tensor is not on the host."""
-    if not all(tensor.is_cpu for tensor in tensors_in(values)):
+    if any(not tensor.is_cpu for _, tensor in tensors_in(values)):
         raise WouldWait
 
 

@@ -326,7 +326,7 @@ def all_of(micro_batches: Any) -> list[Any]:
 def _look_at(item: Any) -> list[Look]:
     """The tensors of an item as they are now; nothing is read from a device."""
     found: list[Look] = []
-    for tensor in tensors_in(item):
+    for _, tensor in tensors_in(item):
         elements = b""
         if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_nested and tensor.numel():
             some = tensor.detach().reshape(-1)[:: -(-tensor.numel() // NUM_ELEMENTS)]

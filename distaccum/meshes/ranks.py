@@ -105,7 +105,7 @@ def _fingerprint(micro_batches: Sequence[Any], *, ahead: bool) -> int:
     first = micro_batches[:1]
     if ahead:
         refuse_to_wait(first)
-    found = [one.detach() for one in tensors_in(first) if not hasattr(one, "to_local")]
+    found = [one.detach() for _, one in tensors_in(first) if not hasattr(one, "to_local")]
     dense = [one for one in found if one.layout is torch.strided and not one.is_nested and one.numel()]
     some = [one.reshape(-1)[:: -(-one.numel() // 64)].double() for one in dense if not one.is_complex()]
     values = torch.cat([one.to(some[0].device) for one in some]).tolist() if some else []

@@ -124,7 +124,7 @@ def largest_sample(micro_batches: Iterable[Any]) -> int:
     found = [0]
     for _, item, columns in itertools.chain.from_iterable(map(each_entry, micro_batches)):
         if columns is not None:  # perhaps a sample each
-            found += [tensor.numel() for tensor in tensors_in(item)]
+            found += [tensor.numel() for _, tensor in tensors_in(item)]
         elif isinstance(item, Tensor) and item.ndim and len(item):
             found.append(-(-item.numel() // len(item)))
     return max(found)

@@ -57,7 +57,7 @@ def fit(
                     parameter.grad = None
             size //= 2
             free()
-    others = {*map(key_of, [*every, *tensors_in(batch)])}
+    others = {*map(key_of, [*every, *(one for _, one in tensors_in(batch))])}
     activations = sum(num_bytes for key, num_bytes in saved.items() if key not in others)
     stacks = [one for model in models for one in model.modules() if isinstance(one, nn.ModuleList | nn.Sequential)]
     layers = max([1, *(sum(any(True for _ in part.parameters()) for part in one) for one in stacks)])
