@@ -2,6 +2,7 @@
 # Everything that must hold before a change lands: style, types, tests, doctests, the README's code.
 #
 #   bash tests/run.sh                     # all, 7 minutes on two cores
+#   bash tests/run.sh --most              # all but the tests that are marked long, for a machine with a time limit
 #   bash tests/run.sh --quick             # style, types, doctests, and the tests that find most mistakes: 2 minutes
 #   bash tests/run.sh --quick -k resumed  # of those, the tests with this in their name
 #   bash tests/run.sh --slowest 20        # and which took longest
@@ -22,6 +23,7 @@ while (($#)); do
     case $1 in
     -h | --help) help tests/run.sh && exit ;;
     --quick) words+=(-m quick) ;;
+    --most) words+=(-m "not long") ;;
     --slowest)
         [[ ${2:-} =~ ^[0-9]+$ ]] || stop "--slowest ${2:-}, expected how many"
         words+=("--durations=$2" --durations-min=0.1) && shift

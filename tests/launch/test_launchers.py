@@ -74,7 +74,9 @@ LAUNCHERS: dict[str, tuple[int, Callable[[Path], str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("job", LAUNCHERS)
+@pytest.mark.parametrize(
+    "job", [name if name == "deepspeed" else pytest.param(name, marks=pytest.mark.long) for name in LAUNCHERS]
+)
 def test_launchers_end_with_the_weights_of_the_big_batch(programs, tmp_path, job):
     ranks, start = LAUNCHERS[job]
     text = start(tmp_path)
@@ -197,12 +199,13 @@ def processes_of(out: str, rank: int) -> list[int]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks processes up in /proc")
 def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp_path):
     """To the same bits as the uninterrupted run."""
     (tmp_path / "my folder").mkdir()
     config = tmp_path / "my folder" / "my.toml"
-    config.write_text('model = "cnn"\nbatch_size = 128\nmicro_batch_size = 1\nupdates = 40\n')
+    config.write_text('model = "cnn"\nbatch_size = 128\nmicro_batch_size = 1\nupdates = 24\n')
     assert programs.run("train", "--config", config, "--out", tmp_path / "whole", ranks=2).status == 0
     out = tmp_path / "run"
     # The script resolves paths in its working directory.
@@ -224,4 +227,4 @@ def test_rank_that_is_killed_under_torchrun_starts_all_ranks_again(programs, tmp
     assert job.returncode == 0, text
     assert re.search(r"goes on with update \d", text)
     assert same(out, tmp_path / "whole")
-    assert [json.loads(line)["index"] for line in (out / "log.jsonl").read_text().splitlines()] == list(range(40))
+    assert [json.loads(line)["index"] for line in (out / "log.jsonl").read_text().splitlines()] == list(range(24))

@@ -97,6 +97,7 @@ def test_texts_are_lines_paragraphs_or_a_field_of_json_lines(programs, tmp_path)
     assert f"{tmp_path / 'folder' / 'a.jsonl'}:1 is no JSON object with a text as 'text'" in only_line(done.text)
 
 
+@pytest.mark.long
 def test_run_begins_with_the_weights_of_a_file(programs, tmp_path):
     """Of a network with BatchNorm and other classes, as torchvision's files are."""
     torch.manual_seed(5)
@@ -136,7 +137,7 @@ def test_auto_halves_what_does_not_fit_and_a_resumed_run_has_the_same_bits(progr
     proven(programs, tmp_path / "again")
 
 
-@pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), (2, "fsdp2")])
+@pytest.mark.parametrize(("ranks", "engine"), [(1, "plain"), pytest.param(2, "fsdp2", marks=pytest.mark.long)])
 def test_compiled_and_checkpointed_blocks_are_exact(programs, tmp_path, ranks, engine):
     file = tmp_path / "mine.toml"
     file.write_text('task = "language"\nwidth = 32\ncontext = 16\noptimizer = "adamw"\nbetas = [0.8, 0.9]\n')

@@ -39,6 +39,7 @@ def test_config_ends_as_data_ranks_alone(programs, tmp_path, text, name):
 ADAMW = (*SMALL, "--task", "language", "--optimizer", "adamw", "--lr", 1e-3, "--schedule", "constant")
 
 
+@pytest.mark.long
 def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
     """Each start ends with the state of the optimizer, too, or the weights would differ from there."""
     options = (*ADAMW, "--data", text, "--precision", "float64", "--micro-batch-size", 4, "--resume")
@@ -50,7 +51,7 @@ def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
     proven(programs, tmp_path / "run", 1e-10)
 
 
-@pytest.mark.parametrize("name", ["cp", "pp"])
+@pytest.mark.parametrize("name", [pytest.param("cp", marks=pytest.mark.long), "pp"])
 def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
     """From a checkpoint within the first window."""
     options = (*ADAMW, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3, "--keep", 99)
