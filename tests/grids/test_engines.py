@@ -147,6 +147,7 @@ def test_overflow_of_one_rank_skips_the_update_on_all(name, where):
 LAST = [(name, kind.policies[-1]) for name, kind in KINDS.items()]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "sync"), dict.fromkeys([*WHOLE, *LAST]))
 @on_ranks(world_of)

@@ -16,6 +16,8 @@ from distaccum.extensions import NoiseScale
 from tests.support.programs import ROOT, Program, Programs
 from tests.support.windows import error, gradient, weights
 
+pytestmark = pytest.mark.long
+
 
 def run(programs: Programs, program: str, *options: object) -> Program:
     return programs.start(str(ROOT / "launch/bench" / program), *options, own_stderr=True).wait()

@@ -7,6 +7,8 @@ import pytest
 from tests.launch.test_train import log_of, only_line, proven, same, trained
 from tests.support.programs import ROOT
 
+pytestmark = pytest.mark.long
+
 CONFIGS = {"tp": "tensor", "cp": "context", "pp": "pipeline"}
 # 30 samples are 15 on each of two data ranks: micro-batches of 3 and 4. An epoch of 48 has a window of 18.
 SMALL = ("--width", 64, "--layers", 2, "--context", 48, "--batch-size", 30, "--warmup", 0)
@@ -39,7 +41,6 @@ def test_config_ends_as_data_ranks_alone(programs, tmp_path, text, name):
 ADAMW = (*SMALL, "--task", "language", "--optimizer", "adamw", "--lr", 1e-3, "--schedule", "constant")
 
 
-@pytest.mark.long
 def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
     """Each start ends with the state of the optimizer, too, or the weights would differ from there."""
     options = (*ADAMW, "--data", text, "--precision", "float64", "--micro-batch-size", 4, "--resume")
@@ -51,7 +52,7 @@ def test_run_goes_on_cut_otherwise(programs, tmp_path, text):
     proven(programs, tmp_path / "run", 1e-10)
 
 
-@pytest.mark.parametrize("name", [pytest.param("cp", marks=pytest.mark.long), "pp"])
+@pytest.mark.parametrize("name", ["cp", "pp"])
 def test_resumed_run_ends_with_the_same_bits(programs, tmp_path, text, name):
     """From a checkpoint within the first window."""
     options = (*ADAMW, "--data", text, f"--{name}", 2, "--micro-batch-size", 4, "--updates", 3, "--keep", 99)

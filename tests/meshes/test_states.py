@@ -17,6 +17,8 @@ from tests.support.problems import make_batch
 from tests.support.ranks import on_ranks
 from tests.support.windows import refused
 
+pytestmark = pytest.mark.long
+
 
 class Job:
     """A model on a mesh, its Accumulator, and this rank's micro-batches."""
