@@ -226,6 +226,18 @@ def test_criterion_is_heard_where_a_script_held_it_before():
     assert [one.kind for one in report.findings] == ["weights"]
 
 
+def test_factor_that_a_script_gives_backward_itself_is_no_division():
+    model = nn.Linear(4, 3)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with distaccum.audit(model) as report:
+        for _ in range(3):
+            for _ in range(4):
+                cross_entropy(model(torch.randn(2, 4)), torch.randint(3, (2,))).backward(torch.tensor(1 / 16))
+            sgd.step()
+            sgd.zero_grad()
+    assert report.status == 0, report
+
+
 def trained(loss_of):
     """The report of an update of micro-batches of 2 and 3 samples."""
     model = nn.Linear(4, 3)

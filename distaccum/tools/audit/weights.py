@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...law import plural
 from .criterions import BY_CLASS
 from .receipts import Fault, Key, Reckoned
 
@@ -179,9 +180,10 @@ def _short(line: str, steps: Mapping[int, int], common: int, weights: Mapping[in
     odd = [i for i, weight in weights.items() if steps[i] != common and not _is(weight, 1.0)]
     if not odd or not all(_is(weights[i], steps[i] / common) for i in odd):
         return []
+    own, weight = plural(steps[odd[-1]], "micro-batch"), weights[odd[-1]]
     text = (
-        f"update {odd[-1]} has {steps[odd[-1]]} micro-batches, and weighs {weights[odd[-1]]:.3g} of the others, which "
-        f"have {common}; so {len(odd)} of {len(steps)} updates"
+        f"update {odd[-1]} has {own}, and weighs {weight:.3g} of the others, which have {common}; so {len(odd)} of "
+        f"{len(steps)} updates"
     )
     hand = "divide by the number of micro-batches of this window; an epoch's last has fewer"
     return [Fault("window", line, text, hand)]
@@ -221,7 +223,7 @@ def _why(
     by_steps = sum(_is(value, steps) for value in plain)
     if steps > 1 and _is(level, steps) and not path:
         return f"nothing divides by the {steps} micro-batches", f"loss / {steps}"
-    divided = by_steps > (what == "mean") or (steps > 2 and by_steps == len(path))  # of two it may be a coefficient
+    divided = by_steps > (what == "mean") or (steps > 2 and 0 < by_steps == len(path))  # of two it may be a coefficient
     if steps > 1 and _is(level * steps, 1.0) and divided:
         if what != "mean":
             return f"the {steps} micro-batches divide what their tokens divide already", "leave one division out"
