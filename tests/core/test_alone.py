@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 ROOMS = ["wrappers", "meshes", "extensions", "runs", "feeding", "trainers", "tools"]  # that can be taken away
-KINDS = "([plain- or [DDP- or [FSDP2-) and (windows or abandoned)"
+KINDS = "[plain- or [DDP- or [FSDP2-"
 
 
 def copied(folder: Path) -> Path:

@@ -114,7 +114,7 @@ def train(rank, folder):
 
 
 ranks = {}
-for words in ("hold", "delete", "delete, destroy"):
+for words in ("hold", "destroy", "delete", "delete, destroy"):
     for rank in range(2):
         if not (pid := os.fork()):
             held = train(rank, f"{sys.argv[1]}/{words}")

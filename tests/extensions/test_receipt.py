@@ -6,7 +6,6 @@ import re
 import sys
 from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
@@ -277,9 +276,10 @@ if TORCH < (2, 15):
     del WORLDS["sharded pipeline"]  # is refused
 
 
-@pytest.mark.parametrize(("kind", "world"), list(WORLDS.items()))
+@pytest.mark.parametrize(
+    ("kind", "world"),
+    [pytest.param(*one, marks=[pytest.mark.long] if one[1] == 4 else []) for one in WORLDS.items()],
+)
 @on_ranks()
 def test_planted_defects_are_named_before_the_step(kind, world):
-    """On four ranks each kind has a third of them; tests/programs/planted.py runs all on all."""
-    mine = islice(PLANTS.values(), list(WORLDS).index(kind) % 3, None, 3) if world == 4 else PLANTS.values()
-    assert all(is_found(kind, plant) for plant in mine)
+    assert all(is_found(kind, plant) for plant in PLANTS.values())

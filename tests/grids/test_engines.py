@@ -23,14 +23,15 @@ WHOLE = [(name, "last") for name in ("plain", "DDP", "FSDP2", "FSDP1", "ZeRO 1",
 WHOLE += [("DDP, bucket views", "last"), ("FSDP2", "gathered")]
 
 
-def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1) -> list[Any]:
-    """Wrapper, policy and value: all values for the pairs of `WHOLE`, `quick` + `slow` values for each other pair."""
+def in_turn(values: tuple[Any, ...], quick: int = 0, slow: int = 1, long: int = 0) -> list[Any]:
+    """Wrapper, policy and value: all values for the pairs of `WHOLE`, for each other pair so many with each mark."""
     found, kinds = [], list(KINDS)
     for place, (name, sync) in enumerate(GRID):
         is_whole, first = (name, sync) in WHOLE, place + kinds.index(name)
-        mine = values if is_whole else [values[(first + i * 3) % len(values)] for i in range(quick + slow)]
+        mine = values if is_whole else [values[(first + i * 3) % len(values)] for i in range(quick + slow + long)]
         for i, value in enumerate(mine):
             marks = [] if is_whole or i < quick else [pytest.mark.slow]
+            marks += [] if is_whole or i < quick + slow else [pytest.mark.long]
             found.append(pytest.param(name, sync, value, marks=marks, id=f"{name}-{sync}-{value}"))
     return found
 
@@ -39,7 +40,7 @@ def world_of(name: str, **_: Any) -> int:
     return KINDS[name].world
 
 
-@pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), quick=1, slow=0))
+@pytest.mark.parametrize(("name", "sync", "case"), in_turn(tuple(CASES), quick=1, slow=0, long=1))
 @on_ranks(world_of)
 def test_windows_equal_one_big_batch(name, sync, case):
     for window in laws(name, sync, (case,))[case]:
@@ -144,12 +145,9 @@ def test_overflow_of_one_rank_skips_the_update_on_all(name, where):
     assert_next_are_exact(run)
 
 
-LAST = [(name, kind.policies[-1]) for name, kind in KINDS.items()]
-
-
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "sync"), dict.fromkeys([*WHOLE, *LAST]))
+@pytest.mark.parametrize(("name", "sync"), GRID, ids=[f"{name}-{sync}" for name, sync in GRID])
 @on_ranks(world_of)
 def test_evaluation_in_a_window_changes_no_gradient(name, sync):
     """In the loop, after its last backward, between the loop and step(), and after step()."""

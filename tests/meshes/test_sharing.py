@@ -114,6 +114,7 @@ def criterion(model: nn.Module, batch: Any) -> Tensor:
         *((2, plan, "last", clip, "") for plan, clip in (("tensor", 1e9), ("sequence", 0.05))),
         (4, "tensor", "last", 0.05, "blocks alone"),  # beside plain parameters
         (8, "sequence", "replicas", 1e9, "root too"),
+        pytest.param(8, "sequence", "last", 1e9, "root too", marks=pytest.mark.long),
     ],
 )
 @on_ranks()
