@@ -213,10 +213,8 @@ class Questions:
             warn(message)
 
     def _wrong(self, seen: str, fitting: str = "") -> str:
-        weight = "what count= counts" if self.count is not None else "the labels that the Trainer counts, or samples"
-        what = (
-            f"a mean over {weight}{',' * (self.count is None)}" if self.reduction == "mean" else "a sum over its rows"
-        )
+        weight = "what count= counts" if self.count is not None else "the labels that the Trainer counts, or samples,"
+        what = f"a mean over {weight}" if self.reduction == "mean" else "a sum over its rows"
         cure = f"{fitting} fits here"
         if not fitting:
             cure = (
@@ -225,7 +223,7 @@ class Questions:
                 "with no count, but one that you give is believed"
             )
         elif fitting.startswith("reduction="):
-            cure += f", and makes it a mean over {weight}"
+            cure += f", and makes it a mean over {weight.rstrip(',')}"
         elif self.reduction != "mean":
             cure = f"reduction='mean', {cure}"
         return (
