@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, Generic, TypeVar, final
 
@@ -193,7 +194,7 @@ class Window(Generic[Batch]):
         if losses:
             self._run(may_reduce, self._engine.backward, losses, seeds, may_reduce)
         else:
-            self._run(may_reduce, self._engine.skip)
+            self._run(may_reduce, partial(self._engine.show_parameters, in_loop=True))
 
     def _start_backward(self) -> bool:
         """Raises where no backward may come now; returns whether the one that comes may reduce."""

@@ -149,9 +149,6 @@ class Engine:
     def stand_in(self) -> None:
         """The rest of this rank's micro-steps only keep step with other ranks: what they use does not count."""
 
-    def skip(self) -> None:
-        """Replaces a backward whose losses are all left out."""
-
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         """Leaves of the graph on which backwards, and nothing else in a window, add up gradients of `parameters`."""
         return parameters
@@ -179,8 +176,8 @@ class Engine:
                 return True
         return False
 
-    def show_parameters(self) -> None:
-        """Makes modules show the parameters that the optimizers hold."""
+    def show_parameters(self, *, in_loop: bool = False) -> None:
+        """Makes modules show the parameters that the optimizers hold; `in_loop`: where all losses are left out."""
 
     # The update
 

@@ -182,10 +182,6 @@ class FullyShardEngine(Engine):
         self._note_used()
         self._stands_in = True
 
-    def skip(self) -> None:
-        if self._policy != "gathered":
-            self.show_parameters()  # as after a backward: the next forward gathers, on all ranks
-
     def holders(self, parameters: Sequence[nn.Parameter]) -> Sequence[Any]:
         wanted = {id(p) for p in parameters}
         shown = [(private.gathered_of(one), one) for one in self._every if id(one.sharded_param) in wanted]
@@ -222,8 +218,9 @@ class FullyShardEngine(Engine):
         self.show_parameters()
         self._release()
 
-    def show_parameters(self) -> None:
-        private.reshard_groups(self._groups)
+    def show_parameters(self, *, in_loop: bool = False) -> None:
+        if not in_loop or self._policy != "gathered":  # whose forwards would gather on this rank alone
+            private.reshard_groups(self._groups)
 
     def _release(self) -> None:
         self._undo.close()
