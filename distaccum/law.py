@@ -102,9 +102,12 @@ def share_of(reduction: Reduction, count: float, total: float, divisor: float) -
 
 def whole_number(name: str, value: Any, cure: str = "", least: int = 1) -> int:
     """`value` as an int of at least `least`, or an error that says what it was."""
-    is_whole = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not is_whole or (number := operator.index(value)) < least:
-        kind = ValueError if is_whole else TypeError
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:  # it is none, as a tensor may be
+        number = None
+    if number is None or number < least:
+        kind = TypeError if number is None else ValueError
         raise kind(f"{name}={value!r}, expected a whole number of at least {least}{cure}")
     return number
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from .cutting import Columns, Count, Names, count_samples
@@ -16,7 +17,6 @@ if TYPE_CHECKING:  # of a room
 
 BatchNorm = Literal["warn", "ignore"]
 OnNonfinite = Literal["raise", "skip", "ignore"]
-WHOLE = "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Config:
             )
         of_rows = None if self.micro_batch_size == "auto" or self.by_cost is not None else self.micro_batch_size
         for name, value, cure in (
-            ("steps", self.steps, WHOLE),
+            ("steps", self.steps, cure_of_steps(self.steps)),
             ("batch_size", self.batch_size, ""),
             ("micro_batch_size", of_rows, ", 'auto' or ByCost(...)"),
         ):
@@ -98,7 +98,21 @@ class Config:
     def steps_at(self, index: int) -> int | None:
         """Micro-batches per rank of an update, where `steps` was given."""
         steps = self.steps
-        return whole_number(f"steps({index})", steps(index), WHOLE) if callable(steps) else steps
+        if not callable(steps):
+            return steps
+        found = steps(index)
+        return whole_number(f"steps({index})", found, cure_of_steps(found))
+
+
+def cure_of_steps(steps: Any) -> str:
+    """The cure that an error names where it refuses this value."""
+    if isinstance(steps, str):
+        return "; give the number without quotes"
+    if isinstance(steps, bool) or not isinstance(steps, Real):
+        return "; give a number, or a function that returns one for the index of an update"
+    if isinstance(steps, Integral):
+        return "; 1 makes each micro-batch an update"
+    return "; write 100 // 50 for 100 / 50, or give batch_size=100, micro_batch_size=50"
 
 
 def as_list(name: str, value: Any, needs: str) -> list[Any]:

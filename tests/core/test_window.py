@@ -336,7 +336,18 @@ def keeping_samples():
     ("options", "kind", "message"),
     [
         ({"steps": 100 / 50}, TypeError, r"steps=2.0, expected a whole number of at least 1; write 100 // 50"),
-        ({"steps": 0}, ValueError, "steps=0, expected a whole number of at least 1"),
+        (
+            {"steps": 0},
+            ValueError,
+            "steps=0, expected a whole number of at least 1; 1 makes each micro-batch an update",
+        ),
+        ({"steps": "4"}, TypeError, "steps='4', expected a whole number of at least 1; give the number without quotes"),
+        (
+            {"steps": [4]},
+            TypeError,
+            r"steps=\[4\], expected a whole number of at least 1; give a number, or a function",
+        ),
+        ({"steps": torch.ones(2)}, TypeError, r"steps=tensor.*, expected a whole number of at least 1; give a number"),
         ({"steps": 2, "batch_size": 4}, ValueError, "give one or the other"),
         ({"batch_size": 4}, ValueError, "without micro_batch_size"),
         ({"reduction": "avg"}, ValueError, "reduction='avg', expected one of 'mean', 'sum', 'sum_to_mean'"),
@@ -390,7 +401,7 @@ def test_windows_needs_a_number_and_split_a_size():
     with pytest.raises(ValueError, match="pass micro_batch_size= or steps="):
         accumulator.split(BATCHES[0])
     _, _, accumulator = make(steps=lambda index: 1.5)
-    with pytest.raises(TypeError, match=r"steps\(0\)=1.5, expected a whole number"):
+    with pytest.raises(TypeError, match=r"steps\(0\)=1.5, expected a whole number of at least 1; write 100 // 50 for"):
         next(accumulator.windows(BATCHES))
 
 
