@@ -199,7 +199,9 @@ def _add_plan(commands: Any) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of parameters and gradients (float32)")
     parser.add_argument("--layers", **count, help="of the model, gathered one by one (the named model's, or 32)")
     parser.add_argument("--memory", metavar="BYTES", help="of a device, such as 80GB: says what fits")
-    parser.add_argument("--measure", metavar="MODULE:FACTORY", help="count a model, and try what fits here")
+    parser.add_argument(
+        "--measure", metavar="MODULE:FACTORY", help="count a model, not --parameters, and try what fits here"
+    )
     parser.add_argument("--meta", action="store_true", help="measure on the meta device")
     parser.add_argument("--base-batch-size", **count, help="the batch size that --lr suits")
     parser.add_argument("--lr", type=float, help="the learning rate for --base-batch-size")

@@ -238,3 +238,6 @@ def test_command_tries_a_model_by_its_path(tmp_path, monkeypatch, capsys):
         tried = f"a micro-batch of 8 samples fits on {device} (one rank alone; more than 8 was not tried); {kept}"
         for part in (tried, "plain DDP (800 B) fits in 1 MB", "28 parameters"):
             assert part in text
+    for option, value in (("--parameters", "7b"), ("--dtype", "bfloat16")):  # none is ignored in silence
+        assert main(["plan", "--measure", "planned:setup", option, value]) == 2
+        assert f"{value!r}" in (said := capsys.readouterr().err) and "beside a model, which is counted itself" in said

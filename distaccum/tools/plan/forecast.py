@@ -43,8 +43,8 @@ def plan(
         micro_batch_size: The most samples of one forward on one rank.
         ranks: Data-parallel ranks of the job; a multiple of `nodes`. Ranks that share samples count as one.
         nodes: Machines, with as many ranks on each.
-        parameters: Trained parameters of the model, or its name, as `"gpt2"` or `"llama-7b"`.
-        dtype: That of parameters and gradients; `model` has its own.
+        parameters: Trained parameters of the model, or its name, as `"gpt2"` or `"llama-7b"`; not beside `model`.
+        dtype: That of parameters and gradients; not beside `model`, which has its own.
         layers: Of the model, alike, each wrapped by itself under FSDP2; by default the named model's, or 32.
         memory: Bytes of a device, such as `"80GB"`: which policies fit, the best first.
         model: A model, a batch and a `loss_fn` (micro-batch -> loss), which are counted and tried on this machine.
@@ -70,6 +70,8 @@ def plan(
             raise ValueError(f"{name}={given[name]!r}, expected one of {', '.join(known)}")
     sizes, given["measured"] = None, ""
     if model is not None:
+        if parameters is not None or dtype != "float32":
+            raise ValueError(f"{parameters=}, {dtype=} beside a model, which is counted itself; give one or the other")
         from .fitting import fit  # imports torch, which takes seconds
 
         asked = given["micro_batch_size"]
