@@ -43,6 +43,13 @@ class Centred(nn.Module):
         return x - x.mean(0) if self.training else x
 
 
+class CentredDropout(nn.Dropout):
+    """Dropout that does more than drop, in training mode alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(0) if self.training else x)
+
+
 class Counting(nn.Module):
     """Its output depends on the number of calls so far."""
 
@@ -169,6 +176,26 @@ def test_report_names_each_cause(model, loss, options, causes):
     text = "\n".join(report.causes)
     for cause in causes:
         assert re.search(cause, text), report
+
+
+def test_report_says_where_dropout_alone_makes_the_gradients_differ():
+    dropouts = [nn.Dropout(0.2), nn.Dropout(0.3)]
+    report = check(net(*dropouts), of_samples)
+    assert not report.equivalent and report.without_dropout < 1e-14 < report.bound < report.worst
+    said = r"NOT equivalent, because of dropout alone \(largest relative error .* in float64, .*e-1\d without dropout;"
+    assert re.search(said, " ".join(str(report).split()))
+    wrong = [
+        (net(*dropouts, nn.BatchNorm1d(8)), of_samples),
+        (net(*dropouts, Centred()), of_samples),
+        (net(*dropouts, CentredDropout()), of_samples),
+        (net(*dropouts, Counting()), of_samples),
+        (net(*dropouts), of_pairs),
+        (net(*dropouts), lambda m, b: of_samples(m, b, "sum")),
+        (net(*dropouts), lambda m, b: of_samples(m, b) * (1 + random.random())),
+    ]
+    for model, loss in wrong:
+        report = check(model, loss)
+        assert not report.equivalent and report.without_dropout is None and "alone" not in str(report)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

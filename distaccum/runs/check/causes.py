@@ -16,18 +16,24 @@ from .comparison import Comparison, uneven_sizes, weighted_sum
 DROPOUTS = nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout | nn.FeatureAlphaDropout
 
 
-def causes_of(comparison: Comparison) -> list[str]:
-    """The causes that are found; the modules that are named are left in eval mode, where other causes show."""
+def causes_of(comparison: Comparison) -> tuple[list[str], float | None]:
+    """The causes that are found; the modules that are named are left in eval mode, where other causes show.
+
+    The number is the error that is left with dropout layers in eval mode, where that is rounding and they are torch's
+    own: then they alone made the gradients differ. Else None.
+    """
     found = []
+    only_dropout = False
     training = [(name, module) for name, module in comparison.modules if module.training]
     if _differs(comparison):
         if dropping := [(name, module) for name, module in training if _drops(module)]:
-            kinds = _into_eval(dropping)
+            kinds, only_dropout = _into_eval(dropping), all(_is_of_torch(module) for _, module in dropping)
             found.append(
                 f"dropout: random numbers are drawn by {kinds}, and micro-batches draw others; the gradient is that of "
                 "the masks that were drawn, as dropout means it: nothing to do, where this is the only cause"
             )
         if not dropping or _differs(comparison):
+            only_dropout = False
             where = ", outside of dropout layers" if dropping else ""
             found.append(
                 "random: the model or the loss gives the same batch another gradient the second time: random numbers "
@@ -42,11 +48,16 @@ def causes_of(comparison: Comparison) -> list[str]:
             "(distaccum.batchnorm.freeze), put GroupNorm in their place (to_groupnorm, there), or accept it with "
             "batchnorm='ignore'"
         )
-    if found and (_differs(comparison) or comparison.agrees(comparison.compare())):
-        return found
+        only_dropout = False
+    if found:
+        if _differs(comparison):
+            return found, None
+        errors = comparison.compare()
+        if comparison.agrees(errors):
+            return found, max(error for _, error in errors) if only_dropout else None
     in_losses = (_cause_in_the_loss(comparison, name) for name in comparison.reductions)
     found += dict.fromkeys(cause for cause in in_losses if cause is not None)
-    return found or ["unknown: no cause was found; the error is beyond rounding"]
+    return found or ["unknown: no cause was found; the error is beyond rounding"], None
 
 
 def _differs(comparison: Comparison) -> bool:
@@ -118,6 +129,11 @@ def _drops(module: nn.Module) -> bool:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return module.dropout > 0
     return isinstance(module, DROPOUTS) and module.p > 0
+
+
+def _is_of_torch(module: nn.Module) -> bool:
+    """Returns whether its forward is torch's: another may do more in training mode than drop."""
+    return type(module).__module__.startswith("torch.")
 
 
 def _into_eval(found: Sequence[tuple[str, nn.Module]]) -> str:
