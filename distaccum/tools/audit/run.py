@@ -17,6 +17,8 @@ from .watch import Enough, Watch
 
 def run(given: Any) -> int:
     """The script's own exit status where it is not 0, else the verdict's."""
+    if given.plot is not None and importlib.util.find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("--plot without matplotlib, which draws it; pip install matplotlib, or leave it out")
     code, watch, report = _prepare(given), Watch(most=given.updates), Audit()
     status: Any = 0
     watch.start()

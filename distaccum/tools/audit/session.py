@@ -6,14 +6,14 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from ...law import plural
+from ...law import plural, whole_number
 from ..terminal import fitted
 from .judge import verdict
 from .ledger import failures, quietly
@@ -121,8 +121,9 @@ class Audit:
         pyplot.close(figure)
 
 
-@contextmanager
-def audit(model: nn.Module | None = None, *, updates: int | None = None, folder: str | None = None) -> Iterator[Audit]:
+def audit(
+    model: nn.Module | None = None, *, updates: int | None = None, folder: str | None = None
+) -> AbstractContextManager[Audit]:
     """Watches the training that runs in its block, and changes nothing of it.
 
     Args:
@@ -142,6 +143,13 @@ def audit(model: nn.Module | None = None, *, updates: int | None = None, folder:
         >>> report.status, report.findings[0].text
         (1, 'elements of different micro-batches weigh 0.167 to 0.5 (3 to 1) in update 0; so in 1 of 1 updates')
     """
+    if updates is not None:
+        whole_number("updates", updates, "; leave it out to watch the whole block")
+    return _watched(model, updates, folder)
+
+
+@contextmanager
+def _watched(model: nn.Module | None, updates: int | None, folder: str | None) -> Iterator[Audit]:
     report, watch = Audit(), Watch(model, updates)
     watch.start()
     try:
