@@ -32,7 +32,7 @@ class Losses:
     def __init__(
         self, job: Job, reductions: Mapping[str, Reduction], totals: Mapping[str, float], device: torch.device
     ) -> None:
-        self._names, self._reductions, self._totals = tuple(reductions), reductions, totals
+        self._names, self.reductions, self._totals = tuple(reductions), reductions, totals
         self.has_several = len(self._names) > 1
         self._engine, self._scaler, self._once, self._device = job.engine, job.scaler, job.once, device
         self._scales = job.scales_seeds  # else what runs backward multiplies by the scaler's scale
@@ -69,7 +69,7 @@ class Losses:
         # run each backward together, also where nothing counts in their part.
         if not total or not (n or self._engine.peers.has_parts):
             return None
-        return share_of(self._reductions[name], n, total, self._engine.divisor)
+        return share_of(self.reductions[name], n, total, self._engine.divisor)
 
     def _by_name(self, loss: Tensor | None, named: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         if loss is not None:  # positional, or a name that happens to be "loss"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from functools import partial, wraps
 from itertools import groupby, pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import distaccum
+from distaccum.tools.cli import main
 from tests.support.counting import Counting
 from tests.support.programs import wait_for
 
@@ -119,7 +121,8 @@ def test_mistake_is_named_with_its_line(audited, mutation):
         text = text.replace(old, new)
     done, found = audited(mutation.script, text, RIGHT[mutation.script])
     assert done.status == 1, done.text
-    named = [one for one in found["findings"] if one["kind"] == mutation.kind and mutation.says in one["text"]]
+    kinds = [one for one in found["findings"] if one["kind"] == mutation.kind]
+    named = [one for one in kinds if mutation.says in one["text"] + one["window"]]
     assert named, done.text
     lines = [f"{script.stem}.py:{i}" for i, line in enumerate(text.splitlines(), start=1) if mutation.at in line]
     assert any(one["where"].endswith(tuple(lines)) for one in named), (lines, done.text)
@@ -212,7 +215,7 @@ def test_micro_step_reads_nothing_on_the_host():
         assert not counting.host_reads
         sgd.step()
     assert [one.kind for one in report.findings] == ["weights"] and report.ranks == 1
-    with pytest.raises(AssertionError, match=r"tokens of different micro-batches weigh 0.167\s+to 0.25 \(1.5 to 1\)"):
+    with pytest.raises(AssertionError, match=r"samples of different micro-batches weigh 0.167\s+to 0.25 \(1.5 to 1\)"):
         report.assert_right()
 
 
@@ -247,6 +250,21 @@ def trained(loss_of):
             loss_of(model(torch.ones(size, 4)), torch.arange(size)).backward()
         sgd.step()
     return report
+
+
+@pytest.mark.parametrize("updates", [0, -2, True, "3"])
+def test_updates_that_are_no_number_are_refused_before_the_block(updates):
+    with pytest.raises((TypeError, ValueError), match=f"^updates={updates!r}, expected a whole number of at least 1; "):
+        distaccum.audit(updates=updates)
+
+
+def test_plot_without_matplotlib_runs_nothing(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    (tmp_path / "train.py").write_text("print('ran')\n")
+    assert main(["audit", "--plot", "weights.png", str(tmp_path / "train.py")]) == 2
+    seen = capsys.readouterr()
+    assert "--plot without matplotlib" in seen.err and "pip install matplotlib" in seen.err
+    assert len(seen.err.splitlines()) == 1 and not seen.out
 
 
 def test_criterion_of_another_library_is_not_seen_and_the_verdict_says_so(monkeypatch):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .private import num_dims
+
 BY_CLASS = ("cross_entropy", "nll_loss", "linear_cross_entropy", "log_prob")  # of which some targets count for nothing
 _BY_ROW = """ctc_loss cosine_embedding_loss margin_ranking_loss multi_margin_loss multilabel_margin_loss
 multilabel_soft_margin_loss triplet_margin_loss triplet_margin_with_distance_loss"""
@@ -70,6 +72,15 @@ def reduction_of(given: dict[str, Any]) -> str:
     if given.get("size_average") is not None:
         return "mean" if given["size_average"] else "sum"
     return str(given.get("reduction", "mean"))
+
+
+def unit_of(name: str, given: dict[str, Any]) -> str:
+    """Names what its mean is over: samples where a row of scores has a target, and no text was flattened."""
+    if name not in BY_CLASS:
+        return "samples" if name in _BY_ROW.split() else "elements"
+    scores, target = given.get("input"), given.get("target")
+    is_flat = isinstance(scores, Tensor) and isinstance(target, Tensor) and num_dims(scores) == 2 > num_dims(target)
+    return "samples" if is_flat else "tokens"
 
 
 def count_of(name: str, given: dict[str, Any]) -> tuple[Any, int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Sequence
+from collections.abc import Container, Sequence, Set
 from itertools import pairwise
 from typing import Any
 
@@ -12,12 +12,17 @@ from torch import Tensor
 
 from ...law import shorten
 from .receipts import Fault, Key, Reckoned, Reckoning, same_on_all
-from .weights import Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
+from .weights import CONTRAST, Updates, among_updates, is_one_mean, terms_of, within_updates, without_backward
 
 Seen = Sequence[dict[str, Any]]  # by rank
 Verdict = tuple[list[Fault], list[str], dict[str, int]]
 ONE = torch.ones(1)
 TAIL = "step at the end of an epoch too, and divide by the number of micro-batches that there are"
+TRAINERS = {
+    "AccumulatingTrainer": "AccumulatingTrainer(..., count=..., reduction=...) says what the loss is; it divides alone",
+    "Trainer": "from distaccum.transformers import AccumulatingTrainer: use it in the place of Trainer, or with a "
+    "subclass: class Mine(AccumulatingTrainer, SFTTrainer)",
+}
 EVENTS = {
     "clip": ("clips in the middle of a window, so that early micro-batches shrink again", "clip before the step"),
     "unscale": ("unscales in the middle of a window, to which others are added", "call unscale_ before the step"),
@@ -28,7 +33,9 @@ EVENTS = {
 
 def verdict(seen: Seen) -> Verdict:
     """Faults, notes, and how much was judged."""
-    return _each(seen) if _share_nothing(seen) else _together([_judge(seen)])
+    faults, notes, judged = _each(seen) if _share_nothing(seen) else _together([_judge(seen)])
+    trainers = {update.get("trainer", "") for one in seen for update in one["updates"]}
+    return [_cured(one, trainers) for one in faults], notes, judged
 
 
 def _each(seen: Seen) -> Verdict:
@@ -40,6 +47,12 @@ def _together(judged: Sequence[Verdict]) -> Verdict:
     faults = {(one.kind, one.text if one.kind == "shared" else one.where): one for one in every}
     notes = dict.fromkeys(note for _, notes, _ in judged for note in notes if note)
     return sorted(faults.values(), key=lambda one: one.where), list(notes), judged[-1][2]
+
+
+def _cured(one: Fault, trainers: Set[str]) -> Fault:
+    """With what a Trainer's user can do, who writes no loop."""
+    cure = TRAINERS.get(next(iter(trainers))) if len(trainers) == 1 else None
+    return one if cure is None or one.window == CONTRAST else one._replace(window=cure)
 
 
 def _judge(seen: Seen) -> Verdict:
@@ -182,10 +195,14 @@ def _events(seen: Seen, updates: Updates) -> list[Fault]:
             Fault(kind, line, f"{text} (first in update {numbers['update']}; {numbers['times']} times)", hand)
         )
     first = [ranks[0]["schedules"] for (place, _), ranks in updates.items() if place == min(updates)[0]]
-    for line, num in Counter(each for one in first for each in one.items() if each[1] > 1):
-        if 2 * sum(one.get(line) == num for one in first) >= len(first):
-            hand = "step it once per update, on any number of ranks"
-            faults.append(Fault("schedule", line, f"steps the schedule {num} times per update", hand))
+    for line, known in Counter(each for one in first for each in one.items() if each[1][0] > 1):
+        if 2 * sum(one.get(line) == known for one in first) >= len(first):
+            hand, window = "step it once per update, on any number of ranks", {}
+            text, by_window = f"steps the schedule {known[0]} times per update", known[1]
+            if by_window:
+                text += ", since window.step() steps it too"
+                hand, window = "leave this step out", {"window": "or leave scheduler= out of the Accumulator"}
+            faults.append(Fault("schedule", line, text, hand, **window))
     return faults
 
 

@@ -88,6 +88,18 @@ class Ledger:
         modules = (module for root in self.roots() for module in root.modules())
         return bool(self.sharded()) or any(type(one).__name__.endswith("DataParallel") for one in modules)
 
+    def as_dict(self) -> dict[str, Any]:
+        every = self.parameters
+        return {
+            "names": {place: self.names.get(place, f"parameter {place}") for place in range(len(every))},
+            "sharded": self.sharded(),
+            "wrapped": self.is_wrapped(),
+            "coarse": sorted(self.coarse),
+            "vectors": [place for place, one in enumerate(every) if one.ndim < 2],
+            "numels": [one.numel() for one in every],
+            "bytes": [one.numel() * one.element_size() for one in every],
+        }
+
     # Receipts
 
     @quietly

@@ -30,6 +30,19 @@ def gathered_parameters(roots: Sequence[nn.Module]) -> Iterator[tuple[Any, Any]]
                 yield from ((p.sharded_param, fsdp2.gathered_of(p)) for p in group.fsdp_params)
 
 
+def num_dims(one: Any) -> int:
+    """The dimensions of a tensor, before it was flattened where that can be told."""
+    node = one.grad_fn
+    while node is not None:
+        name = node.name().removesuffix("Backward0")
+        if name in ("View", "UnsafeView", "ReshapeAlias"):
+            return len(node._saved_self_sym_sizes)
+        if name in ("Index", "MaskedSelect"):
+            return 3  # of what a mask left
+        node = node.next_functions[0][0] if name in ("LogSoftmax", "ToCopy", "Div", "Mul") else None
+    return int(one._base.ndim if one._is_view() else one.ndim)
+
+
 def note_divisors(roots: Any, hear: Callable[[Any, Any], object], most: int = 24) -> None:
     """Tells each criterion's call near `roots` by which numbers the graph divides, or multiplies ("mul").
 

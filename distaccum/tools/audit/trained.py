@@ -85,7 +85,7 @@ class Trained:
         """Yields events, and their lines, between backwards of the same line."""
         for kind, line, before, _ in self.events:
             lines = {made.line for made in self.pending[:before]}
-            if kind != "ended" and lines & {made.line for made in self.pending[before:]}:
+            if line and kind != "ended" and lines & {made.line for made in self.pending[before:]}:
                 yield kind, line
 
     def record(self) -> dict[str, Any]:
@@ -95,7 +95,10 @@ class Trained:
             made.cleared = made.cleared if made.cleared and (made.cleared[1] or made.line not in used) else None
         steps = Counter((line, whose) for kind, line, _, whose in self.events if kind == "schedule")
         found: dict[str, Any] = {"optimizer": self.place, "index": self.num}
-        found |= {"schedules": {line: max(num for key, num in steps.items() if key[0] == line) for line, _ in steps}}
+        found["schedules"] = schedules = dict[str, tuple[int, bool]]()
+        for (line, whose), num in steps.items():
+            if line:  # a window's own step has none
+                schedules[line] = max(schedules.get(line, (0, False)), (num + steps["", whose], ("", whose) in steps))
         found |= {"backwards": [made.as_dict() for made in self.pending]}
         return found if self._closed is None else found | self._receipts(self._closed)
 

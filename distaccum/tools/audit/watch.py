@@ -27,8 +27,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data.distributed import DistributedSampler
 
 from ...batchnorm import batchnorms
+from ...window import Window
 from . import private
-from .criterions import count_of, hearing, reduction_of
+from .criterions import count_of, hearing, reduction_of, unit_of
 from .ledger import Ledger, quietly
 from .trained import Backward, Trained, parameters_of
 
@@ -36,8 +37,10 @@ FIRST, EVERY = 16, 16  # updates with receipts: all of the first, and then one o
 AFTER_EACH = 4  # of them also after each backward
 KEPT = 2000  # updates
 PRINTED = 1 << 16  # numbers of a target, by which it is told from others
-LIBRARIES = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parents[2]}{os.sep}")
-ELSEWHERE = (*LIBRARIES, "<frozen", *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")))
+OURS = f"{Path(__file__).parents[2]}{os.sep}"
+BENEATH = (f"{Path(torch.__file__).parent}{os.sep}", f"{Path(__file__).parent}{os.sep}")
+ELSEWHERE = (*BENEATH, OURS, "<frozen", *(sysconfig.get_path(one) + os.sep for one in ("stdlib", "purelib", "platlib")))
+INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")  # of the user, or of another prefix
 
 
 class Enough(SystemExit):
@@ -46,20 +49,33 @@ class Enough(SystemExit):
 
 @functools.cache
 def is_users(path: str) -> bool:
-    return not path.startswith(ELSEWHERE)
+    return not path.startswith(ELSEWHERE) and not any(folder in path for folder in INSTALLED)
 
 
 def where() -> tuple[str, str]:
-    """The line of the user's code that is at work, and that of the innermost library outside of torch."""
+    """The line of the user's code that is at work, and the innermost one outside of torch and the audit."""
     frame, inner = inspect.currentframe(), ""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not inner and not path.startswith(LIBRARIES):
+        if not inner and not path.startswith(BENEATH):
             inner = f"{path}:{frame.f_lineno}"
         if is_users(path):
             return f"{path}:{frame.f_lineno}", inner
         frame = frame.f_back
     return inner, inner
+
+
+def trainer() -> str:
+    """The Trainer whose loop is at work: "AccumulatingTrainer", "Trainer", or "" for a loop of the user's."""
+    frame, found = inspect.currentframe(), ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if path.startswith(f"{OURS}trainers{os.sep}"):
+            return "AccumulatingTrainer"
+        if path.endswith(f"{os.sep}transformers{os.sep}trainer.py"):
+            found = "Trainer"
+        frame = frame.f_back
+    return found
 
 
 @final
@@ -78,6 +94,7 @@ class Watch:
         self.undropped: dict[str, None] = {}  # backwards without the dropout that there is
         self._modes: dict[tuple[str, int], bool] = {}
         self._current: Backward | None = None
+        self._expected: float | None = None  # the window's count of the micro-batch, where it expects a mean
         self._early: list[Backward] = []  # before any optimizer was known
         self._heard: deque[dict[str, Any]] = deque(maxlen=KEPT)  # criterions since the last step
         self._stepping: Any = None  # the optimizer that steps
@@ -109,6 +126,7 @@ class Watch:
             *((owner, name, self._backward) for owner, name in private.BACKWARDS),
             (Optimizer, "add_param_group", self._add_group),
             (LRScheduler, "step", self._schedule),
+            (Window, "backward", self._weigh),
             (torch.amp.GradScaler, "step", self._scaler_step),
             *([] if private.LOADER is None else [(private.LOADER, "__next__", self._draw)]),
         ]
@@ -132,12 +150,11 @@ class Watch:
     @quietly
     def _see(self, name: str, given: dict[str, Any], loss: Tensor) -> None:
         count, rows = count_of(name, given)
-        targets = print_of(given.get("target", given.get("targets")))
-        term = _term(name, loss.dtype, reduction=reduction_of(given), count=count, rows=rows, print=targets)
+        known = {"reduction": reduction_of(given), "unit": unit_of(name, given), "count": count, "rows": rows}
+        term = _term(name, loss.dtype, print=print_of(given.get("target", given.get("targets"))), **known)
         self._heard.append(term)
         node: Any = loss.grad_fn
         node.metadata["distaccum"] = term  # where `note_divisors` finds it
-
         loss.register_hook(functools.partial(self._take, term))  # type: ignore[no-untyped-call]  # torch's
 
     def _see_fused(self, node: Any, divisors: Any) -> None:
@@ -148,12 +165,20 @@ class Watch:
     @torch.no_grad()
     def _take(self, term: dict[str, Any], seed: Tensor) -> None:
         if self._current is not None:
-            term["seed"] = seed
+            term["seed"], term["expected"] = seed, self._expected
             if seed.ndim:
                 sizes = seed.abs()
                 term.update({"reduction": "none", "count": (sizes > 0).sum(), "seed": sizes.max()})
                 term["low"] = sizes.where(sizes > 0, torch.inf).min()
             self._current.terms.append(term)
+
+    def _weigh(self, original: Any, window: Any, *losses: Any, **named: Any) -> None:
+        reductions = [*window.losses.reductions.values()]
+        self._expected = window.counts_here[0] if reductions == ["mean"] and window.counts_here else None
+        try:
+            original(window, *losses, **named)
+        finally:
+            self._expected = None
 
     @property
     def _num(self) -> int:
@@ -271,6 +296,7 @@ class Watch:
             self.note(kind, line, one.num)
         worked = one.pending[-1].begun - self._last
         record = {**one.record(), "line": where()[0], "seconds": now - self._last, "waited": self._waited}
+        record["trainer"] = trainer()
         record |= {"worked": worked, "scale": 1.0 if self._scaler is None else float(self._scaler.get_scale())}
         record["unused"] = dict(Counter(tuple(term["site"]) for term in self._heard if term["seed"] is None))
         self._heard.clear()
@@ -306,7 +332,7 @@ class Watch:
         (line, inner), optimizer = where(), getattr(scheduler, "optimizer", None)
         one = self.trained.get(id(getattr(optimizer, "optimizer", optimizer)))
         if one is not None and one.num and not (args or options or "accelerate" in inner):  # which steps once per rank
-            one.note("schedule", line, id(scheduler))
+            one.note("schedule", "" if inner.startswith(OURS) else line, id(scheduler))  # "": by a window
         self._scheduling = True
         try:
             return original(scheduler, *args, **options)
@@ -343,8 +369,8 @@ class Watch:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns plain numbers, for other ranks too."""
-        ledger = self.ledger
         return {
+            **self.ledger.as_dict(),
             "updates": self.updates,
             "found": self.found,
             "rest": {
@@ -352,21 +378,21 @@ class Watch:
                 for one in self.trained.values()
             },
             "padded": self.padded,
-            "names": {place: ledger.names.get(place, f"parameter {place}") for place in range(len(ledger.parameters))},
-            "sharded": ledger.sharded(),
-            "wrapped": ledger.is_wrapped(),
-            "coarse": sorted(ledger.coarse),
-            "vectors": [place for place, one in enumerate(ledger.parameters) if one.ndim < 2],
-            "numels": [one.numel() for one in ledger.parameters],
-            "bytes": [one.numel() * one.element_size() for one in ledger.parameters],
         }
 
 
 def _term(name: str, dtype: torch.dtype, **known: Any) -> dict[str, Any]:
     """Returns a criterion's call, without the seed that flows into it."""
     line, inner = where()
-    term = {"site": [line, name, inner], "reduction": "none", "count": None, "rows": 1, "print": None}
-    return {**term, "divisors": None, "unit": torch.finfo(dtype).eps, "seed": None, "low": None, **known}
+    unknown = dict.fromkeys(("count", "print", "divisors", "seed", "low", "expected"))
+    term = {
+        "site": [line, name, inner],
+        "reduction": "none",
+        "rows": 1,
+        "unit": "tokens",
+        "eps": torch.finfo(dtype).eps,
+    }
+    return {**unknown, **term, **known}
 
 
 @torch.no_grad()

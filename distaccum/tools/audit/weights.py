@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ...law import plural
@@ -12,6 +12,11 @@ from .criterions import BY_CLASS
 from .receipts import Fault, Key, Reckoned
 
 MEANS = ("mean", "batchmean")
+COUNTS = {  # windows by what a mean is over
+    "tokens": 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)',
+    "samples": "Accumulator(...), which counts samples, window.backward(mean)",
+    "elements": "Accumulator(..., count=...), a function that counts a batch's elements, window.backward(mean)",
+}
 CONTRAST = "Accumulator(...).contrast(batch, encode, loss_fn)"
 Updates = Mapping[Key, Sequence[dict[str, Any]]]  # by rank
 Terms = dict[tuple[Any, ...], dict[int, list[dict[str, Any]]]]  # by optimizer and criterion, by update
@@ -30,7 +35,7 @@ def terms_of(updates: Updates, notes: list[str]) -> Terms:
                 for term in backward["terms"]:
                     site = tuple(term["site"])
                     calls[site] += 1
-                    if term["low"] is not None and term["seed"] > term["low"] * (1 + max(1e-3, 4 * term["unit"])):
+                    if term["low"] is not None and term["seed"] > term["low"] * (1 + max(1e-3, 4 * term["eps"])):
                         unseen[f"the weights in {site[0]}, which the script gives to samples itself"] += 1
                         continue
                     total = term["seed"] / update["scale"] * (1 if term["reduction"] in MEANS else term["count"])
@@ -53,7 +58,7 @@ def within_updates(terms: Terms, ranks: int) -> list[Fault]:
         is_ranks = ranks > 1
         for index, every in by_update.items():
             counted = [one for one in every if one["total"] and one["count"]]
-            bound = 1 + max([1e-3, *(4 * one["unit"] for one in counted)])
+            bound = 1 + max([1e-3, *(4 * one["eps"] for one in counted)])
             low, high = _ends(one["each"] for one in counted)
             by_row = _ends(one["total"] / one["rows"] for one in counted)
             if high <= low * bound or (name not in BY_CLASS and by_row[1] <= by_row[0] * bound):
@@ -64,16 +69,20 @@ def within_updates(terms: Terms, ranks: int) -> list[Fault]:
         if not spread:
             continue
         index = max(spread, key=lambda one: spread[one][1] / spread[one][0])
-        (low, high), unit = spread[index], "tokens" if name in BY_CLASS else "elements"
+        (low, high), unit = spread[index], _unit(one for every in by_update.values() for one in every)
         text = (
             f"{unit} of different {'ranks' if is_ranks else 'micro-batches'} weigh {low:.3g} to {high:.3g} "
             f"({high / low:.3g} to 1) in update {index}; so in {len(spread)} of {len(by_update)} updates"
         )
         hand = f"sum the loss, and divide it by the {unit} of the whole window"
         hand += " on all ranks, times the number of ranks where the wrapper averages" if ranks > 1 else ""
-        window = 'Accumulator(..., count=count_tokens("labels")), window.backward(mean)'
-        faults.append(Fault("weights", line, text, hand, window))
+        faults.append(Fault("weights", line, text, hand, COUNTS[unit]))
     return faults
+
+
+def _unit(terms: Iterable[dict[str, Any]]) -> str:
+    units = {"tokens" if one["unit"] == "samples" and one["count"] != one["rows"] else one["unit"] for one in terms}
+    return units.pop() if len(units) == 1 else "tokens"
 
 
 def _ends(values: Any) -> tuple[float, float]:
@@ -132,6 +141,9 @@ def among_updates(terms: Terms, updates: Updates, found: Reckoned, notes: list[s
         every = [one for ones in by_update.values() for one in ones if one["total"]]
         if not level or not every:
             continue
+        if given := [i for i, ones in by_update.items() if any(_is_sum_for_mean(one) for one in ones)]:
+            faults.append(_sum_for_mean(line, totals, given))
+            continue
         is_sum, (low, high) = every[0]["reduction"] not in MEANS, _ends(one["each"] for one in every)
         if factor is not None and is_sum and common > 1 and _is(low * factor, 1.0) and _is(high * factor, 1.0):
             faults += _undivided(line, [*totals.values()])
@@ -167,6 +179,21 @@ def among_updates(terms: Terms, updates: Updates, found: Reckoned, notes: list[s
             text = f"{why[0]}: the gradient is {level:.4g} times that of the mean"
             faults.append(Fault("divisor", line, text, why[1]))
     return faults
+
+
+def _sum_for_mean(line: str, totals: Mapping[int, float], given: Sequence[int]) -> Fault:
+    text = (
+        f"a sum goes into window.backward(), which expects a mean: the gradient is {totals[given[0]]:.4g} times that "
+        f"of the mean in update {given[0]}; so {len(given)} of {len(totals)} updates"
+    )
+    hand = "give it the mean, or the Accumulator reduction='sum_to_mean'"
+    return Fault("divisor", line, text, hand, 'Accumulator(..., reduction="sum_to_mean")')
+
+
+def _is_sum_for_mean(term: dict[str, Any]) -> bool:
+    """True for an undivided sum over as many as the window counts, given to one that expects a mean."""
+    is_whole = term["reduction"] == "sum" and term["divisors"] == [] and term["count"] == term["expected"]
+    return is_whole and bool(term["count"] > 1)
 
 
 def _undivided(line: str, totals: Sequence[float]) -> list[Fault]:
